@@ -52,28 +52,18 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
     parser.add_argument("--resolve", action="store_true")  # the printed config always is
     try:
-        options, words = _parse_known(parser, with_config_dir(arguments))
+        options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
             _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
         _check_spelling(words)
         if options.multirun:
             _run_sweep(words, script, options)
         config = load(words, runnable=options.cfg is None)
-    except UserError as error:
+    except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
     if options.cfg is not None:
         _show(to_yaml(config, options.package))
     return config
-
-
-def _parse_known(
-    parser: argparse.ArgumentParser, words: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options in these words, and the other words."""
-    try:
-        return parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from None
 
 
 def _show(text: str) -> NoReturn:
@@ -82,11 +72,7 @@ def _show(text: str) -> NoReturn:
 
 
 def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> NoReturn:
-    """Run the jobs of a sweep, or print their configs as YAML documents, and exit.
-
-    Raises:
-        UserError: a job is not allowed, or this program has no sweeps.
-    """
+    """Run the jobs of a sweep, or print their configs as YAML documents, and exit."""
     if script != "train.py":
         raise UserError(f"-m: {hints.REMEDIES['m']}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -101,14 +87,13 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
 
 
 def with_config_dir(arguments: Sequence[str]) -> list[str]:
-    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path, the first one.
-
-    Raises:
-        UserError: DIR is missing.
-    """
+    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path, the first one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-cd", "--config-dir")
-    options, words = _parse_known(parser, arguments)
+    try:
+        options, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
     if options.config_dir is None:
         return words
     return [CONFIG_DIR + os.path.abspath(os.path.expanduser(options.config_dir)), *words]
@@ -140,15 +125,12 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
-    --config-dir belongs to the overrides, which `load` takes. An existing path is
-    a path even if it contains `=`, as the default names of runs do.
+    --config-dir belongs to the overrides, which `load` takes. An existing path is a path even if it
+    contains `=`, as the default names of runs do.
 
     Args:
         words: the arguments that are no options of the script.
         what: the kind of path, for the message.
-
-    Raises:
-        UserError: a word is neither an existing path nor an override.
     """
     words = with_config_dir(words)
     overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
@@ -253,11 +235,7 @@ def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
 
 
 def _check_spelling(words: Sequence[str]) -> None:
-    """Refuse words that are not `key=value`, and say how to write them.
-
-    Raises:
-        UserError: names all flags, or the first other word.
-    """
+    """Refuse words that are not `key=value`, and say how to write them."""
     words = [word for word in words if not word.startswith(CONFIG_DIR)]
     if any(word.startswith("-") for word in words):
         _refuse_flags(words)
@@ -286,11 +264,7 @@ def _is_path(word: str) -> bool:
 
 
 def _refuse_flags(words: Sequence[str]) -> NoReturn:
-    """Refuse the flags of other programs, such as `--lr 0.1`, and say what to write instead.
-
-    Raises:
-        UserError: names all flags and gives the overrides that replace them.
-    """
+    """Refuse the flags of other programs, such as `--lr 0.1`, and say what to write instead."""
     flags: list[str] = []
     overrides: list[str] = []
     notes: list[str] = []

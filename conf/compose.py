@@ -95,7 +95,6 @@ def load(
             _choose(tree, group, _file(group, choice, config_dir))
         for override in keys:
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=False)
-        _refuse_functions(tree)
         changed = _changes(planned, tree)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(planned.recipe, changed, tree.checkpoint.resume)
@@ -118,11 +117,7 @@ def _file(group: str, choice: str, config_dir: Path | None) -> Path:
 
 
 def _read(path: Path) -> DictConfig:
-    """The content of a YAML file.
-
-    Raises:
-        UserError: it cannot be read, is too large, or does not hold keys.
-    """
+    """The content of a YAML file; refuse one that is too large, or does not hold keys."""
     try:
         text = path.read_text(encoding="utf-8")
         aliases = sum(isinstance(t, yaml.AliasToken) for t in yaml.scan(text) if "*" in text)
@@ -182,11 +177,7 @@ def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
 
 
 def _put(tree: DictConfig, values: Values) -> None:
-    """Replace the values of keys, which OmegaConf must not resolve: they may be of a checkpoint.
-
-    Raises:
-        UserError: OmegaConf would resolve a value.
-    """
+    """Replace the values of keys, which OmegaConf must not resolve: they may be of a checkpoint."""
     for name in values.keys() & FIELDS.keys():
         if "${" in str(values[name]):
             raise UserError(f"{name}={values[name]}: not allowed in a checkpoint; give {name}=")
@@ -202,9 +193,6 @@ def _choose(tree: DictConfig, group: str, file: Path) -> None:
     A section with a name (optim, schedule, model) is replaced as a whole, because the values of a
     recipe for one optimiser are wrong for another. In other sections the values of the recipe stay
     unless the group sets them: data=fake keeps the image size.
-
-    Raises:
-        UserError: the file has a key or a value that the group does not have.
     """
     named = f"{group}.name" in FIELDS
     section = OmegaConf.structured(OmegaConf.get_type(tree[group])) if named else tree[group]
@@ -214,29 +202,25 @@ def _choose(tree: DictConfig, group: str, file: Path) -> None:
         raise UserError(f"{file}: {_one_line(error)}; write only keys of {group}") from None
 
 
-def _refuse_functions(tree: DictConfig) -> None:
-    """Refuse `${oc.env:NAME}` in all keys but PATHS, and other functions but `${now:FORMAT}`.
-
-    An environment variable must not change the training, and its value would be stored.
-    """
-    for name, value in _flat(tree).items():
-        for function in re.findall(r"\$\{([\w.]+):", str(value)):
-            if function != "now" and (function != "oc.env" or name not in PATHS):
-                raise UserError(
-                    f"{name}={show(value)}: only ${{key}} and ${{now:FORMAT}} are allowed, and in "
-                    f"paths ({', '.join(PATHS)}) also ${{oc.env:NAME}}; write the value itself"
-                )
-
-
 def _changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
+
+    Refuse `${oc.env:NAME}` in all keys but PATHS, and other functions but `${now:FORMAT}`: an
+    environment variable must not change the training, and its value would be stored.
 
     Args:
         planned: the composed recipe with unresolved interpolations.
         tree: the same after typed groups and keys.
     """
-    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
-    changed = {}
+    before, now = _flat(planned), _flat(tree)
+    for name, value in now.items():
+        functions = set(re.findall(r"\$\{([\w.]+):", str(value))) - {"now"}
+        if functions - {"oc.env" if name in PATHS else "now"}:
+            raise UserError(
+                f"{name}={show(value)}: only ${{key}} and ${{now:FORMAT}} are allowed, and in "
+                f"paths ({', '.join(PATHS)}) also ${{oc.env:NAME}}; write the value itself"
+            )
+    values, changed = _flat(tree, resolve=True), {}
     for name, f in FIELDS.items():
         if f.metadata["affects"] & RESULT and before[name] != now[name] and in_effect(tree, f):
             alike = f.metadata["alike"]
@@ -265,11 +249,6 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
 
     Two commands with the same recipe get the same name if they train the same thing. Of a path, the
     name has the last part; the run's identity tells two folders of one name apart.
-
-    Args:
-        recipe: name of the recipe.
-        changed: see `_changes`.
-        resume: checkpoint.resume.
 
     Returns:
         A name such as `imagenet_rn50,optim.lr=0.3`. Parts beyond NAME_LENGTH are left out, and

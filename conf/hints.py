@@ -11,7 +11,6 @@ _OVERRIDES = {
     "augment.batch=[{cutmix: {alpha: {}}}]": "cutmix cutmix-alpha",
     "augment.batch=[{random_erasing: {p: {}}}]": "reprob random-erase",
     "checkpoint.keep={}": "checkpoint-hist save-top-k",
-    "checkpoint.resume={}": "ckpt-path",
     "data=fake": "dummy",
     "data.image_size={}": "img-size imgsz input-size train-crop-size",
     "data.repeats={}": "aug-repeats ra-reps",
@@ -35,7 +34,6 @@ _OVERRIDES = {
     "optim.weight_decay={}": "wd",
     "recipe={}": "config config-name cn",
     "run.dir={}": "output output-dir out-dir save-dir",
-    "run.name={}": "exp-name experiment-name",
     "schedule={}": "sched scheduler lr-scheduler",
     "schedule.final_lr={}": "min-lr lr-min",
     "schedule.step_epochs={}": "lr-step-size decay-epochs",
@@ -59,9 +57,6 @@ _SENTENCES = {
     "write augment=torchvision for TrivialAugment or augment=timm for RandAugment": (
         "aa auto-augment"
     ),
-    "write log.trackers=[] to write no event files": "tensorboard logger",
-    "the keys train.* hold these settings, and a GPU is used if there is one": "trainer",
-    "write train.max_steps=10 for a short run, and loader=debug to debug the loader": "debug",
     "only train.py has sweeps; start this script once per value": "m multirun",
     "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
         "e eval evaluate test test-only validate"
@@ -79,7 +74,6 @@ _SENTENCES = {
     "leave it out: the average is updated at every step": "model-ema-steps",
     "leave it out: the list of files is cached": "cache-dataset",
     "leave it out: batch buffers are page-locked on a GPU": "pin-mem",
-    "leave it out: the number of workers changes only at a start": "autotune.online",
     "write `resize: {size: {}}` in augment.val": "val-resize-size",
     "write optim.betas=[B1,B2]": "opt-betas",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",

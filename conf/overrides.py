@@ -32,11 +32,7 @@ CONFIG_DIR = "--config-dir="
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder of `--config-dir=DIR`, None without one, and the overrides.
-
-    Raises:
-        UserError: the folder cannot be used, or has a choice of the same name as this program.
-    """
+    """Return the folder of `--config-dir=DIR`, None without one, and the overrides."""
     given = [word for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if word not in given]
     if not given:

@@ -215,13 +215,12 @@ SGD = all_but("optim", "adamw", "lamb")
 MOMENTS = all_but("optim", "sgd")
 
 
-def _sorted_names(names: Any) -> Any:
-    return sorted(map(str, names)) if isinstance(names, list) else names
-
-
 def _engines(decoder: str) -> str:
-    """The CPU decoders return the same pixels."""
-    return decoder if decoder in ("gpu", "hybrid") else "auto"
+    return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
+
+
+def _in_any_order(names: Any) -> Any:
+    return sorted(map(str, names)) if isinstance(names, list) else names
 
 
 @dataclass
@@ -235,7 +234,7 @@ class Data:
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_sorted_names)
+    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_in_any_order)
     """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=FILES)
     """fraction of the images of each class to validate on, if there is no validation split;
@@ -258,8 +257,7 @@ class Data:
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE, 3))
     """standard deviation to divide each channel by"""
     repeats: int = key(1, BOTH, number(1, 100))
-    """repeated augmentation: an epoch uses 1 / repeats of the images, each this many times with
-    different augmentations, as timm's --aug-repeats and torchvision's --ra-reps"""
+    """repeated augmentation: an epoch uses 1 / repeats of the images, each this many times"""
     fake_images: int = key(1_281_167, BOTH, number(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
     fake_classes: int = key(1000, BOTH, number(2), when=FAKE)
@@ -286,14 +284,11 @@ class Loader:
     decoder: str = key("auto", BOTH, DECODER, alike=_engines)
     """JPEG decoder: region (only the crop; needs a C compiler), simplejpeg and pillow use the CPU
     and give the same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU
-    decoder that works, or what the first start measures as faster (not with train.deterministic); a
-    resumed run with auto keeps its kind (CPU, gpu or hybrid)"""
+    decoder that works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
-    """page-lock the batch buffers, so that copies to a GPU overlap with the step: auto is true,
-    unless loader.workers=auto measures that it is slower"""
+    """page-lock the batch buffers: auto is true, unless loader.workers=auto finds it slower"""
     prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
-    """tasks of 32 images assigned to each worker at a time: auto is 3, or what loader.workers=auto
-    chooses"""
+    """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, SPEED, number(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
@@ -313,25 +308,21 @@ class Model:
     name: str = key("resnet50", BOTH)
     """a classifier of torchvision or of models/, or timm/<name> of timm"""
     weights: str | None = key(None, RESULT, alike=last_name)
-    """initial weights: a file with a state_dict or a checkpoint, the folder of a run, or
-    `pretrained`"""
+    """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
     args: dict[str, Any] = key({}, BOTH, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
-    in timm, {stochastic_depth_prob: 0.1} in torchvision (also its ResNets) and models/;
-    {zero_init_residual: true} is for ResNets. {blur_pool: true}, for any model, blurs the inputs of
-    strided convolutions (arXiv 1904.11486)"""
+    in timm, {stochastic_depth_prob: 0.1} in torchvision and models/; {blur_pool: true}, for any
+    model, blurs the inputs of strided convolutions (arXiv 1904.11486)"""
     freeze: Any = key(None, BOTH, STAGES)
     """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
-    the name of the last one. A ResNet has conv1 (with bn1), layer1, ..., layer4 and fc; a ViT has
-    the patch embedding, each block and the head"""
+    the name of the last one, such as layer2 of a ResNet"""
     sync_bn: bool = key(False, BOTH)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
     """memory format NHWC: auto is true for convnets on a GPU"""
     compile: str = key("auto", SPEED, COMPILE)
     """torch.compile mode: auto is off on a CPU; on a GPU off, default or tuned, by the length of
-    the run; tuned searches the block sizes of every kernel (minutes at the first start, steps about
-    6 % faster)"""
+    the run; tuned searches the block sizes of every kernel, which takes minutes"""
 
 
 @dataclass
@@ -355,7 +346,7 @@ class Optim:
     weights of linear and convolution layers"""
     layer_decay: float | None = key(None, BOTH, DECAY)
     """layer-wise decay: the learning rate of the last block is multiplied by this, that of the
-    block before it by its square, and so on, as timm's --layer-decay; null: the same for all"""
+    block before it by its square, and so on; null: the same for all"""
     clip_norm: float | None = key(None, BOTH, or_null(POSITIVE))
     """maximum global gradient norm; null: no clipping"""
 
@@ -383,31 +374,28 @@ class Train:
     seed: int = key(0, RESULT, number(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
     precision: str = key("auto", BOTH, one_of("auto", "bf16", "tf32", "fp32"))
-    """auto is bf16 on a GPU with hardware support, else fp32; tf32 and fp32 keep float32 weights
-    and activations"""
+    """auto is bf16 on a GPU with hardware support, else fp32; tf32 and fp32 keep float32 values"""
     deterministic: bool = key(False, SPEED)
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda"))
     """auto is cuda if there is a GPU, else cpu"""
     accumulate: int = key(1, BOTH, COUNT)
-    """micro-batches per optimiser step, to save GPU memory: each rank splits its share of
-    loader.batch_size into this many equal parts. The gradient is that of the whole batch up to
-    rounding, except that BatchNorm normalises with the statistics of a micro-batch"""
+    """micro-batches per optimiser step, to save GPU memory; the gradient is that of the whole batch
+    up to rounding, except that BatchNorm uses the statistics of a micro-batch"""
     loss: str = key("cross_entropy", BOTH, one_of("cross_entropy", "bce"))
-    """loss of training: cross_entropy, or bce, the binary cross-entropy of every class (mean over
-    classes and images, as timm's --bce-loss); validation measures the cross-entropy"""
+    """loss of training: cross_entropy, or bce, the binary cross-entropy of every class; validation
+    measures the cross-entropy"""
     bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)), when=BCE)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
     class_weights: str | None = key(
         None, BOTH, or_null(one_of("balanced")), when={"train.loss": ("cross_entropy",)}
     )
-    """balanced multiplies the loss of an image by images / (classes * images of its class); null:
-    all images count alike"""
+    """balanced multiplies the loss of an image by images / (classes * images of its class)"""
     label_smoothing: float = key(0.0, BOTH, FRACTION)
     """label smoothing"""
     ema_decay: float | None = key(None, BOTH, DECAY)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
-    best checkpoint; the raw model is validated as well"""
+    best checkpoint"""
     validate_every_epochs: int = key(1, NOTHING, COUNT)
     """epochs between validations; a run always validates at its end"""
 
@@ -419,8 +407,7 @@ class Checkpoint:
     keep: int = key(2, NOTHING, COUNT)
     """number of newest checkpoints to keep; the best is always kept as well"""
     resume: str = key("auto", NOTHING)
-    """auto: resume the run in run.dir; never: start over (an existing run.dir is renamed); or the
-    path of a checkpoint"""
+    """auto: resume the run in run.dir; never: start over, and rename run.dir; or a checkpoint"""
     accept_changes: bool = key(False, NOTHING)
     """resume although keys that affect the result have changed; the model, the optimiser and the
     batch size must stay the same"""
@@ -439,15 +426,13 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb (Weights & Biases),
-    both or none"""
+    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
 
 
 @dataclass
 class Profile:
     steps: list[int] = key([], NOTHING, SPAN)
-    """first and last step to profile, such as [100,110]: writes a Chrome trace and the ten most
-    expensive operators"""
+    """first and last step to profile, such as [100,110]: writes a Chrome trace and a table"""
 
 
 @dataclass

@@ -57,8 +57,10 @@ def set_up_process() -> None:
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
         problem = "Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs"
     elif missing:
-        names = ", ".join(missing)
-        problem = f"{names}: not installed for {sys.executable}; {_environment()}"
+        problem = (
+            f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "
+            ".venv/bin/activate`, or `pip install -r requirements.txt`"
+        )
     if problem:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
             print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
@@ -70,14 +72,6 @@ def set_up_process() -> None:
     # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine,
     # this makes the demo 6 times as fast.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _environment() -> str:
-    """How to get the packages: most often, the environment is not activated."""
-    environment = Path(__file__).absolute().parent.parent / ".venv"
-    if (environment / "bin" / "activate").exists() and Path(sys.prefix) != environment:
-        return f"run `source {os.path.relpath(environment)}/bin/activate` first"
-    return "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
