@@ -60,11 +60,6 @@ class Container:
         return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Return the content of a member.
-
-        Raises:
-            OSError: the file cannot be read, has changed or is too short.
-        """
         file = self._file or self._open()
         try:
             data = os.pread(file.fileno(), length, start)
@@ -88,15 +83,10 @@ class Container:
 
 
 def list_members(path: str, key: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a tar or zip file.
-
-    Args:
-        key: the config key of the file, for messages.
-        wanted: whether the member of this name is listed.
+    """List the files in a tar or zip file; `key` is the config key of the file, for messages.
 
     Raises:
         UserError: the file is damaged, or a wanted member cannot be read in place.
-        OSError: the file cannot be read.
     """
     try:
         return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
@@ -176,14 +166,8 @@ def read_list(path: str, key: str) -> tuple[str, dict[str, list[bytes]]]:
     all begin with the name of the file, as train/cat/1.jpg in train.csv, they are below this
     folder, so that the samples are those of its own scan.
 
-    Args:
-        key: the config key of the file, for messages.
-
     Returns:
         The folder, and class name -> sorted paths below the folder; the classes are sorted too.
-
-    Raises:
-        UserError: names the line that is wrong.
     """
     classes: dict[bytes, list[bytes]] = {}
     try:

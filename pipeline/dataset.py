@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +39,9 @@ class Dataset(ABC):
 
     A subclass calls `super().__init__()` and defines `__len__`, `load`, `name` and `fingerprint`;
     the other methods and attributes are for what it can do beyond that.
-
-    Attributes:
-        operations: operations of RandAugment that `load_and_draw` leaves to the GPU, for each
-            sample; 0 if it cannot.
     """
 
-    operations = 0
+    operations = 0  # of RandAugment for each sample, which `load_and_draw` leaves to the GPU
 
     def __init__(self) -> None:
         # Shared: the persistent workers of a DataLoader have copies of this object.
@@ -98,25 +95,17 @@ class Dataset(ABC):
         yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
 
     def class_counts(self, num_classes: int) -> list[int]:
-        """Return the number of samples of each class.
-
-        Raises:
-            UserError: the labels are not known.
-        """
+        """Return the number of samples of each class."""
         if self.labels is None:
             raise UserError("train.class_weights: this dataset does not tell its labels")
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
     def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
         """Return pixels and label as `load`, but only draw the `operations`."""
-        return *self.load(epoch, index), []
+        raise NotImplementedError
 
     def with_transform(self, transform: Compose) -> "Dataset":
-        """Return a dataset of the same samples with other transforms, for data.sizes.
-
-        Raises:
-            UserError: this dataset cannot; override this method.
-        """
+        """Return a dataset of the same samples with other transforms, for data.sizes."""
         raise UserError("data.sizes: this dataset makes images of one size only; leave it out")
 
     def mean_bytes(self) -> float:
@@ -285,16 +274,10 @@ class FakeDataset(Dataset):
 def time_decoding(
     dataset: FolderDataset, index: int, data: bytes, decoder: str, *, draw_only: bool
 ) -> float:
-    """Measure the CPU seconds of sample `index` in epoch 0.
-
-    Args:
-        data: decoded instead of the content of the file.
-        decoder: used instead of the dataset's decoder.
-        draw_only: leave out the operations, as `load_and_draw`.
-    """
+    """Measure the CPU seconds for `data` and `decoder` in place of those of a sample in epoch 0."""
     began = time.thread_time()
     picture = decode.open_picture(data, decoder, dataset.max_pixels)
-    rng = sample_rng(dataset.seed, 0, index)
-    made = dataset.transform.draw(picture, rng)[0] if draw_only else dataset.transform(picture, rng)
-    made.pixels()
+    make = dataset.transform.draw if draw_only else dataset.transform
+    made: Any = make(picture, sample_rng(dataset.seed, 0, index))
+    (made[0] if draw_only else made).pixels()
     return time.thread_time() - began

@@ -189,11 +189,7 @@ def stored_as(place: str) -> dict[str, list[str]]:
 
 
 def _storage(place: str, key: str) -> tuple[str, list[str]]:
-    """Return the only entry of `stored_as`.
-
-    Raises:
-        UserError: there is none or more than one, or shards are missing.
-    """
+    """Return the only entry of `stored_as`, complete if it is shards."""
     stored = stored_as(place)
     if len(stored) > 1:
         raise UserError(
@@ -221,8 +217,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
 
     Args:
         folder: holds one folder per class; or what `stored_as` finds under this name.
-        key: the config key of the folder, for messages.
-        cache_dir: folder of the cached scans; None is the user's cache directory.
+        key: its config key, for messages.
+        cache_dir: of the cached scans; None is the user's cache directory.
 
     Raises:
         UserError: the split is missing, damaged or cannot be read, or a class holds no images.

@@ -39,9 +39,6 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     Args:
         output: the folder, which need not exist.
         given: what the user gave, for the message.
-
-    Raises:
-        UserError: names the split.
     """
     if data.root is None or data.source == "fake":
         return
@@ -88,18 +85,14 @@ def load_splits(data: Data) -> tuple[Index, Index]:
 
 
 def check_splits(train: Index, val: Index) -> None:
-    """Refuse splits with different classes: their labels would not mean the same.
-
-    Raises:
-        UserError: names up to five classes that only one split has.
-    """
+    """Refuse splits with different classes: their labels would not mean the same."""
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         extra = sorted(set(here.classes) - set(there.classes))
         if extra:
-            names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
             raise UserError(
-                f"data.{other}={there.root}: has no class {names}, which {name} has; "
-                "both splits need the same classes"
+                f"data.{other}={there.root}: has no class {', '.join(extra[:5])}{more}, which "
+                f"{name} has; both splits need the same classes"
             )
 
 
@@ -111,9 +104,6 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
 
     Args:
         fraction: of the images of each class, at least one, for the second table.
-
-    Raises:
-        UserError: a class has one image only.
     """
     labels = index.labels.array
     bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
@@ -152,11 +142,7 @@ def chosen(names: Sequence[str], fraction: float) -> list[int]:
 
 
 def _whole(root: str, data: Data) -> str:
-    """Return the place of all images below a root, to hold out some of them.
-
-    Raises:
-        UserError: there is a validation split.
-    """
+    """Return the place of all images below a root, to hold out some of them."""
     if _holds(root, data.val):
         raise UserError(
             f"data.val_fraction={data.val_fraction:g}: there is a validation split, "
@@ -169,11 +155,7 @@ def _whole(root: str, data: Data) -> str:
 
 
 def _refuse_splits_as_classes(index: Index, given: str) -> None:
-    """Refuse a class like `train_images` whose first image is in a folder inside it.
-
-    Raises:
-        UserError: names it.
-    """
+    """Refuse a class like `train_images` whose first image is in a folder inside it."""
     for label, name in enumerate(index.classes):
         first = index.name(int(np.searchsorted(index.labels.array, label)))
         if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
@@ -205,9 +187,6 @@ def _of_classes(index: Index, classes: Any) -> Index:
     """Keep the images of the classes in data.classes, all if it is null; number the labels anew.
 
     A file has one class per line; after its name may be anything, such as a description.
-
-    Raises:
-        UserError: a name is not one of a class.
     """
     if classes is None:
         return index
