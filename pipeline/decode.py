@@ -396,7 +396,7 @@ def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray | None:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
         height, width = -(-height // scale), -(-width // scale)
         small = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, min_factor=scale)
-    except ValueError:
+    except (ValueError, KeyError):  # KeyError: unknown sampling factors
         return None
     return small[box[1] : box[3], box[0] : box[2]] if small.shape[0] == height else None
 

@@ -3,7 +3,6 @@
 import io
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,96 +14,39 @@ from conf.schema import UserError
 from models.zoo import import_torchvision
 from pipeline import decode
 from tests.drawings import draw_image
-
-
-def drawn(mode: str = "RGB") -> Image.Image:
-    return draw_image("plaid", np.random.default_rng(0)).convert(mode)
-
-
-def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def rotated_by_exif() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: a viewer turns it by 90 degrees
-    return encoded(drawn(), exif=exif)
-
-
-def with_alpha() -> Image.Image:
-    image = drawn("RGBA")
-    alpha = Image.linear_gradient("L").resize(image.size)
-    image.putalpha(alpha)
-    return image
-
-
-def wide_grey(dtype: str) -> Image.Image:
-    values = np.linspace(0, 65535, 90 * 60).astype(dtype).reshape(60, 90)
-    return Image.fromarray(values)
-
-
-def animated() -> bytes:
-    return encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")])
+from tests.reliability.odd_images import KINDS, SIZE, drawn, encoded, jpeg
 
 
 def opened(data: bytes, decoder: str = "pillow") -> decode.Picture:
     return decode.open_picture(data, decoder)
 
 
-FORMATS: dict[str, Callable[[], bytes]] = {
-    "JPEG": lambda: encoded(drawn()),
-    "JPEG 4:4:4": lambda: encoded(drawn(), subsampling=0),
-    "JPEG progressive": lambda: encoded(drawn(), progressive=True),
-    "JPEG grey": lambda: encoded(drawn("L")),
-    "JPEG CMYK": lambda: encoded(drawn("CMYK")),
-    "JPEG with EXIF orientation": rotated_by_exif,
-    "JPEG with a comment and a tail": lambda: encoded(drawn(), comment=b"x" * 1000) + b"tail",
-    "PNG": lambda: encoded(drawn(), "PNG"),
-    "PNG grey": lambda: encoded(drawn("L"), "PNG"),
-    "PNG bilevel": lambda: encoded(drawn("1"), "PNG"),
-    "PNG palette": lambda: encoded(drawn("P"), "PNG"),
-    "PNG palette, one transparent": lambda: encoded(drawn("P"), "PNG", transparency=3),
-    "PNG palette, alpha": lambda: encoded(drawn("P"), "PNG", transparency=bytes(range(256))),
-    "PNG alpha": lambda: encoded(with_alpha(), "PNG"),
-    "PNG grey alpha": lambda: encoded(with_alpha().convert("LA"), "PNG"),
-    "PNG RGB, one transparent": lambda: encoded(drawn(), "PNG", transparency=(1, 2, 3)),
-    "GIF": animated,
-    "WebP": lambda: encoded(drawn(), "WEBP"),
-    "WebP alpha": lambda: encoded(with_alpha(), "WEBP", lossless=True),
-    "BMP": lambda: encoded(drawn(), "BMP"),
-    "PPM": lambda: encoded(drawn(), "PPM"),
-    "TIFF": lambda: encoded(drawn(), "TIFF", compression="tiff_lzw"),
-    "TIFF CMYK": lambda: encoded(drawn("CMYK"), "TIFF"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize(
+    "name", [name for name, (_, verdict) in KINDS.items() if verdict == SIZE and "16" not in name]
+)
 def test_pixels_equal_pillows(name: str) -> None:
-    data = FORMATS[name]()
+    data = KINDS[name][0]()
     picture = opened(data)
     with Image.open(io.BytesIO(data)) as image:
         assert picture.size == image.size
         expected = np.asarray(image.convert("RGB"))
     pixels = picture.pixels()
-    assert (pixels.dtype, pixels.shape) == (np.uint8, (*expected.shape[:2], 3))
-    assert np.ptp(pixels) > 100
+    assert pixels.dtype == np.uint8 and np.ptp(pixels) > 100
     np.testing.assert_array_equal(pixels, expected)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", ">u2")])
 def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
     """Pillow's own conversion clips it, so that most pixels become white."""
-    image = wide_grey(dtype)
+    image = Image.fromarray(np.linspace(0, 65535, 90 * 60).astype(dtype).reshape(60, 90))
     pixels = opened(encoded(image, kind)).pixels()
     expected = np.asarray(image) // 256
     np.testing.assert_array_equal(pixels, np.stack([expected] * 3, axis=-1))
 
 
 def test_decoding_waits_until_pixels_are_needed() -> None:
-    picture = opened(encoded(drawn())[:1000])  # the header is there, the rest is not
+    picture = opened(jpeg()[:1000])  # the header is there, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
     with pytest.raises(decode.UnreadableError, match=r"^OSError: .*truncated"):
         picture.pixels()
@@ -115,7 +57,6 @@ JPEGS = {
     "4:2:2": lambda image: encoded(image, subsampling=1),
     "4:4:4": lambda image: encoded(image, subsampling=0),
     "progressive": lambda image: encoded(image, progressive=True),
-    "optimised": lambda image: encoded(image, optimize=True, quality=60),
     "restart markers": lambda image: encoded(image, restart_marker_blocks=3),
     "grey": lambda image: encoded(image.convert("L")),
     "CMYK": lambda image: encoded(image.convert("CMYK")),
@@ -131,7 +72,7 @@ def photo(width: int, height: int) -> Image.Image:
 
 @pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize("size", [(333, 251), (64, 97), (17, 9)])
+@pytest.mark.parametrize("size", [(333, 251), (17, 9)])
 def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple[int, int]) -> None:
     """The whole image and every region: the choice of decoder affects the speed only."""
     data = JPEGS[kind](photo(*size))
@@ -140,14 +81,11 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
     assert picture.size == size
     np.testing.assert_array_equal(picture.pixels(), whole)
     width, height = size
-    corner, strip = (width - 9, height - 7, width, height), (0, height // 2, 16, height // 2 + 1)
-    inside = (width // 3, 1, width // 3 + 5, 8)
     for left, top, right, bottom in [
-        (0, 0, width, height),
         (1, 2, width, height),
-        inside,
-        corner,
-        strip,
+        (width // 3, 1, width // 3 + 5, 8),
+        (width - 9, height - 7, width, height),
+        (0, height // 2, 16, height // 2 + 1),
     ]:
         region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
@@ -163,13 +101,8 @@ def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     data = encoded(photo(333, 251), quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
     picture = opened(data, decoder)
-    for left, top, right, bottom in [
-        (0, 0, 333, 251),
-        (20, 10, 220, 180),
-        (100, 100, 140, 150),
-        (3, 3, 300, 9),
-    ]:
-        for size in [(64, 64), (150, 149), (250, 3)]:
+    for left, top, right, bottom in [(0, 0, 333, 251), (100, 100, 140, 150), (3, 3, 300, 9)]:
+        for size in [(64, 64), (250, 3)]:
             theirs = functional.resized_crop(
                 whole,
                 top,
@@ -256,21 +189,18 @@ def test_grey_in_place_of_missing_data_is_an_error(decoder: str, kind: str, quic
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
-@pytest.mark.parametrize("kind", [*JPEGS, "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png", "webp", "tiff"])
 def test_max_pixels_is_checked_before_decoding(decoder: str, kind: str) -> None:
-    data = JPEGS[kind](photo(50, 40)) if kind in JPEGS else encoded(photo(50, 40), kind)
-    assert decode.open_picture(data, decoder, 2000).pixels().shape == (40, 50, 3)
-    with pytest.raises(decode.UnreadableError, match=r"50x40 pixels .* data\.max_pixels=1999"):
-        decode.open_picture(data, decoder, 1999)
+    data = KINDS[kind][0]()
+    assert decode.open_picture(data, decoder, 6300).pixels().shape == (70, 90, 3)
+    with pytest.raises(decode.UnreadableError, match=r"90x70 pixels .* data\.max_pixels=6299"):
+        decode.open_picture(data, decoder, 6299)
 
 
-@pytest.mark.parametrize("decoder", decode.installed())
-def test_a_narrow_image_is_not_resized_to_gigabytes(decoder: str) -> None:
-    data = encoded(photo(65500, 1))
-    with pytest.raises(
-        decode.UnreadableError, match="resizing 65500x1 pixels would give 16768000x256"
-    ):
-        opened(data, decoder).resized((65500 * 256, 256))
+def test_a_narrow_image_is_not_resized_to_gigabytes() -> None:
+    picture = opened(KINDS["jpeg 65500x1"][0]())
+    with pytest.raises(decode.UnreadableError, match="65500x1 pixels would give 16768000x256"):
+        picture.resized((65500 * 256, 256))
 
 
 def test_steps_are_computed_in_order() -> None:
@@ -294,7 +224,7 @@ def test_steps_are_computed_in_order() -> None:
 
 
 def test_crop_and_mirror() -> None:
-    picture = opened(encoded(drawn()))
+    picture = opened(jpeg())
     pixels = picture.pixels()
     np.testing.assert_array_equal(picture.cropped((5, 7, 50, 60)).pixels(), pixels[7:60, 5:50])
     np.testing.assert_array_equal(picture.mirrored().pixels(), pixels[:, ::-1])
