@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import train
 from conf import cli
 from conf.launch import exit_with, stop_with_parent
@@ -49,6 +51,9 @@ def main(folder: Path, overrides: list[str]) -> int:
     machine.threads_per_core = lambda: 1
     machine.cpu_quota = lambda: math.inf
     if "CHOOSES" in os.environ:
+        choose = plan.choose_decoders
+        cuda = torch.device("cuda")
+        plan.choose_decoders = lambda a, b, _, *more: choose(a, b, cuda, *more)
         plan.why_no_engines = lambda device: None
         gpu.GpuDecoder = PillowEngines
         chosen = os.environ["CHOOSES"]

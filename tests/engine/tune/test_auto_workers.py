@@ -280,7 +280,10 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[PillowEngines]:
     class Engines(PillowEngines):
         pass
 
+    choose = plan.choose_decoders
+    cuda = torch.device("cuda")
     monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
+    monkeypatch.setattr(plan, "choose_decoders", lambda a, b, _, *more: choose(a, b, cuda, *more))
     monkeypatch.setattr("pipeline.gpu.GpuDecoder", Engines)
     compare_always(monkeypatch)
     return Engines
