@@ -130,7 +130,7 @@ def tune_loader(
         log.tracker.text("autotune", "\n".join(lines))
     # Progressive sizes change the rate of the step.
     alone = 0.0 if tuned is None or plan.config.data.sizes else tuned.demand
-    return Verdict(plan, feed, step, run.world, stop, step_alone=alone)
+    return Verdict(plan, feed, step, run.world, stop, alone)
 
 
 @dataclass

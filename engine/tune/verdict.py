@@ -7,6 +7,7 @@ ranks (a straggler, the exchange of gradients), a function for each. The thresho
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -47,34 +48,26 @@ Remedies = Callable[[], Sequence[Remedy]]
 Cause = Callable[[Figures, Remedies], tuple[str, str]]  # a finding and an advice
 
 
+@dataclass
 class Verdict:
-    """Collects the timing of a run's log intervals, and judges its epochs and the run.
+    """Collects the timing of a run's log intervals, and judges its epochs and the run."""
 
-    Args:
-        step_alone: images/s of this rank's step, as measured before the first step; 0 if not.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        feed: Feed,
-        step: StepGraph,
-        world: World,
-        stop: StopSignal,
-        *,
-        step_alone: float = 0.0,
-    ) -> None:
-        self.plan, self.feed, self.step, self.world, self.stop = plan, feed, step, world, stop
-        self.step_alone = step_alone
-        self._timings: dict[Period, list[Timing]] = {"epoch": [], "run": []}
-        self._warm = False  # the first interval includes compilation and is not judged
+    plan: Plan
+    feed: Feed
+    step: StepGraph
+    world: World
+    stop: StopSignal
+    step_alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
+    epoch: list[Timing] = field(default_factory=list)
+    run: list[Timing] = field(default_factory=list)
+    warm: bool = False  # the first interval includes compilation and is not judged
 
     def add(self, timing: Timing) -> None:
         """Add a log interval."""
-        if self._warm:
-            for timings in self._timings.values():
-                timings.append(timing)
-        self._warm = True
+        if self.warm:
+            self.epoch.append(timing)
+            self.run.append(timing)
+        self.warm = True
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
         """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
@@ -85,7 +78,7 @@ class Verdict:
             period: `epoch`: the intervals since the last call for one; `run`: all of this start.
             slowdowns: why this rank's GPU ran below its maximum clock.
         """
-        timings, own = self._timings[period], None
+        timings, own = self.run if period == "run" else self.epoch, None
         if sum(timing.seconds for timing in timings) >= SHORT[period]:
             refused = self.step.refused
             # Without a CUDA graph, the parts of a GPU's step include waiting for the host.
@@ -102,7 +95,7 @@ class Verdict:
                 **parts_of_steps(parts),
             )
         if period == "epoch":
-            self._timings["epoch"] = []
+            self.epoch = []
         ranks = [one for one in self.world.all_gather(own) if one is not None]
         if len(ranks) == self.world.size:
             return judge(figures_of(ranks), lambda: remedies(self.feed, self.plan, self.stop))
@@ -227,18 +220,16 @@ def launch_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
 
 def compute_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
     """The step itself limits; it may be slower than it was before the workers ran."""
-    one, advice = figures.slowest, ""
+    one, faster = figures.slowest, {}
     if not _is_slower(figures):
-        if one.on_gpu and one.compile == "off":
-            advice = "set model.compile=default"
-        elif one.on_gpu and one.compile == "default":
-            advice = "for a long run, set model.compile=tuned"
+        if one.on_gpu:
+            tuned = "for a long run, set model.compile=tuned"
+            faster = {"off": "set model.compile=default", "default": tuned}
         waited = f"{_waited(figures)}, so faster data loading would not help"
-        return f"compute-bound: {_step_could(figures)}; {waited}", advice
+        return f"compute-bound: {_step_could(figures)}; {waited}", faster.get(one.compile, "")
     slow = next((each for each in figures.ranks if each.slowdowns), None)
     if slow is not None:
-        advice = f"the GPU of {slow.place} ran below its maximum clock ({slow.slowdowns}): check "
-        advice += "its cooling and power"
+        advice = f"the GPU of {slow.place} ran below its maximum clock ({slow.slowdowns}): cool it"
     elif one.decoder in ON_GPU:
         advice = "decoding uses part of the GPU"
     else:

@@ -78,19 +78,6 @@ def verdict_of(
     return verdict
 
 
-def busy_cores() -> float:
-    """Return how many CPU cores the processes of this machine use during a second."""
-    needs_linux()
-
-    def used() -> float:
-        times = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return (sum(times[:8]) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")
-
-    before = used()
-    time.sleep(1.0)
-    return used() - before
-
-
 def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
     """Both ranks and another process have one core."""
     needs_linux()
@@ -198,39 +185,6 @@ def test_too_few_cores_for_gpus(two_gpus: Callable[..., str]) -> None:
     assert verdict.startswith(("core-bound: ", "input-bound by CPU cores: "))
 
 
-@pytest.fixture
-def slow_network() -> Iterator[list[str]]:
-    """What to write before a command to give it a loopback interface of 10 Mbit/s."""
-    limit = "rate 10mbit burst 128kb latency 400ms"
-    script = f"ip link set lo up && tc qdisc add dev lo root tbf {limit} && exec sleep 600"
-    try:
-        holder = subprocess.Popen(["unshare", "--net", "sh", "-c", script])
-    except OSError:
-        pytest.skip("needs unshare")
-    try:
-        inside = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
-        deadline = time.monotonic() + HANGS_SECONDS
-        while holder.poll() is None and time.monotonic() < deadline:
-            shown = subprocess.run(
-                [*inside, "tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True
-            )
-            if "tbf" in shown.stdout:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.skip("no network namespaces or no tc here")
-        yield [*inside, "env", "GLOO_SOCKET_IFNAME=lo"]
-    finally:
-        holder.kill()
-        holder.wait()
-
-
-def test_slow_network(image_root: Path, tmp_path: Path, slow_network: list[str]) -> None:
-    folder = tmp_path / "network"
-    verdict = verdict_of(image_root, folder, "train.max_steps=8", prefix=slow_network)
-    assert verdict.startswith("communication-bound: averaging the gradients")
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
 def test_slow_input(tmp_path: Path, device: str) -> None:
     """Decoding the images takes many times as long as the step."""
@@ -249,10 +203,3 @@ def test_slow_input(tmp_path: Path, device: str) -> None:
     options = [f"train.device={device}", f"train.max_steps={14 if device == 'cpu' else 60}"]
     verdict = verdict_of(tmp_path / "large", tmp_path / "input", *options)
     assert verdict.startswith("input-bound by ")
-
-
-def test_step(image_root: Path, tmp_path: Path) -> None:
-    if busy_cores() > 0.2 or (os.cpu_count() or 1) < 2:
-        pytest.skip("needs two idle CPU cores: otherwise, the ranks lack cores")
-    options = ["data.image_size=64", "train.max_steps=40"]
-    assert verdict_of(image_root, tmp_path / "step", *options).startswith("compute-bound: ")
