@@ -1,7 +1,6 @@
 """Compiled kernels in the run directory, so that a start in a new container need not compile again.
 
-The kernels are executable code, in contrast to everything else in a run directory. They are
-therefore loaded only if this user wrote them, into this folder.
+The kernels are executable code. They are loaded only if this user wrote them, into this folder.
 """
 
 import hashlib
@@ -22,8 +21,7 @@ class CompileCache:
     """The compiled kernels of one rank, stored in `compiled/` in the run directory.
 
     Each rank of a node has a file, because the index of its GPU is a part of torch's cache keys.
-    The first node's ranks write these files; the ranks of every node read them. No method raises.
-    torch finds a kernel by a hash of what it computes, so kernels of another config do no harm.
+    The first node's ranks write these files. torch finds a kernel by a hash of what it computes.
     """
 
     def __init__(self, run: Path, world: World) -> None:

@@ -1,8 +1,8 @@
 """A thread of each rank that notices when another rank does not respond.
 
-A collective waits for all ranks. If one of them is stopped, or its machine hangs, the others would
-wait without a word. The threads send each other a datagram every second, not through the process
-group, in which the ranks wait. It also passes a signal on to a rank that waits for input.
+In a collective, a rank would wait without a word for one that is stopped or whose machine hangs.
+The threads send each other a datagram every second, apart from the process group, in which the
+ranks wait. They also pass a signal on to a rank that waits for input.
 """
 
 import json
@@ -63,7 +63,7 @@ class Heartbeat:
         self._since = math.inf if section is None else self._clock
 
     def introduction(self, host: str) -> tuple[str, Peer]:
-        """Open the socket, with an address that others reach if they reach the machine `host`."""
+        """Open the socket; return its address as the machine `host` sees it."""
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         self._socket = socket.socket(family, kind)
         self._socket.bind(("", 0))
@@ -101,7 +101,7 @@ class Heartbeat:
             name, section, number = json.loads(content)
             peer = self.peers[name]
         except (ValueError, TypeError, KeyError):
-            return  # another program's
+            return  # of another program
         peer.heard, peer.section = self._clock, section
         peer.address = sender[:2]  # on Debian, a host takes its own name for 127.0.1.1
         if number and self.forwards and not self._signal:
@@ -121,7 +121,6 @@ class Heartbeat:
             f"it in {self.section}; it was not started or is suspended, or its machine hangs: kill "
             "it, and run the same command again"
         )
-        try:
+        with suppress(Exception):  # stderr may be closed
             print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr, flush=True)
-        finally:  # stderr may be closed
-            os._exit(1)
+        os._exit(1)

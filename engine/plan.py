@@ -37,19 +37,14 @@ class Plan:
     """What one run will do. A step is an optimiser step over the global batch.
 
     Attributes:
-        config: the user's choices, from which everything here is derived.
         image_size: side of the training images in pixels; with data.sizes, of the largest.
         sizes: the side of the training images by step; empty without data.sizes.
         schedule_steps: the length of the learning-rate schedule.
         stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
-        loader: how this rank's data loading runs.
-        device: name of the device.
-        compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         flops_by_size: side of the training images -> operations of a forward pass of one image.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
-        notes: what the user should know about these choices, one line each.
     """
 
     config: Config

@@ -87,9 +87,7 @@ class TrainState:
     It holds no random state: order, augmentation and dropout are functions of (seed, step).
 
     Attributes:
-        step: number of optimiser steps taken.
-        losses: the mean loss of each training image, an engine.extras.suspects.SampleLosses; None
-            without that room.
+        losses: an engine.extras.suspects.SampleLosses; None without that room.
         divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
