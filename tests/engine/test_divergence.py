@@ -135,8 +135,7 @@ def test_fused_optimisers_keep_their_moments(name: str) -> None:
             assert torch.equal(value, before[number][moment]), moment
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 7, 99])
+@pytest.mark.parametrize(("place", "value"), [(0, math.nan), (7, math.inf), (99, -math.inf)])
 def test_every_gradient_is_checked(place: int, value: float) -> None:
     weights = [nn.Parameter(torch.ones(10, 10)), nn.Parameter(torch.ones(3))]
     divergence = Divergence(torch.optim.SGD(weights, lr=0.1))
