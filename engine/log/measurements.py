@@ -1,7 +1,4 @@
-"""What is measured while a run trains: values of the steps, times, GPU, memory, and the verdict.
-
-The training loop never waits for the GPU: values are read one step late, times from CUDA events.
-"""
+"""What is measured while a run trains: values of the steps, times, GPU, memory, and the verdict."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -36,26 +33,18 @@ class Interval:
 
 
 class Meter:
-    """Averages what `train_step` returns over the steps and ranks of a log row, on the device.
-
-    Attributes:
-        steps: number of steps added since the last `send`.
-    """
+    """Averages what `train_step` returns over the steps and ranks of a log row, on the device."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.steps = 0
+        self.steps = 0  # since the last `send`
         self._names: list[str] = []
         self._total = torch.empty(0)
         # Step, number of steps, sums on the host, and the event that marks the end of their copy.
         self._sent: tuple[int, int, Tensor, torch.cuda.Event | None] | None = None
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one step, the same names each time.
-
-        Args:
-            values: name -> float [] on the device, the mean over this rank's images.
-        """
+        """Add the values of a step, float [] on the device; the same names each time."""
         step = torch.stack([value.detach() for value in values.values()]).double()
         self._total = self._total + step if self.steps else step
         self._names = list(values)
@@ -166,8 +155,7 @@ class Measurements(AbstractContextManager["Measurements"]):
         if self._verdict is None:
             return []
         slowdowns = self._monitor.slowdowns(of_epoch=period == "epoch")
-        sentences: list[str] = self._verdict.sentences(period, slowdowns=slowdowns)
-        return sentences
+        return list(self._verdict.sentences(period, slowdowns=slowdowns))
 
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says about speed and time over all starts. Collective.
@@ -203,10 +191,8 @@ class Measurements(AbstractContextManager["Measurements"]):
 
     def _rate(self, *kinds: str) -> float:
         """Return images/s of some kinds of intervals."""
-        images, seconds = (
-            sum(self._totals.get(f"{kind} {unit}", 0.0) for kind in kinds)
-            for unit in ("images", "seconds")
-        )
+        images = sum(self._totals.get(f"{kind} images", 0.0) for kind in kinds)
+        seconds = sum(self._totals.get(f"{kind} seconds", 0.0) for kind in kinds)
         return images / seconds if seconds else 0.0
 
 

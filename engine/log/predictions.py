@@ -43,11 +43,7 @@ class Predictions:
 
     @classmethod
     def gather(cls, batches: Sequence[Mapping[str, Tensor]], world: World) -> "Predictions":
-        """Bring the batches of all ranks into the order of the split. Collective.
-
-        Args:
-            batches: what `engine.validation.evaluate` has added to `each` on this rank.
-        """
+        """Bring what `evaluate` has collected on all ranks into the split's order. Collective."""
         nothing = torch.zeros(len(COLUMNS), 0, dtype=torch.float64, device=world.device)
         rows = [torch.stack([batch[name].double() for name in COLUMNS]) for batch in batches]
         own = torch.cat([nothing, *rows], dim=1)

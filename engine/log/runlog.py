@@ -75,7 +75,7 @@ class RunLog:
         self.meter = Meter(world)
         self.bad_files: BadFiles | None = None
         self._first_step = self._last_step = state.step
-        self.expectation: Any = None  # what the recipe should reach, if it says so
+        self.expectation: Any = None
         if config.expect is not None and has_room("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
 
@@ -193,7 +193,7 @@ class RunLog:
         """Count the block neither in images/s nor in the time of a step, but in the seconds lost.
 
         Args:
-            kind: "validation", "checkpoint", "profile"; "training" for a block that counts as it.
+            kind: of the seconds; "training" counts as no loss.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
@@ -236,11 +236,7 @@ class RunLog:
         self.tracker.pictures(partial(found.draw, classes, dataset), step)
 
     def _report(self, *, rest: bool = False) -> None:
-        """Write a log row if an interval of steps was sent; with `rest`, of the last steps, too.
-
-        Raises:
-            TrainingError: a gradient or the mean loss is not finite.
-        """
+        """Write a log row if an interval of steps was sent; with `rest`, of the last steps, too."""
         interval, found = self.meter.read(), self.state.divergence.read()
         if interval is None and self.meter.steps and (rest or found is not None):
             self.meter.send(self._last_step)
@@ -302,8 +298,7 @@ def describe_divergence(
     """Describe the first step whose gradients were not finite, as JSON and as text. Collective.
 
     Args:
-        step: 1, 2, ...
-        loss: of this rank in that step.
+        step, loss: the step (1, 2, ...) and this rank's loss in it.
     """
     lr = plan.curve.at(step - 1)
     samples = [

@@ -132,12 +132,11 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
 def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:
     """Return the memory in use, by TensorBoard tag; without /proc (macOS), not that of processes.
 
-    `pinned` is all page-locked memory of this process. The allocator's values are host-side
-    counters: reading them does not synchronise. Inactive splits are the free parts of blocks that
-    are partly in use: they can neither be returned to the driver nor be merged for a large tensor.
+    The allocator's values are host-side counters: reading them does not synchronise. Inactive
+    splits are the free parts of blocks in use: they cannot be merged for a large tensor.
     """
     figures = {"host/pinned_gib": page_locked_bytes() / GIB}
-    with suppress(OSError):  # also if a worker has just ended
+    with suppress(OSError):  # or a worker has just ended
         figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
         figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
     if device.type != "cuda":
@@ -157,8 +156,7 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
 def anonymous_bytes(pid: int | str) -> int:
     """Return the resident memory of a process without the page cache and the batch buffers.
 
-    Reading statm takes 20 microseconds. smaps_rollup walks the page tables: 2 to 8 ms, during which
-    a worker cannot map memory.
+    Takes 20 microseconds. smaps_rollup takes 2 to 8 ms, in which a worker cannot map memory.
     """
     _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

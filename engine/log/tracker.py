@@ -30,15 +30,8 @@ TAGS |= {key: f"time/{key}" for key in IN_TIME}
 PHOTOS = ("train/images", "val/worst")
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 # CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
-LAYOUT = {
-    "learning": {
-        "loss": ["Multiline", [r"(train|val)/loss(_raw)?$"]],
-        "top-1 and top-5, %": [
-            "Multiline",
-            [r"(train|val)/top[15](_raw)?$|val/reference_top1(_min|_max)?$"],
-        ],
-    }
-}
+LOSS, TOP = r"(train|val)/loss(_raw)?$", r"(train|val)/(reference_)?top[15](_raw|_min|_max)?$"
+LAYOUT = {"learning": {"loss": ["Multiline", [LOSS]], "top-1 and top-5, %": ["Multiline", [TOP]]}}
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -95,12 +88,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         board.add_custom_scalars(LAYOUT)
         default_hook = threading.excepthook
 
-        def hook(args: threading.ExceptHookArgs) -> None:
+        def without_traceback(args: threading.ExceptHookArgs) -> None:
             # If TensorBoard's thread fails, its next call raises that error.
             if type(args.thread).__name__ != "_AsyncWriterThread":
                 default_hook(args)
 
-        threading.excepthook = hook
+        threading.excepthook = without_traceback
         self._open.callback(setattr, threading, "excepthook", default_hook)
         self._open.callback(self._guard, "TensorBoard", board.close)
         self._board = board

@@ -17,25 +17,19 @@ from engine.checkpoint import replace_file
 
 logger = logging.getLogger(__name__)
 
-# A server that does not answer delays the start and the end of a run by so many seconds.
-START_SECONDS, FINISH_SECONDS = 30, 30
+WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the end
 
 
 def check_installed(asked_for: str) -> None:
     """Raise UserError if wandb cannot be imported."""
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder called wandb is no package
-        raise UserError(
-            f"{asked_for}: wandb is not installed for {sys.executable}; run `pip install wandb`, "
-            "or leave it out"
-        )
+        remedy = "run `pip install wandb`, or leave it out"
+        raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
 
 
 def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
-    """Start or continue the run of a run directory, before TensorBoard opens its files.
-
-    The run's ID is stored in the directory, so that it stays the same if the directory moves, and
-    is another one after checkpoint.resume=never.
+    """Start or continue the run whose ID is in a run directory, before TensorBoard opens its files.
 
     Returns:
         The function that ends the run, after TensorBoard has closed its files.
@@ -46,12 +40,9 @@ def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
         replace_file(path, uuid.uuid4().hex[:16])
-    settings = wandb.Settings(
-        silent=True,  # without a login, an error instead of a question on the terminal
-        console="off",
-        init_timeout=START_SECONDS,
-        finish_timeout=FINISH_SECONDS,
-    )
+    # Silent: without a login, an error instead of a question on the terminal.
+    limits = {"init_timeout": WAIT_SECONDS, "finish_timeout": WAIT_SECONDS}
+    settings = wandb.Settings(silent=True, console="off", **limits)
     wandb.setup(settings=settings)
     values: dict[str, Any] = {"recipe": config.recipe}
     for name, field, value in walk(config):

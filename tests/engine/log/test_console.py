@@ -68,71 +68,49 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("changes", "lines"),
-    [
-        (
-            {},
-            (
-                "status    finished after 1,500 steps, 10 epochs, in 1:05",
-                "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-                "speed     2,950 images/s; 2,104 over all steps",
-                "best      FOLDER/checkpoints/step-00001350.pt",
-                "time      50 % of 2:12 over 2 starts was training; validation 1:01, start 0:05",
-                "verdict   compute-bound",
-            ),
-        ),
-        (
-            {
-                "status": "interrupted",
-                "signal": 15,
-                "top1": None,
-                "best_checkpoint": None,
-                "starts": 1,
-            },
-            (
-                "status    interrupted after 1,500 steps, 10 epochs, in 1:05",
-                "accuracy  not validated",
-                "speed     2,950 images/s; 2,104 over all steps",
-                "best      no checkpoint was validated",
-                "time      50 % of 2:12 was training; validation 1:01, start 0:05",
-                "resume    run the same command again to resume at step 1,500",
-            ),
-        ),
-        (
-            {"images_per_second_with_first_epoch": 2950.1, "top1_raw": 70.0},
-            (
-                "speed     2,950 images/s",
-                "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9; raw model: "
-                "top1 70.00 %",
-            ),
-        ),
-        (
-            {"expectation": {**EXPECTED, "verdict": "within", "difference": 0.25}},
-            ("recipe    accuracy 71.25 %: within 71 +/- 0.5 (published, a paper)",),
-        ),
-        (
-            {"expectation": {**EXPECTED, "spread": None, "verdict": "above", "difference": 0.25}},
-            (
-                "recipe    accuracy 71.25 %: 0.25 points above 71 (published, a paper, spread "
-                "unknown)",
-            ),
-        ),
-    ],
-)
-def test_outcome(
-    changes: dict[str, Any],
-    lines: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shown = console()
-    shown.outcome(tmp_path, {**SUMMARY, **changes}, resumes=True)
-    text = capsys.readouterr().out
-    unreadable = "skipped   3 unreadable images: FOLDER/bad_files.txt"
-    for line in (*lines, unreadable, "run       FOLDER"):
-        assert f"\n{line.replace('FOLDER', str(tmp_path))}\n" in text
-    assert "curves" not in text, "there are no event files"
+def outcome(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+    console().outcome(folder, {**SUMMARY, **changes}, resumes=True)
+    return capsys.readouterr().out
+
+
+def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        outcome(tmp_path, capsys)
+        == f"""
+status    finished after 1,500 steps, 10 epochs, in 1:05
+accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9
+speed     2,950 images/s; 2,104 over all steps
+run       {tmp_path}
+best      {tmp_path}/checkpoints/step-00001350.pt
+skipped   3 unreadable images: {tmp_path}/bad_files.txt
+time      50 % of 2:12 over 2 starts was training; validation 1:01, start 0:05
+verdict   compute-bound
+"""
+    )
+
+
+def test_other_outcomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "suspects.csv").touch()
+    stopped = {"status": "interrupted", "signal": 15, "top1": None, "best_checkpoint": None}
+    text = outcome(tmp_path, capsys, **stopped, starts=1, unreadable_images=0)
+    for line in (
+        "status    interrupted after 1,500 steps, 10 epochs, in 1:05",
+        "accuracy  not validated",
+        "best      no checkpoint was validated",
+        "time      50 % of 2:12 was training; validation 1:01, start 0:05",
+        "resume    run the same command again to resume at step 1,500",
+    ):
+        assert f"\n{line}\n" in text
+    assert "skipped" not in text and f"\nsuspects  {tmp_path}/suspects.csv: " in text
+    steady = {"images_per_second_with_first_epoch": 2950.1}
+    expected = {**EXPECTED, "verdict": "within", "difference": 0.25}
+    text = outcome(tmp_path, capsys, top1_raw=70.0, expectation=expected, **steady)
+    assert "after epoch 9; raw model: top1 70.00 %\n" in text
+    assert "\nspeed     2,950 images/s\n" in text
+    assert "\nrecipe    accuracy 71.25 %: within 71 +/- 0.5 (published, a paper)\n" in text
+    expected = {**EXPECTED, "spread": None, "verdict": "above", "difference": 0.25}
+    text = outcome(tmp_path, capsys, expectation=expected)
+    assert ": 0.25 points above 71 (published, a paper, spread unknown)\n" in text
 
 
 @pytest.mark.parametrize(
@@ -143,9 +121,8 @@ def test_the_command_for_tensorboard(
 ) -> None:
     """In the default folder, it shows all runs by name."""
     (tmp_path / run / "tensorboard").mkdir(parents=True)
-    console().outcome(tmp_path / run, SUMMARY, resumes=True)
-    expected = f"curves    tensorboard --logdir {shown.format(tmp_path)}\n"
-    assert f"\n{expected}" in capsys.readouterr().out
+    expected = f"\ncurves    tensorboard --logdir {shown.format(tmp_path)}\n"
+    assert expected in outcome(tmp_path / run, capsys)
 
 
 def test_duration() -> None:
