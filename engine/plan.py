@@ -121,11 +121,6 @@ class Plan:
         """Return the operations of a forward pass for a training image of a step."""
         return self.flops_by_size[self.size(step)]
 
-    def mean_flops(self, stop: int) -> int:
-        """Return the mean of `flops` over the first `stop` steps."""
-        steps = self.sizes.steps(stop) if self.sizes.starts else {self.image_size: stop}
-        return sum(n * self.flops_by_size[size] for size, n in steps.items()) // max(1, stop)
-
     def due(self, step: int) -> Due:
         """Return what is due after `step` optimiser steps."""
         last = step == self.stop_step

@@ -56,7 +56,7 @@ class Predictions:
         labels, predictions, *rest = found.numpy()
         return cls(labels.astype(np.int64), predictions.astype(np.int64), *rest)
 
-    def calibration(self, bins: int = BINS) -> dict[str, Any]:
+    def calibration(self) -> dict[str, Any]:
         """Return how well the confidence, the largest probability, predicts the accuracy.
 
         Returns:
@@ -64,11 +64,11 @@ class Predictions:
             ... of the confidence, the number of images and two means in [0, 1]; and `error`, the
             expected calibration error in [0, 1] (Naeini 2015; arXiv 1706.04599).
         """
-        edges = np.linspace(0, 1, bins + 1)[1:-1]
+        edges = np.linspace(0, 1, BINS + 1)[1:-1]
         place = np.digitize(self.confidences, edges, right=True)
-        images = np.bincount(place, minlength=bins)
-        confidence = np.bincount(place, self.confidences, bins) / np.maximum(images, 1)
-        accuracy = np.bincount(place, self.top1, bins) / np.maximum(images, 1)
+        images = np.bincount(place, minlength=BINS)
+        confidence = np.bincount(place, self.confidences, BINS) / np.maximum(images, 1)
+        accuracy = np.bincount(place, self.top1, BINS) / np.maximum(images, 1)
         error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
         return {
             "images": images.tolist(),

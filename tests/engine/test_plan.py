@@ -334,12 +334,10 @@ def test_sizes(image_root: Path) -> None:
     assert [made.later_sizes(step) for step in (0, 4, 5, 9)] == [[5, 9], [5, 9], [9], []]
     assert made.flops(9) == made.flops_by_size[32]
     assert 3.9 * made.flops(0) < made.flops(9) < 4.1 * made.flops(0)
-    assert made.mean_flops(1) == made.flops(0)
-    assert made.mean_flops(10) == (5 * made.flops(0) + 4 * made.flops(5) + made.flops(9)) // 10
 
     plain = plan()
     assert plain.later_sizes(0) == [] and plain.size(3) == plain.image_size
-    assert plain.flops(3) == plain.mean_flops(7) == plain.flops_by_size[224]
+    assert plain.flops(3) == plain.flops_by_size[224]
 
 
 def test_published_flops() -> None:

@@ -128,7 +128,7 @@ def measurements(
     plan = SimpleNamespace(batch_size=16, train_images=36, stop_step=100, world_size=ranks)
     plan.device, plan.precision = gpu, "bf16"
     plan.epoch, plan.curve = (lambda step: step / 2.25), SimpleNamespace(at=float)
-    plan.flops = plan.mean_flops = lambda step: 10**12
+    plan.flops = lambda step: 10**12
     pool = SimpleNamespace(pids=[], active=1)
     train = SimpleNamespace(clock=clock, loader=SimpleNamespace(pool=pool))
     world = replace(ALONE, size=ranks)

@@ -75,26 +75,6 @@ def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
     assert calibration["error"] == pytest.approx(error, abs=1e-9) and error > 0.05
 
 
-def made(confidences: list[float], right: list[bool]) -> Predictions:
-    hits, values = np.array(right, float), np.array(confidences)
-    labels = np.zeros(len(right), np.int64)
-    return Predictions(
-        labels, (1 - hits).astype(np.int64), -values, values, hits, np.ones(len(hits))
-    )
-
-
-def test_calibration_by_hand() -> None:
-    """Two bins: 0.9 and 0.95 are confident and half right, 0.5 is right."""
-    assert made([0.9, 0.95, 0.5], [True, False, True]).calibration(2) == {
-        "images": [1, 2],  # 0.5 belongs to (0, 0.5]
-        "accuracy": [1.0, 0.5],
-        "confidence": pytest.approx([0.5, 0.925]),
-        "error": pytest.approx((1 * 0.5 + 2 * 0.425) / 3),
-    }
-    assert made([1.0, 1.0], [True, True]).calibration()["error"] == 0
-    assert made([1.0, 1.0], [False, False]).calibration()["error"] == 1
-
-
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels, 64)
     pairs = found.confusions(CLASSES)

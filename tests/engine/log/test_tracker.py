@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from engine.log.runlog import draw_batch
 from engine.log.tracker import Tracker
@@ -153,20 +151,6 @@ def test_tags_and_values(tmp_path: Path) -> None:
         "top-1 and top-5, %": {"train/top1", "val/top5_raw", "val/reference_top1_min"},
     }.items():
         assert all(re.match(patterns[chart], tag) for tag in tags)
-
-
-def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = RecordWriter.write
-    monkeypatch.setattr(
-        RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data))
-    )  # a slow disk
-    with Tracker(tmp_path) as tracker:
-        tracker.row(train_row(10))
-        tracker.row(val_row(10))
-        tracker.flush()
-        events = curves(tmp_path)
-        found = [curve(events, tag) for tag in ("train/loss", "memory/alloc_retries", "val/top5")]
-        assert found == [[(10, 1)], [(10, 0)], [(10, 95)]]
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "tensorboard", "per_class.json", "run"])
