@@ -4,6 +4,7 @@ Parameters, their names and the function stay the same; only rounding differs. M
 H200, ResNet-50, batch 256) are in docs/benchmarks.md.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch.nn import functional as F
 from models.layers import replace_layers
 from models.vit import AddNorm
 
+# The stem of a ResNet.
+STEM: dict[str, Any] = dict(kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), dilation=(1, 1))
+STEM |= dict(in_channels=3, groups=1, bias=None, padding_mode="zeros")
+STEM_POOLING: dict[str, Any] = dict(kernel_size=3, stride=2, padding=1, dilation=1)
+STEM_POOLING |= dict(return_indices=False, ceil_mode=False)
 # 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
 PADDED_CHANNELS = 16
 
@@ -28,29 +34,18 @@ def faster(layer: nn.Module, *, channels_last: bool) -> nn.Module | None:
         return OnePassAddNorm(layer.normalized_shape, layer.eps, device="meta")
     if not channels_last:
         return None
-    if type(layer) is nn.Conv2d and _is_stem(layer):
+    if type(layer) is nn.Conv2d and _options(layer, STEM) == STEM:
         return BlockConv(3, layer.out_channels, 7, 2, 3, bias=False, device="meta")
-    if (
-        type(layer) is nn.BatchNorm2d
-        and layer.affine
-        and layer.track_running_stats
-        and layer.momentum is not None
-    ):
-        return OnePassBatchNorm(layer.num_features, layer.eps, layer.momentum, device="meta")
-    if type(layer) is nn.MaxPool2d and _is_stem_pooling(layer):
+    if type(layer) is nn.MaxPool2d and _options(layer, STEM_POOLING) == STEM_POOLING:
         return PlacedMaxPool(3, 2, 1)
+    if type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats:
+        if layer.momentum is not None:
+            return OnePassBatchNorm(layer.num_features, layer.eps, layer.momentum, device="meta")
     return None
 
 
-def _is_stem(conv: nn.Conv2d) -> bool:
-    return (conv.in_channels, conv.kernel_size, conv.stride, conv.padding) == (
-        *(3, (7, 7), (2, 2), (3, 3)),
-    ) and (conv.groups, conv.dilation, conv.bias, conv.padding_mode) == (1, (1, 1), None, "zeros")
-
-
-def _is_stem_pooling(pool: nn.MaxPool2d) -> bool:
-    size = (pool.kernel_size, pool.stride, pool.padding)
-    return size == (3, 2, 1) and (pool.dilation, pool.return_indices, pool.ceil_mode) == (1, 0, 0)
+def _options(layer: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in names}
 
 
 class BlockConv(nn.Conv2d):
@@ -93,10 +88,7 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         self._check_input_dim(input)
         count = input.numel() // input.shape[1]
         if count == 1:
-            raise ValueError(
-                "batch normalisation in training needs more than 1 value per channel, "
-                f"not {list(input.shape)}"
-            )
+            raise ValueError("batch normalisation needs more than 1 value per channel in training")
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
         # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
         # mean has changed. Not a corner, which depends on the zero padding of the convolution.
