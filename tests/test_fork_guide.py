@@ -4,6 +4,7 @@ Each section is tested in a copy of the tracked files with a smaller demo datase
 the commands of the section.
 """
 
+import json
 import os
 import re
 import shutil
@@ -34,14 +35,8 @@ exec "{sys.executable}" "$@"
 
 @dataclass(frozen=True)
 class Section:
-    heading: str
     diff: str
     commands: list[str]
-
-    @property
-    def files(self) -> list[str]:
-        """The files that the diff creates or changes."""
-        return re.findall(r"^\+\+\+ b/(.*)$", self.diff, re.M)
 
 
 def read_guide() -> dict[str, Section]:
@@ -49,12 +44,10 @@ def read_guide() -> dict[str, Section]:
     found = {}
     for part in (ROOT / "docs" / "fork.md").read_text().split("\n## ")[1:]:
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", part, re.M | re.S)
-        if not blocks:
-            continue  # "What a fork may delete", see test_rooms.py
-        (diff,) = (text for kind, text in blocks if kind == "diff")
-        commands = [text for kind, text in blocks if kind == "sh"]
-        heading = part.splitlines()[0]
-        found[heading] = Section(heading, diff, commands)
+        if blocks:  # not in "What a fork may delete", see test_rooms.py
+            (diff,) = (text for kind, text in blocks if kind == "diff")
+            commands = [text for kind, text in blocks if kind == "sh"]
+            found[part.splitlines()[0]] = Section(diff, commands)
     return found
 
 
@@ -69,13 +62,10 @@ class Fork:
         shutil.copytree(parent, root, symlinks=True)
 
     def apply(self, section: Section, *options: str) -> None:
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.root.parent)}
+        command = ["git", "apply", *options, "-"]
         subprocess.run(
-            ["git", "apply", *options, "-"],
-            cwd=self.root,
-            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(self.root.parent)},
-            input=section.diff,
-            text=True,
-            check=True,
+            command, cwd=self.root, env=environment, input=section.diff, text=True, check=True
         )
 
     def start(self, command: str, overrides: str) -> subprocess.Popen[str]:
@@ -102,10 +92,6 @@ class Fork:
         assert process.returncode == 0, output
         return output
 
-    def evaluate(self, code: str) -> str:
-        """Run Python code in the tree."""
-        return self.run(f"python - <<'END'\n{code}\nEND")
-
     @property
     def runs(self) -> list[Path]:
         """The run directories, oldest first."""
@@ -115,15 +101,12 @@ class Fork:
         )
 
     @property
-    def weights(self) -> str:
-        """params_sha256 of the newest run."""
-        return weights(self.runs[-1])
+    def newest(self) -> Path:
+        return self.newest
 
 
 def weights(folder: Path) -> str:
-    summary = (folder / "summary.json").read_text()
-    (digest,) = re.findall(r'"params_sha256": "(\w+)"', summary)
-    return digest
+    return str(json.loads((folder / "summary.json").read_text())["params_sha256"])
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +140,22 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Fork:
     return fork
 
 
-def remove_folders(fork: Fork) -> None:
-    for split in ("train", "val"):
-        shutil.rmtree(fork.root / "data" / "demo" / split)
-
-
 def check_storage(fork: Fork, unchanged: Fork) -> None:
     """The images of the database give the weights that the same images in folders give."""
-    assert fork.weights == unchanged.weights
-    assert rows(fork.runs[-1], "val") == rows(unchanged.runs[-1], "val")
+    assert weights(fork.newest) == weights(unchanged.newest)
+    assert rows(fork.newest, "val") == rows(unchanged.newest, "val")
 
 
 def check_transform(fork: Fork, unchanged: Fork) -> None:
-    assert "random_gamma" in (fork.runs[-1] / "config.yaml").read_text()
-    assert fork.weights != unchanged.weights
+    assert "random_gamma" in (fork.newest / "config.yaml").read_text()
+    assert weights(fork.newest) != weights(unchanged.newest)
 
 
 def check_torchvision_transform(fork: Fork, unchanged: Fork) -> None:
     first, second = fork.runs
     assert "v2.RandAugment" in (first / "config.yaml").read_text()
     assert "v2.GaussianNoise" in (second / "config.yaml").read_text()
-    assert len({weights(first), weights(second), unchanged.weights}) == 3
+    assert len({weights(folder) for folder in (first, second, unchanged.newest)}) == 3
 
 
 LOSS = """
@@ -199,15 +177,15 @@ for given, targets in ((labels, exact), (exact, exact), (mixed, mixed)):
 
 def check_loss(fork: Fork, unchanged: Fork) -> None:
     """Of ten classes, it starts 0.9 above the cross-entropy."""
-    fork.evaluate(LOSS)
-    assert "train.loss=poly" in fork.runs[-1].name
-    first, before = (rows(f.runs[-1], "train")[0]["loss"] for f in (fork, unchanged))
+    fork.run(f"python - <<'END'\n{LOSS}\nEND")
+    assert "train.loss=poly" in fork.newest.name
+    first, before = (rows(f.newest, "train")[0]["loss"] for f in (fork, unchanged))
     assert 0.5 < first - before < 1.5
-    assert rows(fork.runs[-1], "val")[-1]["loss"] > 1
+    assert rows(fork.newest, "val")[-1]["loss"] > 1
 
 
 def check_model(fork: Fork, unchanged: Fork) -> None:
-    model = stored(fork.runs[-1])["model"]
+    model = stored(fork.newest)["model"]
     assert model["1.depthwise.weight"].shape == (64, 1, 5, 5)
     assert model["1.norm.num_batches_tracked"] == 4
     assert model["6.weight"].shape == (10, 64)
@@ -215,12 +193,12 @@ def check_model(fork: Fork, unchanged: Fork) -> None:
 
 def check_optimizer(fork: Fork, unchanged: Fork) -> None:
     """The optimiser's state is in the checkpoint, and a killed run gives the same weights."""
-    state = stored(fork.runs[-1])
+    state = stored(fork.newest)
     averages = state["optimizer"]["state"].values()
     parameters = [v for name, v in state["model"].items() if "running" not in name and v.dim()]
     assert sorted(v["average"].numel() for v in averages) == sorted(v.numel() for v in parameters)
     assert all(v["average"].abs().sum() > 0 for v in averages)
-    straight, command = fork.weights, GUIDE["An optimiser"].commands[-1]
+    straight, command = weights(fork.newest), GUIDE["An optimiser"].commands[-1]
     overrides = "run.name=killed checkpoint.every_steps=1"
     folder = fork.root / "runs" / "killed"
     with fork.start(command, overrides) as process:
@@ -228,26 +206,26 @@ def check_optimizer(fork: Fork, unchanged: Fork) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     assert not (folder / "summary.json").exists()
     assert "resumed from step-0000000" in fork.run(command, overrides)
-    assert fork.runs[-1] == folder and fork.weights == straight
+    assert fork.newest == folder and weights(folder) == straight
 
 
 def check_logged_value(fork: Fork, unchanged: Fork) -> None:
-    assert all(row["grad_norm"] > 0 for row in rows(fork.runs[-1], "train"))
-    board = EventAccumulator(str(fork.runs[-1] / "tensorboard"))
+    assert all(row["grad_norm"] > 0 for row in rows(fork.newest, "train"))
+    board = EventAccumulator(str(fork.newest / "tensorboard"))
     board.Reload()
     assert len(board.Scalars("train/grad_norm")) == 4
     reports = [path.read_text() for path in fork.root.glob("runs/*/*.html")]
     assert len(reports) == 1 and "grad_norm" in reports[0]
-    assert fork.weights == unchanged.weights
+    assert weights(fork.newest) == weights(unchanged.newest)
 
 
 def check_two_heads(fork: Fork, unchanged: Fork) -> None:
-    for row in rows(fork.runs[-1], "train"):
+    for row in rows(fork.newest, "train"):
         assert row["auxiliary_loss"] > 0 and 0 <= row["auxiliary_top1"] <= 100
-    before, after = (stored(f.runs[-1])["model"] for f in (unchanged, fork))
+    before, after = (stored(f.newest)["model"] for f in (unchanged, fork))
     assert after.keys() - before.keys() == {"auxiliary.weight", "auxiliary.bias"}
     assert after["auxiliary.bias"].shape == (10,)
-    assert rows(fork.runs[-1], "val")[-1].keys() == rows(unchanged.runs[-1], "val")[-1].keys()
+    assert rows(fork.newest, "val")[-1].keys() == rows(unchanged.newest, "val")[-1].keys()
 
 
 CHECKS: dict[str, Callable[[Fork, Fork], None]] = {
@@ -262,17 +240,12 @@ CHECKS: dict[str, Callable[[Fork, Fork], None]] = {
 }
 
 
-def test_every_section_is_checked() -> None:
-    assert list(GUIDE) == list(CHECKS)
-
-
-@pytest.mark.parametrize("heading", GUIDE)
+@pytest.mark.parametrize("heading", CHECKS)
 def test_diff_is_short_and_applies(heading: str) -> None:
-    section = GUIDE[heading]
-    assert len(section.diff.splitlines()) <= MOST_LINES
-    subprocess.run(
-        ["git", "apply", "--check", "-"], cwd=ROOT, input=section.diff, text=True, check=True
-    )
+    assert list(GUIDE) == list(CHECKS)
+    diff = GUIDE[heading].diff
+    assert len(diff.splitlines()) <= MOST_LINES
+    subprocess.run(["git", "apply", "--check", "-"], cwd=ROOT, input=diff, text=True, check=True)
 
 
 @pytest.mark.slow
@@ -285,7 +258,8 @@ def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_pa
     for command in preparations:
         fork.run(command)
     if heading == "Another storage":
-        remove_folders(fork)  # only the database is left
+        for split in ("train", "val"):  # only the database is left
+            shutil.rmtree(fork.root / "data" / "demo" / split)
     fork.run(training)
     CHECKS[heading](fork, unchanged)
 
@@ -295,7 +269,7 @@ def test_changed_trees_pass_ruff_and_mypy(tree: Path, tmp_path: Path) -> None:
     fork = Fork(tmp_path / "tree", tree)
     for section in GUIDE.values():
         fork.apply(section)
-        sources = " ".join(name for name in section.files if name.endswith(".py"))
+        sources = " ".join(re.findall(r"^\+\+\+ b/(.*\.py)$", section.diff, re.M))
         fork.run(f"python -m ruff check {sources}; python -m ruff format --check {sources}")
         fork.run("python -m mypy")
         fork.apply(section, "--reverse")
