@@ -23,7 +23,7 @@ from tests.small_run import SMALL
 pytestmark = [pytest.mark.usefixtures("whole_runs"), pytest.mark.slow]
 # 9 steps per epoch; seven of eight seeds have 98 % or more after epoch 2, one 90 % after epoch 3.
 KEYS = ["optim.lr=0.02", "train.epochs=4", "loader.workers=0", "log.trackers=[]"]
-CLASSES = ("stripes", "dots", "cells")
+CLASSES = ("stripes", "dots", "checks")
 TRAIN_IMAGES, VAL_IMAGES = 24, 20  # per class
 
 

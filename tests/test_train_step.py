@@ -94,25 +94,15 @@ def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
 
         # torch.optim.SGD: the first step has no momentum.
         gradients = [g + WEIGHT_DECAY * w for g, w in zip(gradients, weights, strict=True)]
-        momenta = (
-            [MOMENTUM * m + g for m, g in zip(momenta, gradients, strict=True)]
-            if momenta
-            else gradients
-        )
-        weights = [
-            w - lr * (g + MOMENTUM * m) for w, g, m in zip(weights, gradients, momenta, strict=True)
-        ]
+        momenta = [MOMENTUM * m for m in momenta] or [0.0, 0.0]
+        momenta = [m + g for m, g in zip(momenta, gradients, strict=True)]
+        steps = [g + MOMENTUM * m for g, m in zip(gradients, momenta, strict=True)]
+        weights = [w - lr * step for w, step in zip(weights, steps, strict=True)]
         decay = ema_decay(step)
         averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
-        values = train.train_step(
-            state,
-            model,
-            partial(train.training_loss, criterion=criterion),
-            batch,
-            lr=lr,
-            clip_norm=CLIP_NORM,
-        )
+        loss = partial(train.training_loss, criterion=criterion)
+        values = train.train_step(state, model, loss, batch, lr=lr, clip_norm=CLIP_NORM)
 
         hits = (logits.argmax(1) == labels).sum()
         expected = {"loss": loss_sum / BATCH, "top1": 100 * hits / BATCH, "top5": 100.0}
@@ -181,15 +171,8 @@ def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[d
     for step, lr in enumerate(LEARNING_RATES):
         batch = batch_of(step, mixed)
         batch = replace(batch, images=batch.images.double())
-        values = train.train_step(
-            state,
-            model,
-            train.training_loss,
-            batch,
-            lr=lr,
-            clip_norm=CLIP_NORM,
-            accumulate=accumulate,
-        )
+        options = {"lr": lr, "clip_norm": CLIP_NORM, "accumulate": accumulate}
+        values = train.train_step(state, model, train.training_loss, batch, **options)
         logged.append({name: value.item() for name, value in values.items()})
     return [parameter.detach() for parameter in model.parameters()], logged
 
