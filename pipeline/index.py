@@ -103,14 +103,15 @@ class Index:
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
         source, start, length = self.place(i)
+        name = "" if length else self.name(i)  # a container needs none
         for pause in PAUSES:
             try:
-                return source.read(self.name(i), start, length)
+                return source.read(name, start, length)
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
             time.sleep(pause)
-        return source.read(self.name(i), start, length)
+        return source.read(name, start, length)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
