@@ -1,7 +1,4 @@
-"""Batches on the device for training and validation: buffers, workers and prefetchers.
-
-Reads top to bottom as the journey of a batch.
-"""
+"""Batches on the device for training and validation: buffers, workers and prefetchers."""
 
 import math
 from collections.abc import Iterator
@@ -62,11 +59,7 @@ class Feed:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Use all workers during the `with` block.
-
-        The CPU decodes all validation images, and a step without a backward pass consumes them
-        faster.
-        """
+        """Use all workers in the `with` block: the CPU decodes all validation images."""
         pool = self.train.loader.pool
         if not pool.workers:
             yield
@@ -81,8 +74,7 @@ class Feed:
 def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks) -> Iterator[Feed]:
     """Allocate the batch buffers and start the workers; end them on exit.
 
-    The CPU decodes validation images with every `plan.decoder`, so that a checkpoint has one
-    accuracy.
+    The CPU decodes validation images with every decoder, so that a checkpoint has one accuracy.
     """
     loader, data = config.loader, config.data
     share = loader.batch_size // world.size

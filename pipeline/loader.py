@@ -2,15 +2,15 @@
 
 Journey of a batch, 4: rows of uint8 [B, 3, S, S] and int64 [B]. Runs in the training process.
 
-There is no tensor per sample, no memory segment per batch, no collate copy and no pin-memory
-thread: a batch is one slot of a ring that the workers write into. A batch is split into tasks of
-TASK_ROWS images, so that all workers work on the batch that is needed next. A slot is reused only
-after the CUDA event of the copy out of it has completed.
+A batch is one slot of a ring that the workers write into: no tensor per sample, no collate copy and
+no pin-memory thread. It is split into tasks of TASK_ROWS images, so that all workers work on the
+batch that is needed next. A slot is reused only after the copy out of it has completed.
 """
 
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import signal
 import time
@@ -151,12 +151,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.workers: list[Worker] = []
         self.active = 0  # workers that receive tasks: the first ones
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
-        try:
-            if workers:
-                self.activate(workers)
-        except BaseException:
-            self.close()
-            raise
+        if workers:
+            self.activate(workers)
 
     @property
     def pids(self) -> list[int]:
@@ -331,10 +327,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
 
 def _stuck(pool: WorkerPool) -> str:
-    """Name the sample that each worker is reading.
-
-    The one that holds up the batch may be stuck in a task of another batch, which it got first.
-    """
+    """Name the samples that the workers are reading, also those of another batch."""
     busy = [worker for worker in pool.workers if worker.tasks]
     names = [f"{_current(pool, w.tasks[0])} (worker {w.process.pid})" for w in busy[:4]]
     return (
@@ -355,8 +348,7 @@ class Loader:
     """Batches of one source, in the sampler's order.
 
     Args:
-        pool: runs the tasks.
-        source: position of the source in the pool.
+        source: position in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
         hold: unreleased batches that the consumer may have when it asks for another.
         size: step -> side of its images in pixels, for `Source.of_size`.
@@ -384,7 +376,6 @@ class Loader:
         self.slots, self.batch_size = pool.sources[source].labels.array.shape
         self.ahead = self.slots - hold
         assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
-        self._held: set[int] = set()  # slots yielded and not released
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
@@ -398,7 +389,6 @@ class Loader:
         for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(tasks)
         self._queue.clear()
-        self._held.clear()
         following = start
         while following < stop or self._queue:
             while following < stop and len(self._queue) < self.ahead:
@@ -407,7 +397,6 @@ class Loader:
             step, tasks = self._queue.popleft()
             self.pool.wait(tasks)
             slot = step % self.slots
-            self._held.add(slot)
             source = self.pool.sources[self.source].of_size(self.size(step))
             yield HostBatch(
                 torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2),
@@ -416,7 +405,7 @@ class Loader:
                 step,
                 slot,
                 None if source.operations is None else source.operations.array[slot],
-                partial(self._release, slot),
+                partial(operator.setitem, self._copied, slot),
             )
 
     def ready(self) -> bool:
@@ -425,9 +414,6 @@ class Loader:
 
     def _submit(self, step: int) -> list[Task]:
         slot = step % self.slots
-        assert slot not in self._held, (
-            "a batch is still in use: release batches in order, hold no more than `hold`"
-        )
         event = self._copied.pop(slot, None)
         if event is not None:
             event.synchronize()  # keeps the host only a few batches ahead of the device
@@ -453,8 +439,3 @@ class Loader:
         samples, size = self.samples(batch.step), self.size(batch.step)
         task = Task(self.source, batch.slot, 0, samples, size=size)
         self.pool.accept(run_task(task, self.pool.sources))
-
-    def _release(self, slot: int, event: Any) -> None:
-        self._held.discard(slot)
-        if event is not None:
-            self._copied[slot] = event

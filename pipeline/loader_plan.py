@@ -16,10 +16,9 @@ from pipeline.loader import buffer_layout, slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
-# Bytes. A worker decodes 15,500 files of this size or less per second, so that some workers keep up
+# A worker decodes 15,500 files of this size in bytes per second, so that so many of them keep up
 # with ResNet-18 at 32 px on an H200 (62,000 images/s), and measuring takes longer than it can save.
-SMALL_FILE = 4096
-ENOUGH_WORKERS = 4
+SMALL_FILE, ENOUGH_WORKERS = 4096, 4
 # Reading a file and drawing its augmentation takes 0.1 ms: more workers than this are idle.
 READERS = 6
 # Open files of the training process per worker: its pipe, its sentinel and the forkserver's.
@@ -28,9 +27,8 @@ FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loa
 # loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
 PREFETCH_FACTOR = 3
 MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
-# Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
-# what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
-# time a picture of 50 megapixels (150 MiB) in one of the workers.
+# Private memory of a worker, measured on photographs of full size: 15 MiB on top of what it shares
+# with the forkserver, 150 MiB when it imports everything itself, and sometimes a large picture.
 WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
 GIB = 1 << 30
 
@@ -115,8 +113,6 @@ def plan_loader(
     """Choose decoder and workers, and check that their memory is free.
 
     Args:
-        world: the node's ranks share its cores and memory.
-        dtype, channels_last: of the images on the device.
         stored_pixels: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
             without a checkpoint.
 
@@ -133,8 +129,8 @@ def plan_loader(
     decoders, unused = choose_decoders(config, train, world.device, stored_pixels, measured)
     cores = workers_for(decoders[0], budget)
     if auto:
-        # Few workers read files for the engines, but all cores validate. Some workers may wait for
-        # storage, and need no core.
+        # All cores validate, even if few workers read files for the engines. Measured workers may
+        # wait for storage, and need no core then.
         workers, fewest, most = cores, min(1, cores), max(budget, 2 * cores if measured else 0)
         if decoders[0] == "gpu" and cores < budget:
             reason = "enough to read files for the GPU's JPEG engines"

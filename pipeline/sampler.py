@@ -26,9 +26,8 @@ class TrainSampler:
         batch_size: global batch; a multiple of `world_size`.
         seed: of the order.
         repeats: how often an epoch uses an image: the first num_samples / repeats images of its
-            order, as timm's RepeatAugSampler and torchvision's RASampler. They place repetitions on
-            different ranks; here, the global batch is sorted by repetition, so that mixup, which
-            blends neighbours, does not blend an image with itself.
+            order, as timm's RepeatAugSampler. The global batch is sorted by repetition, so that
+            mixup, which blends neighbours, does not blend an image with itself.
     """
 
     def __init__(
@@ -94,14 +93,10 @@ class ValSampler:
 
 
 class SizeSchedule:
-    """The side of the training images: a pure function of the step.
-
-    The images of a batch have the size that belongs to the epoch of its first sample.
+    """The side of the training images: that of the epoch of the first sample of a step.
 
     Args:
         sizes: epoch -> side in pixels from then on; both increase, from epoch 0.
-        num_samples: images in the split.
-        batch_size: global batch.
 
     Attributes:
         starts: (first step, side), in order.

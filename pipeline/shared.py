@@ -1,9 +1,8 @@
 """Memory shared by the training process and its workers, and memory that is page-locked.
 
-The shared memory is anonymous: the kernel frees it with the last process that maps it.
-`memfd_create` uses no name in /dev/shm: a killed run leaves nothing behind, and the size of a
-container's /dev/shm mount (64 MiB in Docker) does not limit it; ordinary memory does. macOS has no
-`memfd_create`: there, the memory is a temporary file whose name is removed at once.
+The shared memory has no name in /dev/shm: a killed run leaves nothing behind, and the size of a
+container's /dev/shm mount (64 MiB in Docker) does not limit it. macOS has no `memfd_create`: there,
+it is a temporary file whose name is removed at once.
 """
 
 import logging

@@ -161,7 +161,7 @@ def _fill_row(
         skipped: gets the unreadable samples that were replaced.
 
     Raises:
-        BadImageError: the sample cannot be read, nor can any that may replace it.
+        BadImageError: the sample and its replacements cannot be read.
         LoaderError: a transform or the dataset failed; the cause is its exception.
     """
     others = source.dataset.replacements(index) if source.skip_unreadable else []
@@ -181,10 +181,8 @@ def _fill_row(
             source.samples.array[slot, row] = epoch, found
             source.labels.array[slot, row] = label  # last: the row is complete
             return
-    if source.skip_unreadable:
-        none = f"none of its {len(errors) - 1} replacements can be read either"
-        raise BadImageError(f"{errors[0]}; {none}; {CHECK}")
-    raise BadImageError(f"{errors[0]}; {REMEDY}")
+    none = f"none of its {len(errors) - 1} replacements can be read either; {CHECK}"
+    raise BadImageError(f"{errors[0]}; {none if source.skip_unreadable else REMEDY}")
 
 
 def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> int:
@@ -227,11 +225,7 @@ def _exit_with_parent() -> None:
 def start_worker(
     start_method: str, sources: Sequence[Source]
 ) -> tuple[BaseProcess, connection.Connection]:
-    """Start a worker process; return it and this end of the pipe to it.
-
-    Raises:
-        LoaderError: the system does not let this process start another one.
-    """
+    """Start a worker process; return it and this end of the pipe to it."""
     context: Any = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(PRELOAD)
@@ -248,10 +242,7 @@ def start_worker(
 
 
 def start_forkserver() -> None:
-    """Start the process that forks the workers, without waiting for it.
-
-    Its imports take a second; otherwise the first worker would have to wait for them.
-    """
+    """Start the process that forks the workers, and do not wait for its imports (a second)."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     with _starting_children(tracker=True):
         forkserver.ensure_running()
@@ -262,14 +253,10 @@ def _starting_children(*, tracker: bool) -> Iterator[None]:
     """Start child processes with the signals blocked that workers ignore.
 
     The forkserver and the resource tracker keep them blocked. The children do not import the main
-    script, and with it torchvision and Hydra.
+    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
 
     Args:
-        tracker: start the resource tracker as well. Its start unblocks the signals, so it must not
-            happen later in the block.
-
-    Raises:
-        LoaderError: the system does not let this process start another one.
+        tracker: start the resource tracker first, because its start unblocks the signals.
     """
     main: Any = vars(sys.modules["__main__"])
     hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
