@@ -158,12 +158,14 @@ class FolderDataset(Dataset):
         """
         with self.naming_file(index):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
+        with self.naming_file(index, UnreadableError):  # decodes; a transform's OSError is its own
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, self.label(index)
 
     def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
         with self.naming_file(index):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
+        with self.naming_file(index, UnreadableError):
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
@@ -172,11 +174,11 @@ class FolderDataset(Dataset):
         return self.index.read(index)
 
     @contextmanager
-    def naming_file(self, index: int) -> Iterator[None]:
+    def naming_file(self, index: int, also: type[Exception] = OSError) -> Iterator[None]:
         """Turn an error of reading or decoding into a BadImageError, which names the file."""
         try:
             yield
-        except (OSError, UnreadableError) as error:
+        except (UnreadableError, also) as error:
             raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
 
     def name(self, index: int) -> str:
