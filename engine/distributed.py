@@ -116,11 +116,6 @@ class World:
             if each is not None:
                 raise each
 
-    def local_values(self, values: list[T]) -> list[T]:
-        """Select the values of this node's ranks from one value per rank."""
-        first = self.rank - self.local_rank
-        return values[first : first + self.local_size]
-
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
         if self.size > 1:

@@ -199,15 +199,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             self.workers.append(Worker(*start_worker(self.start_method, self.sources)))
         self._dispatch()
 
-    def restart(self) -> None:
-        """Drop all tasks and replace the workers, for a caller that continues after an error."""
-        number, active = len(self.workers), self.active
-        self.close()
-        atexit.register(self.close)
-        if number:
-            self.activate(number)
-            self.activate(active)
-
     def accept(self, reply: Reply) -> None:
         """Note the unreadable samples that a task replaced.
 

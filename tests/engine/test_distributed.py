@@ -46,19 +46,12 @@ def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.broadcast(lambda: 5) == world.on_all_ranks(lambda: 5) == 5
         with pytest.raises(UserError, match="own"):
             world.broadcast(lambda: (_ for _ in ()).throw(UserError("own")))
-        assert world.all_gather("own") == world.local_values(["own"]) == ["own"]
+        assert world.all_gather("own") == ["own"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
         assert world.wrap(model, torch.zeros(1, 4)) is model
         world.broadcast_buffers(model)
         assert not torch.distributed.is_initialized()
-
-
-def test_ranks_of_nodes_with_different_numbers_of_ranks() -> None:
-    for first, local_size in ((0, 4), (4, 2), (6, 2)):
-        place = {"local_rank": 1, "local_size": local_size}
-        world = replace(ALONE, size=8, rank=first + 1, **place)
-        assert world.local_values([*range(8)]) == [*range(first, first + local_size)]
 
 
 def test_two_ranks(ranks: Ranks) -> None:

@@ -53,8 +53,6 @@ def check_objects(world: World) -> None:
     assert len(decided) == (5 if world.rank == 0 else 0)
     values = world.all_gather({"path": Path(f"runs/{world.rank}"), "none": None})
     assert values == [{"path": Path(f"runs/{rank}"), "none": None} for rank in (0, 1)]
-    assert world.local_values(values) == values
-    assert several_nodes(replace(world, local_rank=0)).local_values(values) == [values[world.rank]]
 
     def below(limit: int) -> int:
         if world.rank >= limit:

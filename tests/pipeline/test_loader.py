@@ -589,24 +589,6 @@ def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
     assert not any(map(is_running, seen))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_pool_is_restarted_after_an_error(changeable: Path, workers: int) -> None:
-    dataset = open_dataset(changeable)
-    broken = Path(dataset.name(0))
-    content = broken.read_bytes()
-    broken.write_bytes(content[:-500])
-    with open_loader(dataset, workers=workers) as loader:
-        pool = loader.pool
-        tasks = [pool.submit(0, slot, 0, np.array([[0, slot]])) for slot in (0, 1, 2, 3) * 2]
-        with pytest.raises(LoaderError, match=str(broken)):
-            pool.wait(tasks)
-        pool.restart()
-        assert pool.done(tasks)
-        broken.write_bytes(content)
-        check_all(loader, dataset, 0, 9)
-        assert len(pool.workers) == workers
-
-
 # The time of tasks.
 
 

@@ -39,46 +39,49 @@ def state_of(plan: Plan) -> TrainState:
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulate", "ranks", "memory", "says"),
+    ("batch", "accumulate", "ranks", "gib", "says"),
     [
-        (256, 1, 1, {}, "train.accumulate=2 should fit, and keeps the batch and its learning rate"),
-        (512, 2, 1, {}, "train.accumulate=4 should"),
-        (1024, 1, 4, {}, "train.accumulate=2 should"),
-        (256, 1, 1, {"image": 900}, "train.accumulate=4 should"),  # 71 images fit
-        (256, 1, 1, {"fraction": 0.25}, "train.accumulate=8 should"),  # 54 fit
-        (256, 1, 1, {"free": 21}, "train.accumulate=8 should"),  # other processes use the rest
-        (257, 1, 1, {}, "use a smaller loader.batch_size, model.name or"),  # a prime
-        (8, 1, 1, {}, "use a smaller loader.batch_size"),  # batch normalisation
+        (256, 1, 1, 80, "train.accumulate=2 should fit, and keeps the batch and its learning rate"),
+        (512, 2, 1, 80, "train.accumulate=4 should"),
+        (1024, 1, 4, 80, "train.accumulate=2 should"),
+        (256, 1, 1, 20, "train.accumulate=8 should"),  # 54 fit
+        (257, 1, 1, 80, "use a smaller loader.batch_size, model.name or"),  # a prime
+        (8, 1, 1, 1, "use a smaller loader.batch_size"),  # batch normalisation
     ],
 )
+@pytest.mark.parametrize("others", [False, True])
 def test_message(
     monkeypatch: pytest.MonkeyPatch,
+    others: bool,
     batch: int,
     accumulate: int,
     ranks: int,
-    memory: dict[str, Any],
+    gib: int,
     says: str,
 ) -> None:
-    """A GPU of 80 GiB, of which this process has 20."""
-    fraction, free = memory.get("fraction", 1.0), memory.get("free", 60)
+    """A GPU of 80 GiB, of which this process may use some, or other processes use the rest.
+
+    An image takes 300 MiB.
+    """
+    reserved, free = gib // 4 * GIB, gib * GIB - gib // 4 * GIB
     gpu = {
-        "mem_get_info": (int((free - 20 * ("free" in memory)) * GIB), 80 * GIB),
-        "memory_reserved": 20 * GIB,
-        "get_per_process_memory_fraction": fraction,
+        "mem_get_info": (free if others else 80 * GIB - reserved, 80 * GIB),
+        "memory_reserved": reserved,
+        "get_per_process_memory_fraction": 1.0 if others else gib / 80,
     }
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    image = memory.get("image", 300) * 2**20
-    monkeypatch.setattr(out_of_memory, "activation_bytes", lambda plan: image)
+    monkeypatch.setattr(out_of_memory, "activation_bytes", lambda plan: 300 * 2**20)
     plan = plan_of(f"loader.batch_size={batch}", f"train.accumulate={accumulate}")
     with (
         pytest.raises(TrainingError) as raised,
         explain_out_of_memory(plan, state_of(plan), world(ranks)),
     ):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-    line = str(raised.value)
-    assert line.startswith(f"loader.batch_size={batch}: out of memory on cuda:0; an image takes ab")
-    assert f"the model 0.00 GiB: {says}" in line and "\n" not in line
+    assert str(raised.value).startswith(
+        f"loader.batch_size={batch}: out of memory on cuda:0; an image takes about 300 MiB, the "
+        f"model 0.00 GiB: {says}"
+    )
 
 
 @pytest.mark.parametrize(
