@@ -65,8 +65,7 @@ def train(config: Config) -> dict[str, Any]:
 
     Raises:
         UserError: the config or the data is wrong; nothing has been created.
-        LoaderError, CheckpointError, RankError, TrainingError: training failed; the message is one
-            line.
+        LoaderError, CheckpointError, RankError, TrainingError: training failed.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -320,9 +319,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
     Raises:
         UserError: the weights to start from are missing or do not fit.
     """
-    config = plan.config
+    config, weights = plan.config, plan.config.model.weights
     torch.manual_seed(config.train.seed)
-    weights = config.model.weights
     model = models.build(
         config.model.name,
         num_classes=plan.num_classes,
