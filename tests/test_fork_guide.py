@@ -102,7 +102,7 @@ class Fork:
 
     @property
     def newest(self) -> Path:
-        return self.newest
+        return self.runs[-1]
 
 
 def weights(folder: Path) -> str:
