@@ -84,6 +84,8 @@ def planned(
     files: Dataset = MANY,
     ranks: int = 1,
 ) -> LoaderPlan:
+    if {"loader.decoder=gpu", "loader.decoder=hybrid"} & set(overrides):
+        pytest.importorskip("pipeline.gpu")
     config = small(*overrides)
     return plan_loader(
         config,
@@ -206,6 +208,7 @@ def test_without_the_room_that_measures(host: Machine, monkeypatch: pytest.Monke
 def test_auto_compares_decoders_where_there_are_engines(
     host: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("pipeline.gpu")
     host()
     cpu = resolve("auto")
     found = planned("loader.workers=auto")
