@@ -198,6 +198,7 @@ def test_when_it_is_not_measured(
 
 def test_without_the_room_that_measures(host: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     host()
+    pytest.importorskip("pipeline.gpu")  # `host` pretends that there are engines
     monkeypatch.setattr(plan, "has_room", lambda name: name != "engine.tune")
     found = planned("loader.workers=auto")
     assert (found.workers, found.measured) == (15, False)
@@ -318,6 +319,7 @@ def test_memory_of_a_known_case(host: Machine) -> None:
     """Two rings of 256 images of 224 px: 4 batches ready, one in the step, two in progress."""
     host(free_memory=8 << 30)
     sizes = ["data.image_size=224", "data.val_size=224", "loader.batch_size=256"]
+    sizes += ["loader.decoder=pillow"]
     found = planned(*sizes, "loader.workers=0", "loader.prefetch_batches=4")
     assert found.slots == 4 + 1 + 2
     assert found.buffer_bytes == 2 * 7 * 256 * (224 * 224 * 3 + 24)
