@@ -46,8 +46,8 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import (
-    ORDINARY_STEPS,
-    ORDINARY_STEPS_DDP,
+    WARMUP_STEPS,
+    WARMUP_STEPS_DDP,
     StepGraph,
     Values,
     compile_later_sizes,
@@ -83,13 +83,16 @@ def train(config: Config) -> dict[str, Any]:
 
         feed = enter(open_feed(config, datasets, plan.loader, world))
         step = enter(build_step(plan, state, world))
-        stop = enter(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
+        stop = enter(StopSignal(world, log.failed, unsaved=lambda: state.step != run.step_on_disk))
         enter(out_of_memory_explained(plan, state, world))
+        world.set_section("measurement")
+        compile_later_sizes(step, feed, plan, state, stop)
         verdict = tune_loader(feed, step, plan, state, run, stop, log)
         enter(log.watch(feed, stop, verdict))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:
-            validate(state, plan, feed, world, log, stop)  # a signal has prevented it
+            # A signal ended the previous start before the validation of this step.
+            validate(state, plan, feed, world, log, stop)
             save(state, run, log, stop)
 
         # A signal ends the loop before the same step on all ranks, also while one waits for input.
@@ -105,7 +108,7 @@ def train(config: Config) -> dict[str, Any]:
                 validate(state, plan, feed, world, log, stop)
             if due.save:
                 save(state, run, log, stop)
-        if state.step != run.begun_step:
+        if state.step != run.last_saved_step:
             save(state, run, log, stop)
         return log.finish(stop)
 
@@ -134,8 +137,8 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
             accumulate=config.train.accumulate,
         ),
         before=before,
-        ordinary_steps=ORDINARY_STEPS if network is state.model else ORDINARY_STEPS_DDP,
-        refused=None if on_gpu else "training runs on the CPU",
+        warmup_steps=WARMUP_STEPS if network is state.model else WARMUP_STEPS_DDP,
+        disabled_reason=None if on_gpu else "training runs on the CPU",
     )
 
 
@@ -166,31 +169,35 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
-    parts: list[Values] = []
+    outputs: list[Values] = []
     try:
-        for part in batch.split(accumulate):
-            with without_sync(network, unless=len(parts) == accumulate - 1):
-                mean_loss, values = loss(network, part.images, part.targets, part.labels)
+        for micro_batch in batch.split(accumulate):
+            with without_sync(network, unless=len(outputs) == accumulate - 1):
+                mean_loss, values = loss(
+                    network, micro_batch.images, micro_batch.targets, micro_batch.labels
+                )
                 (mean_loss / accumulate).backward()
-            parts.append({"loss": mean_loss.detach(), **values})
+            outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
-        logged = [name for name, value in parts[0].items() if value.ndim == 0]
-        means = {name: torch.stack([part[name] for part in parts]).mean() for name in logged}
+        logged = [name for name, value in outputs[0].items() if value.ndim == 0]
+        means = {name: torch.stack([output[name] for output in outputs]).mean() for name in logged}
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
-        # From the first gradient that is not finite on, no step changes a weight.
-        sound = state.divergence.check(network.parameters(), means["loss"])
-        if sound:
+        # From the first gradient that is not finite on, no step changes a weight. On a CPU, the
+        # host skips the updates. On a GPU it does not wait to find out: there, the optimiser
+        # (found_inf), the average and the losses read `state.divergence.found` on the device.
+        may_update = state.divergence.check(network.parameters(), means["loss"])
+        if may_update:
             state.optimizer.step()
     finally:
         # Also after an error: a CUDA graph whose capture failed has not computed them, and the next
         # step would add its own gradients.
         state.optimizer.zero_grad(set_to_none=True)
-    if sound and state.ema is not None:
+    if may_update and state.ema is not None:
         state.ema.update_parameters(state.model, unless=state.divergence.found)
-    if sound and state.losses is not None and "images" in parts[0]:
-        each = torch.cat([part["images"] for part in parts])
-        state.losses.add(batch.samples, each, unless=state.divergence.found)
+    if may_update and state.losses is not None and "image_losses" in outputs[0]:
+        per_image = torch.cat([output["image_losses"] for output in outputs])
+        state.losses.add(batch.samples, per_image, unless=state.divergence.found)
     return means
 
 
@@ -211,13 +218,13 @@ def training_loss(
 
     Returns:
         The mean loss, float32 []; and named values. Those of float32 [], means over the batch, are
-        logged. `images`, int32 [B, 3], is optional: label suspects follow from it.
+        logged. `image_losses`, int32 [B, 3], is optional: label suspects follow from it.
     """
     logits = network(images).float()
     loss = criterion(logits, targets)
     top1, top5 = hits(logits, labels)
     values = {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
-    return loss, {**values, "images": image_losses(logits, targets, labels)}
+    return loss, {**values, "image_losses": image_losses(logits, targets, labels)}
 
 
 def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Values:
@@ -250,24 +257,24 @@ def validate(
     recorded: the next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    values: list[Values] = []
+    rows: list[Values] = []
     with log.pause("validation"):
         began = time.perf_counter()
         for network in networks:
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, plan.config.train.accumulate)
         with plan.autocast(), feed.for_validation():
-            found, *raw = evaluate(networks, validation_values, batches, world, values)
-        if found.images == plan.val_images:
+            metrics, *raw = evaluate(networks, validation_values, batches, world, rows)
+        if metrics.images == plan.val_images:
             row = {"step": state.step, "epoch": plan.epoch(state.step)}
-            row |= {name: getattr(found, name) for name in METRICS}
-            row |= {f"{name}_raw": getattr(each, name) for each in raw for name in METRICS}
+            row |= {name: getattr(metrics, name) for name in METRICS}
+            row |= {f"{name}_raw": getattr(of_raw, name) for of_raw in raw for name in METRICS}
             best = not state.best or row["top1"] > state.best["top1"]
             previous, state.last = state.last, row
             state.best = row if best else state.best
             seconds = time.perf_counter() - began
             counts = {"split": "val", "images": plan.val_images, "seconds": seconds}
-            log.validated({**row, **counts}, values, best=best, previous=previous)
+            log.validated({**row, **counts}, rows, best=best, previous=previous)
     stop.poll()
 
 
@@ -371,13 +378,11 @@ def tune_loader(
     stop: StopSignal,
     log: RunLog,
 ) -> Any:
-    """Set decoder and workers for loader.workers=auto, and compile the step for later sizes.
+    """Set decoder and workers for loader.workers=auto.
 
     Returns:
         What judges the speed of the run, for `RunLog.watch`; None without engine/tune.
     """
-    run.world.set_section("measurement")
-    compile_later_sizes(step, feed, plan, state, stop)
     if not has_room("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader

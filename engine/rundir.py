@@ -135,9 +135,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
-        begun_step: step of the newest checkpoint, perhaps still being written; at first, the step
-            at which this start begins.
-        saved_step: step of the newest checkpoint that is known to be on disk, likewise.
+        last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
+            step at which this start begins.
+        step_on_disk: step of the newest checkpoint that is known to be on disk, likewise.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -145,7 +145,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
-        self.saved_step = self.begun_step = 0
+        self.step_on_disk = self.last_saved_step = 0
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
@@ -194,7 +194,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return []
         if not self.world.is_main:
             _load(state, self.resumed, checkpoint.load(self.resumed), accepted)
-        self.saved_step = self.begun_step = state.step
+        self.step_on_disk = self.last_saved_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
         if self.is_first_start or accepted.keys() & VALIDATED_ON:
@@ -288,7 +288,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             checkpoint.save(self.checkpoints, copied, keep=keep, best_step=best_step)
 
         self.world.broadcast(lambda: self._writer.start(content, write))
-        self.saved_step, self.begun_step = self.begun_step, state.step
+        self.step_on_disk, self.last_saved_step = self.last_saved_step, state.step
         if self._compiled is not None:
             self._compiled.save()
 
@@ -299,7 +299,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.broadcast(self._writer.wait)
-        self.saved_step = self.begun_step
+        self.step_on_disk = self.last_saved_step
 
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.

@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 Values = dict[str, Tensor]
 """Named values of a step: float [] on the device. Each is logged under its name."""
 
-# Ordinary steps before the capture: they compile, choose kernels and create the optimiser's state.
-ORDINARY_STEPS = 3
+# Steps before the capture: they compile, choose kernels and create the optimiser's state. Not the
+# warm-up of the learning rate.
+WARMUP_STEPS = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
-ORDINARY_STEPS_DDP = 12
+WARMUP_STEPS_DDP = 12
 # A graph keeps the memory of a whole step. This share of it must also stay free, for a validation,
 # which needs less.
 VALIDATION_SHARE = 0.25
@@ -56,11 +57,11 @@ class StepGraph:
             after an error, there must be no gradients: those of a failed capture are not computed.
         before: called with the number of the step before its kernels are launched: sets the
             values that change from step to step, such as the learning rate, in their tensors.
-        ordinary_steps: number of steps without a graph before a capture.
-        refused: why no graph is captured; None to capture.
+        warmup_steps: number of steps without a graph before a capture.
+        disabled_reason: why no graph is captured; None to capture.
 
     Attributes:
-        refused: why the kernels are launched one by one; None if they are not.
+        disabled_reason: why the kernels are launched one by one; None if they are not.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class StepGraph:
         step: Callable[[Batch], Values],
         *,
         before: Callable[[int], None],
-        ordinary_steps: int = ORDINARY_STEPS,
-        refused: str | None = None,
+        warmup_steps: int = WARMUP_STEPS,
+        disabled_reason: str | None = None,
     ) -> None:
         self.step, self.before = step, before
-        self.ordinary_steps, self.refused = ordinary_steps, refused
+        self.warmup_steps, self.disabled_reason = warmup_steps, disabled_reason
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
-        self._taken: Counter[Hashable] = Counter()
+        self._steps_by_shape: Counter[Hashable] = Counter()
         self._captured: _Captured | None = None
 
     def __enter__(self) -> "StepGraph":
@@ -93,13 +94,13 @@ class StepGraph:
     def __call__(self, batch: Batch) -> Values:
         """Take a step. The values are overwritten by the next one."""
         self.before(batch.step)
-        if self.refused is not None:
+        if self.disabled_reason is not None:
             return self.step(batch)
         shape = (batch.images.shape, batch.targets.shape)
-        self._taken[shape] += 1
+        self._steps_by_shape[shape] += 1
         if self._captured is not None and self._captured.shape != shape:
             self._captured = None
-        if self._captured is None and self._taken[shape] > self.ordinary_steps:
+        if self._captured is None and self._steps_by_shape[shape] > self.warmup_steps:
             self._capture(batch, shape)
         captured = self._captured
         if captured is None:
@@ -114,15 +115,15 @@ class StepGraph:
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
         self._captured = None
-        # One ordinary step creates the optimiser's state; all else is ready.
-        self._taken = Counter(dict.fromkeys(self._taken, self.ordinary_steps - 1))
+        # One warm-up step creates the optimiser's state; all else is ready.
+        self._steps_by_shape = Counter(dict.fromkeys(self._steps_by_shape, self.warmup_steps - 1))
 
     def _capture(self, batch: Batch, shape: Hashable) -> None:
-        """Capture the step, or set `refused`. Nothing is computed: the caller replays the graph."""
+        """Capture the step, or set `disabled_reason`. The caller replays it."""
         free, _ = torch.cuda.mem_get_info()
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free <= (1 + VALIDATION_SHARE) * self._needed:
-            self._refuse("the GPU's memory is nearly full, and a graph keeps the memory of a step")
+            self._disable("the GPU's memory is nearly full, and a graph keeps the memory of a step")
             return
         static, graph = batch.clone(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()  # not the default stream, see join_world
@@ -134,12 +135,12 @@ class StepGraph:
                 values = self.step(static)
         except RuntimeError as error:
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
-            self._refuse(str(error).splitlines()[0])
+            self._disable(str(error).splitlines()[0])
         else:
             self._captured = _Captured(shape, graph, static, values)
 
-    def _refuse(self, reason: str) -> None:
-        self.refused = reason
+    def _disable(self, reason: str) -> None:
+        self.disabled_reason = reason
         logger.warning(
             "the training step is not captured in a CUDA graph (%s): the GPU may have to wait "
             "for a slow host",
@@ -160,6 +161,6 @@ def compile_later_sizes(
     with untouched(state):
         for first in firsts:
             for batch in stop.interruptible(feed.train.batches(first, first + 1)):
-                for _ in range(step.ordinary_steps):
+                for _ in range(step.warmup_steps):
                     step(batch)
     step.reset()

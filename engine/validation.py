@@ -11,7 +11,8 @@ from engine.distributed import StopSignal, World
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
-"""`train.validation_values`."""
+"""(network in eval mode, images float [B, 3, S, S], labels int64 [B]) -> named values for each row,
+METRICS among them: `train.validation_values`."""
 METRICS = ("loss", "top1", "top5")  # of `Measure`; their means are the result
 
 
@@ -49,7 +50,7 @@ def evaluate(
     measure: Measure,
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
-    each: list[dict[str, Tensor]] | None = None,
+    rows: list[dict[str, Tensor]] | None = None,
 ) -> list[Metrics]:
     """Return the mean loss and accuracy of each network. Each batch is read once, for all networks.
 
@@ -61,7 +62,8 @@ def evaluate(
         batches: (images float [B, 3, S, S], labels int64 [B]); rows with a label below 0 do not
             count. Each rank passes its own share and may pass fewer batches than another rank:
             only the sums are exchanged.
-        each: gets the values and the `label` of each batch, measured with the first network.
+        rows: a list to which the values and the `label` of each batch are appended, measured with
+            the first network.
     """
     modes = [network.training for network in networks]
     for network in networks:
@@ -72,8 +74,8 @@ def evaluate(
             values = measure(network, images, labels)
             sums = [values[name].sum() for name in METRICS]
             totals[number] += torch.stack([*sums, (labels >= 0).sum()])
-            if each is not None and number == 0:
-                each.append({"label": labels, **values})
+            if rows is not None and number == 0:
+                rows.append({"label": labels, **values})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
     results = []

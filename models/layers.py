@@ -81,7 +81,7 @@ def stochastic_depth(probability: float, count: int) -> list[nn.Module]:
     if probability == 0:
         return [nn.Identity() for _ in range(count)]
     module = import_torchvision().ops.StochasticDepth
-    return [module(probability * position / (count - 1), "row") for position in range(count)]
+    return [module(probability * position / max(1, count - 1), "row") for position in range(count)]
 
 
 class DroppedBlock(nn.Module):

@@ -1,10 +1,10 @@
-"""From a JPEG file to a batch on the device. Read the files in the order of the path of a batch:
+"""From a JPEG file to a batch on the device. A batch passes, in this order:
 
-index (containers, splits) -> decode (region) -> augment -> dataset -> sampler -> loader, worker ->
-prefetcher (clock, batch_augment); feed puts them together.
+1 sampler; 2 dataset (index, containers, splits); 3 decode (region), augment; 4 worker, loader;
+5 prefetcher (batch_augment, clock). feed connects them.
 
-A file imports only files before it. Optional rooms: gpu (the GPU's JPEG engines and augmentation),
-demo (images that the program draws).
+A file imports only files that come before it in the list of tests/test_layout.py. Optional rooms:
+gpu (the GPU's JPEG engines and augmentation), demo (images that the program draws).
 """
 
 from functools import cache

@@ -148,7 +148,7 @@ def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
 
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     images, classes = data.fake_images, data.fake_classes
-    assert train.image_size and val.image_size, "checked by _transform"
+    assert train.image_size and val.image_size, "checked by build_transform"
     return (
         FakeDataset(images, classes, train.image_size),
         FakeDataset(images // 10, classes, val.image_size),

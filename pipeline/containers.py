@@ -1,7 +1,7 @@
 """Where images are stored: folders, tar and zip files, and lists in CSV files.
 
-Journey of a batch: a sample in a tar or zip file is one `pread` from an open file. A network file
-system then opens a few large files instead of 1.28 million small ones.
+Journey of a batch, 2: a sample in a tar or zip file is one `pread` from an open file. A network
+file system then opens a few large files instead of 1.28 million small ones.
 """
 
 import csv

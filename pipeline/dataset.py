@@ -97,7 +97,9 @@ class Dataset(ABC):
     def class_counts(self, num_classes: int) -> list[int]:
         """Return the number of samples of each class."""
         if self.labels is None:
-            raise UserError("train.class_weights: this dataset does not tell its labels")
+            raise UserError(
+                "train.class_weights: this dataset knows labels only after loading; leave it out"
+            )
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
     def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:

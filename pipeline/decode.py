@@ -1,6 +1,6 @@
 """File bytes to pixels, decoded as late and as little as the transforms allow.
 
-Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
+Journey of a batch, 3: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (pipeline/region.py). So a picture first collects what
@@ -56,7 +56,7 @@ Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CropResize:
     """A part of the drawn geometry: crop the region `box`, resize it to `size`, perhaps mirror it.
 
     Attributes:
@@ -89,7 +89,7 @@ class JpegFile:
     size: tuple[int, int]
     decode: Decode
 
-    def resized(self, step: Step) -> np.ndarray:
+    def resized(self, step: CropResize) -> np.ndarray:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""
         box, size = step.box, step.size
         if not lies_within(box, self.size):
@@ -124,13 +124,15 @@ class Picture:
 
     Args:
         source: a file, or pixels, uint8 [H, W, 3].
-        steps: the drawn geometry, in order.
+        geometry: what was drawn, in order.
     """
 
-    def __init__(self, source: np.ndarray | JpegFile, steps: tuple[Step, ...] = ()) -> None:
-        self.source, self.steps = source, steps
-        if steps:
-            self.size = steps[-1].size  # (width, height)
+    def __init__(
+        self, source: np.ndarray | JpegFile, geometry: tuple[CropResize, ...] = ()
+    ) -> None:
+        self.source, self.geometry = source, geometry
+        if geometry:
+            self.size = geometry[-1].size  # (width, height)
         else:
             self.size = source.size if isinstance(source, JpegFile) else source.shape[1::-1]
 
@@ -142,22 +144,22 @@ class Picture:
         interpolation: str = "bilinear",
         quick: bool = False,
     ) -> "Picture":
-        """Crop the region `box`, None for all, and resize as torchvision does; see `Step`."""
+        """Crop the region `box`, None for all, and resize as torchvision does; see `CropResize`."""
         if size[0] * size[1] > MAX_PIXELS:
             raise UnreadableError(
                 f"resizing {self.size[0]}x{self.size[1]} pixels would give {size[0]}x{size[1]}: "
                 "too narrow"
             )
-        step = Step(box or (0, 0, *self.size), size, interpolation, quick)
-        return Picture(self.source, (*self.steps, step))
+        step = CropResize(box or (0, 0, *self.size), size, interpolation, quick)
+        return Picture(self.source, (*self.geometry, step))
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are black."""
         return self.resized((box[2] - box[0], box[3] - box[1]), box)
 
     def mirrored(self) -> "Picture":
-        step = Step((0, 0, *self.size), self.size, mirrored=True)
-        return Picture(self.source, (*self.steps, step))
+        step = CropResize((0, 0, *self.size), self.size, mirrored=True)
+        return Picture(self.source, (*self.geometry, step))
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: uint8 [H, W, 3]. May be read-only or shared: copy before writing.
@@ -166,7 +168,7 @@ class Picture:
             UnreadableError: the file cannot be decoded.
         """
         made = self.source
-        for step in self.steps or (Step((0, 0, *self.size), self.size),):
+        for step in self.geometry or (CropResize((0, 0, *self.size), self.size),):
             if isinstance(made, JpegFile):
                 made = made.resized(step)
             else:

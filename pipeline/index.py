@@ -1,6 +1,6 @@
 """The sample table of a split: the images of a folder, a tar, a zip or a list, packed into arrays.
 
-Journey of a batch: a sample's number is a row of this table. A scan is cached on disk.
+Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk.
 
 A list of 1.28 million Python strings would be copied page by page into every worker, because
 reading a Python object writes its reference count (pytorch#13246). Here all paths are one bytes

@@ -133,7 +133,7 @@ def test_training_loss(mixed: bool) -> None:
     hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
     found = {name: values[name].item() for name in ("top1", "top5")}
     assert found == pytest.approx({"top1": 100 * hits1 / 6, "top5": 100 * hits5 / 6})
-    assert values["images"].shape == (6, 3)
+    assert values["image_losses"].shape == (6, 3)
     assert not any(value.requires_grad for value in values.values())
     loss.backward()
     assert network.weight.grad is not None and network.weight.grad.abs().sum() > 0

@@ -1,6 +1,6 @@
 """Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
 
-It never trains, validates or saves: the loop in train.py does, and calls the methods here.
+The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math

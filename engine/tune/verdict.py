@@ -80,7 +80,7 @@ class Verdict:
         """
         timings, own = self.run if period == "run" else self.epoch, None
         if sum(timing.seconds for timing in timings) >= SHORT[period]:
-            refused = self.step.refused
+            refused = self.step.disabled_reason
             # Without a CUDA graph, the parts of a GPU's step include waiting for the host.
             unknown = refused and self.plan.device_type == "cuda"
             parts = [] if unknown else [part for timing in timings for part in timing.parts]

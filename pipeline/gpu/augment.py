@@ -35,7 +35,7 @@ def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
 
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
-        operations: float64 [B, count, 2] on the host, as of `augment.as_rows`.
+        operations: float64 [B, count, 2] on the host, in the format of `augment.as_rows`.
 
     Returns:
         uint8 [B, 3, S, S], channels_last.
@@ -72,7 +72,7 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
     """Turn drawn operations into the rows that the kernels read.
 
     Args:
-        operations: float64 [B, count, 2], as of `augment.as_rows`.
+        operations: float64 [B, count, 2], in the format of `augment.as_rows`.
         size: side of the images in pixels.
 
     Returns:

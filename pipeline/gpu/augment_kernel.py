@@ -32,7 +32,7 @@ def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         pixels: uint8 [B, S, S, 3] on the device, contiguous; overwritten.
-        rows: float64 [count, B, COLUMNS] on the device, as of `gpu_augment.kernel_rows`.
+        rows: float64 [count, B, COLUMNS] on the device, from `pipeline.gpu.augment.kernel_rows`.
 
     Returns:
         uint8 [B, S, S, 3], contiguous.

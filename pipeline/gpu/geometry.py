@@ -47,7 +47,7 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     width, height = picture.source.size
     source, clip = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, float(width), float(height))
     bicubic = mirrored = False
-    for step in picture.steps:
+    for step in picture.geometry:
         left, top, right, bottom = step.box
         if left < 0 or top < 0 or right > width or bottom > height:
             return False  # black borders

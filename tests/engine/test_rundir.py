@@ -43,7 +43,7 @@ def open_run(
     with directory(path, resume) as run:
         run.open(state, identity)
     assert state.history == [] or run.is_first_start
-    assert run.saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
+    assert run.step_on_disk == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
     return run.resumed
 
 

@@ -13,12 +13,12 @@ from engine.distributed import World, join_world
 from engine.log.measurements import step_points
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
-from engine.step_graph import ORDINARY_STEPS, StepGraph, Values
+from engine.step_graph import WARMUP_STEPS, StepGraph, Values
 from pipeline.build import build_datasets
 from pipeline.clock import Marks, StepClock
 from pipeline.prefetcher import Batch
 
-SIZE, ROWS, STEPS = 64, 16, 3 * ORDINARY_STEPS
+SIZE, ROWS, STEPS = 64, 16, 3 * WARMUP_STEPS
 OPTIONS = [
     "data=fake",
     "train.deterministic=true",
@@ -99,12 +99,12 @@ def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: W
     for refused in (None, "for the comparison"):
         torch._dynamo.reset()
         plan, state, step = build(world, *overrides)
-        step.refused = refused
+        step.disabled_reason = refused
         logged = []
         for number in range(STEPS):
             values = step(batch_of(plan, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
-        assert step.refused == refused
+        assert step.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
     # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
@@ -119,7 +119,7 @@ def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: Wor
     """The host launches further steps, which change no weight; it learns of the first bad step."""
     options = ["model=resnet_tiny", f"optim={optim}", "train.ema_decay=0.9"]
     plan, state, step = build(world, *options)
-    step.refused = None if captured else "for the comparison"
+    step.disabled_reason = None if captured else "for the comparison"
     bad, found = STEPS - 3, []
     for number in range(STEPS):
         batch = batch_of(plan, number)
@@ -128,7 +128,7 @@ def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: Wor
         step(batch)
         average = state.ema.module.parameters() if state.ema is not None else ()
         found.append([t.detach().clone() for t in (*state.model.parameters(), *average)])
-    assert (step.refused is None) == captured
+    assert (step.disabled_reason is None) == captured
     for before, after in itertools.pairwise(found[:bad]):
         assert not all(map(torch.equal, before, after))
     for after in found[bad:]:
@@ -167,7 +167,7 @@ def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.Mo
             clock.end_step()
         torch.cuda.synchronize()
         before, last = clock.timing(STEPS - 1), clock.timing(1)
-    assert step.refused is None
+    assert step.disabled_reason is None
     assert before is not None and last is not None
     assert len(before.parts) == STEPS - 1
     ((own, exchange),) = last.parts
@@ -188,7 +188,7 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
             step.reset()
         for number in range(STEPS):
             step(batch_of(plan, number))
-        assert step.refused is None
+        assert step.disabled_reason is None
         found.append(weights(state))
     assert found[0] == found[1]
 
@@ -199,11 +199,11 @@ def test_another_shape_gets_another_graph(world: World) -> None:
     found = []
     for refused in (None, "for the comparison"):
         plan, state, step = build(world, "model=resnet_tiny")
-        step.refused = refused
+        step.disabled_reason = refused
         for number in range(STEPS):
             step(batch_of(plan, number))
             step(batch_of(plan, number, rows=ROWS // 2))
-        assert step.refused == refused
+        assert step.disabled_reason == refused
         found.append(weights(state))
     assert found[0] == found[1]
 
@@ -217,7 +217,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
     found = []
     for waits in (True, False):
         plan, state, step = build(world, "model.name=efficientnet_b0")
-        step.refused = None if waits else "for the comparison"
+        step.disabled_reason = None if waits else "for the comparison"
         launch = step.step
 
         def waiting(batch: Batch, launch: Callable[[Batch], Values] = launch) -> Values:
@@ -235,7 +235,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
                 step(batch_of(plan, number))
-        assert step.refused is not None
+        assert step.disabled_reason is not None
         found.append(weights(state))
     assert found[0] == found[1]
     (line,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.message]

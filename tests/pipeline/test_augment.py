@@ -153,7 +153,7 @@ def test_horizontal_flip() -> None:
     np.testing.assert_array_equal(made(one("horizontal_flip", p=0), PHOTO), straight)
     np.testing.assert_array_equal(made(one("horizontal_flip", p=1), PHOTO), straight[:, ::-1])
     flip, rng = one("horizontal_flip"), random.Random(0)
-    flipped = sum(len(flip(Picture(np.asarray(small)), rng).steps) for _ in range(1000))
+    flipped = sum(len(flip(Picture(np.asarray(small)), rng).geometry) for _ in range(1000))
     assert 430 < flipped < 570
 
 

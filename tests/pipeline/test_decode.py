@@ -217,7 +217,7 @@ def test_steps_are_computed_in_order() -> None:
         ]
         ours, theirs = (picture.pixels() for picture in pictures)
         assert abs(ours.astype(int) - theirs).mean() < (1.5 if quick else 1e-9)
-        first = decode.Picture(pictures[0].source, pictures[0].steps[:1]).pixels()
+        first = decode.Picture(pictures[0].source, pictures[0].geometry[:1]).pixels()
         flipped = decode.Picture(np.ascontiguousarray(first[:, ::-1])).cropped((-5, 3, 60, 90))
         expected = decode.resize(flipped.pixels()[:40, :30], (40, 50), "bilinear")
         np.testing.assert_array_equal(ours, expected)

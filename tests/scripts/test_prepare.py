@@ -1004,6 +1004,12 @@ def test_another_use_of_a_destination_is_refused(
     assert laid_out(to) == EXPECTED
 
 
+def test_an_unfinished_destination_keeps_its_settings(tmp_path: Path) -> None:
+    open_destination(str(tmp_path / "to"), "prepare.json", {"side": None}).close()
+    with pytest.raises(UserError, match="side None, not 64"):
+        open_destination(str(tmp_path / "to"), "prepare.json", {"side": 64})
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     """As a user types it, and with a mistake."""
     command = [sys.executable, "scripts/prepare.py", tmp_path / "none", "--to", tmp_path / "to"]

@@ -120,7 +120,7 @@ def test_model_that_is_not_named(
 
 def test_another_model(tmp_path: Path, weights: Weights) -> None:
     torch.save(weights, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"does not fit .*missing; .*; check model\.name and "):
+    with pytest.raises(UserError, match=r"does not fit .*missing.*; check model\.name and "):
         open_trained(tmp_path / "file.pth", ["model.name=resnet18"]).build(torch.device("cpu"))
     with pytest.raises(UserError, match=r"=vit_s16: it has no head\.weight, head\.bias"):
         open_trained(tmp_path / "file.pth", ["model.name=vit_s16"])

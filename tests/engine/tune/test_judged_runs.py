@@ -99,7 +99,7 @@ def open_run(
             slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
             datasets = replace(datasets, train=slow)
         with open_feed(config, datasets, plan.loader, own) as feed:
-            step: Any = SimpleNamespace(refused=None)
+            step: Any = SimpleNamespace(disabled_reason=None)
             stop = StopSignal(own)
             yield feed, Verdict(plan, feed, step, world or own, stop, step_alone=step_alone)
 
@@ -259,7 +259,7 @@ def test_means_are_over_time(image_root: Path, judged: list[Measured]) -> None:
             verdict.add(lasting(seconds, wait_fraction=share, parts=parts, **shares))
         verdict.sentences("run", slowdowns="board limit")
         verdict.plan = replace(verdict.plan, device_type="cuda")
-        verdict.step = SimpleNamespace(refused="no graph")  # type: ignore[assignment]
+        verdict.step = SimpleNamespace(disabled_reason="no graph")  # type: ignore[assignment]
         verdict.sentences("run")
     found, without_graph = judged
     figures = [found.wait_fraction, found.late_fraction, found.copy_fraction, found.copy_ms]

@@ -14,7 +14,7 @@ import torch
 from engine.distributed import StopSignal, World
 from engine.tune.autotune import ENGINE_MARGIN, SLOWED, Tuner
 from engine.tune.measured import Measured
-from engine.tune.search import ROUNDS, best_setting
+from engine.tune.search import ROUNDS, Candidate, best_setting, next_setting
 from pipeline.loader_plan import workers_for
 
 DECODERS = ("simplejpeg", "gpu", "hybrid")
@@ -328,3 +328,24 @@ def test_a_given_decoder_is_kept() -> None:
     for given in ("hybrid", "gpu"):
         found, _, trials = tune(RESNET50, 1, decoders=(given,))
         assert found == given and {decoder for decoder, _ in trials} == {given}
+
+
+@pytest.mark.parametrize(
+    ("tried", "expected"),
+    [
+        ({8: (800, 0.2, False)}, 11),  # it waits: 1.3 times as many
+        ({8: (800, 0.2, False), 11: (790, 0.2, False)}, 9),  # more did not pay: halfway
+        ({14: (900, 0.0, True)}, 11),  # they take the cores of the step
+        ({14: (900, 0.0, True), 8: (850, 0.2, False)}, 11),  # halfway to too few
+        ({12: (1000, 0.0, False)}, 10),  # the fewest that could suffice
+        ({12: (1000, 0.0, False), 10: (900, 0.1, False)}, 11),
+    ],
+)
+def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], expected: int) -> None:
+    """A step of 1,000 images/s, up to 14 workers with 100 images/s each."""
+    measured = {
+        workers: Measured(cpu_ms=10, rate=rate, wait_fraction=wait, slowed=slowed)
+        for workers, (rate, wait, slowed) in tried.items()
+    }
+    candidates = {"region": Candidate(first=8, cap=14, each=100.0, bound=math.inf)}
+    assert next_setting({"region": measured}, candidates, 1000.0) == ("region", expected)
