@@ -31,14 +31,7 @@ from conf.rooms import has_room, require_room
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
-from engine.distributed import (
-    StopSignal,
-    World,
-    average_gradients,
-    join_world,
-    share_config,
-    without_sync,
-)
+from engine.distributed import World, average_gradients, join_world, share_config, without_sync
 from engine.log.runlog import RunLog, check_log
 from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
@@ -52,6 +45,7 @@ from engine.step_graph import (
     Values,
     compile_later_sizes,
 )
+from engine.stop_signal import StopSignal
 from engine.validation import METRICS, evaluate, hits, validation_batches
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed

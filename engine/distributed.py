@@ -2,20 +2,15 @@
 
 import hashlib
 import logging
-import os
 import platform
 import re
-import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -27,7 +22,6 @@ from torch import Tensor, nn
 import models
 from conf.launch import Launch, read_launch
 from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, show
-from conf.signals import handle_stops
 from engine.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -43,9 +37,6 @@ MAY_DIFFER = {
 LONGEST_SECONDS = 1800.0
 # How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
 GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
-ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
-SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
-ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
 class RankError(RunError):
@@ -352,135 +343,3 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
             sections = [f"{name} in {peer.section}" for name, peer in heartbeat.peers.items()]
             what = f"timed out, as another rank takes too long; last known: {', '.join(sections)}"
         raise RankError(f"{heartbeat.name} in {heartbeat.section}: {what}") from error
-
-
-class StopSignal:
-    """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
-
-    A signal ends a wait for input at once. A step is always completed, and a second Ctrl-C
-    interrupts anything. A signal to one rank stops all after the same step: each `poll` takes the
-    maximum over the ranks, and no rank begins a step before all of them have a batch for it. The
-    heartbeat passes a signal on to a rank that waits for input.
-
-    If the main thread does not finish within ANSWER_SECONDS, the process ends if nothing is lost by
-    it: all steps are in a checkpoint, as before the first step, which compiles; or the disk hangs.
-
-    Args:
-        world: its ranks stop together.
-        failed: returns whether this rank cannot continue, as if it had received a signal: the next
-            save raises the error.
-        unsaved: returns whether there are steps that are not in a checkpoint on disk.
-
-    Attributes:
-        received: number of the signal that this process received; 0 for none.
-        number: the signal that stops all ranks, as of the last `poll`; FAILED if one of them
-            cannot continue; 0 if training continues.
-    """
-
-    FAILED = 1000  # above all signals
-
-    def __init__(
-        self,
-        world: World,
-        failed: Callable[[], bool] = lambda: False,
-        *,
-        unsaved: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.world, self.failed, self.unsaved = world, failed, unsaved
-        self.received = self.number = 0
-        self._since = 0.0  # when it received the first signal
-        self._waiting = False  # the main thread is in `wait_for`
-        self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
-
-    def __enter__(self) -> "StopSignal":
-        self._stack = ExitStack()
-        self._stack.enter_context(handle_stops(self._receive))
-        self._stack.callback(signal.signal, signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-        signal.signal(signal.SIGALRM, self._late)
-        self._stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
-        if heartbeat := self.world.heartbeat:
-            # The interpreter writes each signal's number to it, also if the main thread is in C++.
-            wakeup = signal.set_wakeup_fd(heartbeat.wakeup.fileno(), warn_on_full_buffer=False)
-            self._stack.callback(signal.set_wakeup_fd, wakeup)
-            self._stack.callback(setattr, heartbeat, "forwards", False)
-            heartbeat.forwards = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def __bool__(self) -> bool:
-        """Whether training stops now: the same on every rank."""
-        return self.number != 0
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        echo = self.world.size > 1 and time.monotonic() - self._since < ECHO_SECONDS
-        if number == signal.SIGINT == self.received and not echo:
-            raise KeyboardInterrupt
-        if not self.received:
-            self._since = time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, ANSWER_SECONDS, 1.0)
-        self.received = number
-        if self._waiting:
-            raise _WaitEnded
-
-    def _late(self, _: int, __: FrameType | None) -> None:
-        """End the process if nothing is lost, or if a save does not end. Called every second."""
-        if self._waiting:  # Python has ignored the exception, as it does in a destructor
-            raise _WaitEnded
-        reason = ""
-        if self._saving is not None:
-            began, patience, what = self._saving
-            if time.monotonic() - max(began, self._since) > patience:
-                reason = f"{what} has not been written: the disk does not respond; run the same "
-                reason += "command again to resume from the newest checkpoint"
-        elif not self.unsaved():
-            reason = "nothing is lost: no step has been completed since the last checkpoint"
-        if reason:
-            if self.world.is_main:
-                logger.error("%s: %s", signal.Signals(self.received).name, reason)
-            os._exit(128 + self.received)
-
-    def poll(self) -> bool:
-        """Update `number`; return whether training stops. Collective.
-
-        Waits for the other ranks, but not for the GPU, which still has a step to compute.
-        """
-        if self.number == 0:
-            own = self.FAILED if self.failed() else self.received
-            self.number = int(self.world.max(torch.tensor(own)))
-        return self.number != 0
-
-    def wait_for(self, function: Callable[[], T]) -> T | None:
-        """Call a function that waits for input; return its result, or None if a signal ends it.
-
-        What the function has used must only be closed then.
-        """
-        self._waiting = True
-        try:
-            return None if self.received else function()
-        except _WaitEnded:
-            return None
-        finally:
-            self._waiting = False
-
-    def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield batches as long as all ranks have one and none has to stop. Collective."""
-        while not self:
-            batch = self.wait_for(partial(next, batches, None))
-            if self.poll() or batch is None:
-                return
-            yield batch
-
-    @contextmanager
-    def saving(self, what: object, num_bytes: int) -> Iterator[None]:
-        """Give up the `with` block after a signal if the disk takes far too long for the bytes."""
-        self._saving = time.monotonic(), ANSWER_SECONDS + num_bytes / SLOWEST_DISK, str(what)
-        try:
-            yield
-        finally:
-            self._saving = None
-
-
-class _WaitEnded(BaseException):
-    """A signal has ended `StopSignal.wait_for`. Not an Exception: nothing else may handle it."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.distributed import StopSignal
 from engine.plan import Plan
 from engine.state import TrainState, untouched
+from engine.stop_signal import StopSignal
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import models
-from engine.distributed import StopSignal, World
+from engine.distributed import World
+from engine.stop_signal import StopSignal
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]

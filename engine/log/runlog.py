@@ -17,7 +17,7 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
 from conf.schema import Config
-from engine.distributed import StopSignal, World
+from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import Console
 from engine.log.measurements import Measurements, Meter
@@ -27,6 +27,7 @@ from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory, finished_summary
 from engine.state import TrainState, diverged, params_sha256, state_bytes
+from engine.stop_signal import StopSignal
 from pipeline.class_names import readable
 from pipeline.feed import Feed
 from pipeline.loader import Loader

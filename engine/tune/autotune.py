@@ -31,12 +31,13 @@ import torch
 from conf.files import default_cache_dir
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine import checkpoint
-from engine.distributed import StopSignal, World
+from engine.distributed import World
 from engine.log.runlog import RunLog
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainState, untouched
 from engine.step_graph import StepGraph
+from engine.stop_signal import StopSignal
 from engine.tune.measured import Measured, figures_of, measured, worker_times
 from engine.tune.search import (
     MARGIN,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from engine.distributed import StopSignal, World
+from engine.distributed import World
 from engine.plan import Plan
 from engine.step_graph import StepGraph
+from engine.stop_signal import StopSignal
 from engine.tune.measured import (
     SATURATED,
     VARIES_ON_CPU,

@@ -17,17 +17,11 @@ from torch import nn
 from conf import cli
 from conf.schema import UserError
 from conf.signals import STOPS
-from engine.distributed import (
-    RankError,
-    StopSignal,
-    World,
-    _lost_ranks_explained,
-    join_world,
-    resolve_device,
-)
+from engine.distributed import RankError, World, _lost_ranks_explained, join_world, resolve_device
 from engine.heartbeat import Heartbeat, Peer
 from engine.plan import make_plan
 from engine.state import params_sha256
+from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from pipeline.loader import LoaderError
 from tests.ranks import Ranks
@@ -193,7 +187,7 @@ def test_signal_ends_a_wait_for_input_and_nothing_else() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signal_that_a_destructor_has_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.distributed.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("engine.stop_signal.ANSWER_SECONDS", 0.1)
 
     class Closes:
         def __del__(self) -> None:
@@ -224,7 +218,7 @@ def test_a_process_that_does_not_answer_a_signal_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It compiles, or waits for a disk; unless it still has steps to save."""
-    monkeypatch.setattr("engine.distributed.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("engine.stop_signal.ANSWER_SECONDS", 0.1)
     statuses = list[int]()
     monkeypatch.setattr(os, "_exit", statuses.append)
     with StopSignal(ALONE, unsaved=lambda: unsaved) as stop:

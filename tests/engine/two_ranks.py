@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conf.schema import UserError
-from engine.distributed import StopSignal, World, average_gradients, join_world
+from engine.distributed import World, average_gradients, join_world
 from engine.state import TrainState, params_sha256
+from engine.stop_signal import StopSignal
 from pipeline.prefetcher import Batch
 from train import train_step, training_loss
 

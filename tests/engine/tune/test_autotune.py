@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from conf import cli
-from engine.distributed import StopSignal, World
+from engine.distributed import World
+from engine.stop_signal import StopSignal
 from engine.tune import autotune
 from engine.tune.autotune import Tuned, Tuner, measure_worker
 from engine.tune.measured import Measured, worker_times

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from conf import cli
-from engine.distributed import StopSignal, World, join_world
+from engine.distributed import World, join_world
 from engine.plan import make_plan
+from engine.stop_signal import StopSignal
 from engine.tune.measured import Figures, Measured
 from engine.tune.prices import SHRINK
 from engine.tune.verdict import SHORT, Verdict

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.distributed import StopSignal, World
+from engine.distributed import World
+from engine.stop_signal import StopSignal
 from engine.tune.autotune import ENGINE_MARGIN, SLOWED, Tuner
 from engine.tune.measured import Measured
 from engine.tune.search import ROUNDS, Candidate, best_setting, next_setting
