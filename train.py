@@ -85,11 +85,11 @@ def train(config: Config) -> dict[str, Any]:
         enter(log.watch(feed, stop, verdict))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:
-            # A signal ended the previous start before the validation of this step.
+            # A signal prevented the validation of this step, or its result was for other data.
             validate(state, plan, feed, world, log, stop)
             save(state, run, log, stop)
 
-        # A signal ends the loop before the same step on all ranks, also while one waits for input.
+        # A signal ends the loop before the same step on all ranks, even if one waits for input.
         for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
             values = step(batch)  # forward, loss, backward, clip, update, average
@@ -222,7 +222,7 @@ def training_loss(
 
 
 def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Values:
-    """Forward pass and loss in validation. Labels below 0 do not count.
+    """Forward pass and loss in validation. Rows with the label -1 do not count.
 
     Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 

@@ -159,7 +159,7 @@ def last_name(path: Any) -> Any:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
-# Pillow's own limit, above which it warns. A PNG of 500 kB can have so many, and takes 1.3 GB.
+# Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
 MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function

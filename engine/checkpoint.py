@@ -97,7 +97,7 @@ class Writer:
     def wait(self) -> None:
         """Wait until `write` has returned; raise what it has raised, once."""
         if self._writing is not None:
-            # Ctrl-C may end it: the error is kept for `close`
+            # If Ctrl-C interrupts this wait, `close` raises the error of the write.
             while not futures.wait([self._writing], HANGING_SECONDS).done:
                 logger.warning(
                     "training is waiting for a checkpoint that is still being written: check the "

@@ -18,7 +18,8 @@ from pipeline.build import Datasets
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
-FEW_STEPS, GOOD_STEPS = 10, 16  # per epoch: a smaller batch is advised below; what it gives
+# Steps per epoch: with fewer than FEW_STEPS, a batch size is advised that gives GOOD_STEPS or more.
+FEW_STEPS, GOOD_STEPS = 10, 16
 SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
 
 

@@ -250,14 +250,14 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         Also loads the kernels that an earlier start has compiled. Checkpoints store `plan.record`.
         """
 
-        def begin() -> None:
+        def write_files() -> None:
             self.write("config.yaml", to_yaml(self.config))
             self.write("overrides.yaml", to_yaml(self.config.typed))
             for name in ("summary.json", "diverged.json"):
                 (self.path / name).unlink(missing_ok=True)
 
         self._content["plan"] = plan.record
-        self.world.broadcast(begin)
+        self.world.broadcast(write_files)
         if plan.compile != "off":
             self._compiled = CompileCache(self.path, self.world)
             self._compiled.load()

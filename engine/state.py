@@ -144,8 +144,8 @@ class TrainState:
         if self.losses is not None and stored.get("losses") is not None:
             self.losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
-        # weight decay, come from the current config.
-        # Options such as `capturable` also decide on which device the state is kept.
+        # weight decay, come from the current config; `capturable` decides on which device the state
+        # is kept.
         old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
         groups = [
             {**chosen, "params": group["params"]} for group, chosen in zip(old, now, strict=True)

@@ -23,7 +23,7 @@ from pipeline.prefetcher import Batch
 logger = logging.getLogger(__name__)
 
 Values = dict[str, Tensor]
-"""Named values of a step: float [] on the device. Each is logged under its name."""
+"""Named tensors on the device. A step's tensors of shape [] are logged under their names."""
 
 # Steps before the capture: they compile, choose kernels and create the optimiser's state. Not the
 # warm-up of the learning rate.

@@ -1,4 +1,4 @@
-"""Signals that end training, so that it saves a checkpoint, and all ranks after the same step."""
+"""Signals that end training: save a checkpoint and stop all ranks after the same step."""
 
 import logging
 import os
@@ -124,7 +124,7 @@ class StopSignal:
     def wait_for(self, function: Callable[[], T]) -> T | None:
         """Call a function that waits for input; return its result, or None if a signal ends it.
 
-        What the function has used must only be closed then.
+        After None, what the function has used may be in an undefined state: only close it.
         """
         self._waiting = True
         try:

@@ -60,7 +60,7 @@ def evaluate(
     Args:
         networks: called in eval mode; left in the mode they were in.
         measure: `train.validation_values`.
-        batches: (images float [B, 3, S, S], labels int64 [B]); rows with a label below 0 do not
+        batches: (images float [B, 3, S, S], labels int64 [B]); rows with the label -1 do not
             count. Each rank passes its own share and may pass fewer batches than another rank:
             only the sums are exchanged.
         rows: a list to which the values and the `label` of each batch are appended, measured with
@@ -80,9 +80,9 @@ def evaluate(
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
     results = []
-    for loss, top1, top5, images in world.sum(totals).tolist():
-        count = max(images, 1)
-        results.append(Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(images)))
+    for loss, top1, top5, valid in world.sum(totals).tolist():
+        count = max(valid, 1)
+        results.append(Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(valid)))
     return results
 
 

@@ -29,7 +29,7 @@ Drawn = tuple[str, float]  # name in OPERATIONS, signed strength in the unit of 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     """Return the generator of one sample's augmentation."""
-    # random.Random hashes an integer of any length, so the three fields must only not overlap.
+    # random.Random takes an integer of any length. The fields do not overlap: index < 2**48.
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
@@ -60,7 +60,7 @@ class Compose:
     def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, list[Drawn]]:
         """Apply the list, but only draw the operations if it ends in RandAugment or TrivialAugment.
 
-        The random numbers are those of a call.
+        Draws the same random numbers as `__call__`.
         """
         if self._drawing is None:
             return self(picture, rng), []

@@ -278,7 +278,7 @@ class FakeDataset(Dataset):
 def time_decoding(
     dataset: FolderDataset, index: int, data: bytes, decoder: str, *, draw_only: bool
 ) -> float:
-    """Measure the CPU seconds for `data` and `decoder` in place of those of a sample in epoch 0."""
+    """Return the CPU seconds to decode and augment `data` as a sample of epoch 0."""
     began = time.thread_time()
     picture = decode.open_picture(data, decoder, dataset.max_pixels)
     make = dataset.transform.draw if draw_only else dataset.transform

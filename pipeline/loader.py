@@ -115,9 +115,10 @@ class Worker:
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Processes that run tasks for several sources (training and validation), for the whole run.
 
-    Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the
-    training loop for the GIL. With `workers=0` tasks run in this process. A process is kept until
-    the end of the run: an idle one costs memory only, and ten new ones take seconds to start.
+    It starts no thread: replies are handled inside `submit`, `done`, `wait` and `activate`, so that
+    nothing competes with the training loop for the GIL. With `workers=0` tasks run in this process.
+    A process is kept until the end of the run: an idle one costs memory only, and ten new ones take
+    seconds to start.
 
     Args:
         workers: number of processes to start; all of them are active.

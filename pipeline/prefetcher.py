@@ -26,7 +26,7 @@ from pipeline.loader import HostBatch, Loader
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch for the step. On a GPU its memory is reused `depth` batches later."""
+    """A batch for the step. On a GPU its memory is reused later: clone it to keep it."""
 
     images: Tensor  # [B, 3, S, S] in the training dtype, normalised
     labels: Tensor  # int64 [B]; EMPTY_ROW where a short validation batch has no sample

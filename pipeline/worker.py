@@ -1,6 +1,6 @@
 """The worker process: receives tasks through a pipe, writes samples into rows of shared buffers.
 
-Journey of a batch, 2-4 happen here. Of torch only the resize is used, in one thread.
+Journey of a batch, 2 to 4 happen here. torch runs in one thread.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 class LoaderError(RunError):
-    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
+    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
 
 
 @dataclass(frozen=True)
