@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from conf.packages import import_torchvision
 from conf.rooms import has_room
@@ -99,7 +100,7 @@ def _create(
     """Call the function that makes the model; see `build`."""
     if name.startswith("timm/"):
         return _of_timm(name.removeprefix("timm/"), num_classes, image_size, pretrained, options)
-    if name not in available():
+    if name not in OURS and name not in available():  # which imports torchvision
         hint = did_you_mean(name, available(), count=3) or ";"
         raise UserError(
             f"model.name={name}: no such model{hint} timm/<name> works if timm is installed; our "
@@ -183,7 +184,7 @@ def num_classes_in(
     Raises:
         UserError: they have no head of the model that `config` names.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutNormal():
         model = build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
     sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
@@ -193,3 +194,15 @@ def num_classes_in(
             "check the name"
         )
     return int(sizes.pop())
+
+
+class _WithoutNormal(TorchFunctionMode):
+    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

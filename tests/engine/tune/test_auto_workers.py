@@ -90,14 +90,14 @@ def result(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return stored(folder), rows(folder, "val")
 
 
-def no_process_is_left() -> None:
-    """Wait until the forkserver and the resource tracker are the only children."""
+def no_process_is_left(before: set[int]) -> None:
+    """Wait until only the forkserver and the resource tracker have been added since `before`."""
     stay: set[Any] = {
         os.getpid(),
         forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
     }
-    wait_until(lambda: family(os.getpid()) == stay)
+    wait_until(lambda: family(os.getpid()) - before == stay - before)
 
 
 def compare_always(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +120,7 @@ def test_the_measurement_does_not_change_the_result(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The answer is remembered until autotune.refresh."""
+    before = family(os.getpid())
     expected = [
         run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"
     ]
@@ -135,7 +136,7 @@ def test_the_measurement_does_not_change_the_result(
         capfd.readouterr()
         assert run(image_root, tmp_path / name, *options)["params_sha256"] == expected[1], name
         assert same(result(tmp_path / name), expected_result), name
-        no_process_is_left()
+        no_process_is_left(before)
         answers.append(json.loads((tmp_path / name / "autotune.json").read_text()))
         printed.append(tuning(capfd.readouterr().out))
 
@@ -236,13 +237,14 @@ def test_unreadable_file_during_the_measurement(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Training would read it a moment later."""
+    before = family(os.getpid())
     root = shutil.copytree(image_root, tmp_path / "images")
     broken = next((root / "train").rglob("*.jpg"))
     broken.write_bytes(broken.read_bytes()[:2000])
     assert train.main(compose(root, tmp_path / "run")) == 1
     assert f"train.py: {broken}: " in capfd.readouterr().err
     assert not [*(tmp_path / "cache").rglob("autotune/*")]
-    no_process_is_left()
+    no_process_is_left(before)
 
 
 @pytest.mark.slow
