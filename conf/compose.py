@@ -151,11 +151,11 @@ def _recipe(name: str | None, config_dir: Path | None) -> DictConfig:
             _read(file)  # Hydra would not name a file that is wrong
     recipe = name or DEFAULT_RECIPE
     file = _file("recipe", recipe, config_dir)
-    expect = _read(file).get("expect")
+    content = _read(file)
     if "@package _global_" not in file.read_text(encoding="utf-8"):
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
     planned = copy.deepcopy(_compose(recipe, schema.FOLDER, config_dir))
-    planned.expect = expect and OmegaConf.merge(OmegaConf.structured(schema.Expect), expect)
+    planned.expect = content.get("expect")
     planned.recipe = recipe
     return planned
 

@@ -436,52 +436,6 @@ class Profile:
 
 
 @dataclass
-class Reference:
-    """Top-1 of several runs of a recipe after each epoch, in percent.
-
-    Attributes:
-        runs: number of runs, at least LEAST_RUNS.
-        top1: mean after epoch 1, 2, ...
-        std: standard deviation (of a sample, n - 1) after epoch 1, 2, ...
-    """
-
-    runs: int
-    top1: list[float]
-    std: list[float]
-
-
-@dataclass
-class Expect:
-    """What a recipe is expected to reach: the node `expect` of its file. Not keys of a run.
-
-    Attributes:
-        top1: after the last epoch, percent; with train.ema_decay, of the moving average.
-        spread: a run is expected within top1 +/- spread: two standard deviations between runs, or
-            what the source states; null if it states nothing.
-        status: one of STATUSES.
-        source: where the figure is from.
-        classes, train_images, val_images: of the data that it is for.
-        hardware, time: what a run takes.
-        reference: top-1 after each epoch, if several runs have been done here.
-    """
-
-    top1: float
-    spread: float | None
-    status: str
-    source: str
-    classes: int
-    train_images: int
-    val_images: int
-    hardware: str
-    time: str
-    reference: Reference | None = None
-
-
-STATUSES = ("published", "reproduced here")
-LEAST_RUNS = 5  # for a reference: the standard deviation of fewer runs is too uncertain
-
-
-@dataclass
 class Config:
     """What the user chose. Only the sections hold keys.
 
@@ -490,7 +444,8 @@ class Config:
             (engine/extras/finetune.py). Set by a recipe.
         typed: the overrides as typed, for overrides.yaml.
         notes: to print at the start.
-        expect: what the recipe is expected to reach.
+        expect: what the recipe is expected to reach: the node of its file, for
+            engine/extras/expectation.py.
         changed: values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE.
         recipe: the name of the recipe.
     """
@@ -510,7 +465,7 @@ class Config:
     adapt: bool = False
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
-    expect: Expect | None = field(default=None, compare=False)
+    expect: dict[str, Any] | None = field(default=None, compare=False)
     changed: dict[str, str] = field(default_factory=dict, compare=False)
     recipe: str = field(default="", compare=False)
 
@@ -519,7 +474,7 @@ def walk(config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, dataclass field, value) for every key."""
     for section in fields(config):
         node = getattr(config, section.name)
-        if is_dataclass(node) and section.name != "expect":
+        if is_dataclass(node):
             for f in fields(node):
                 yield f"{section.name}.{f.name}", f, getattr(node, f.name)
 

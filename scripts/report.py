@@ -43,10 +43,11 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from conf.overrides import FIELDS
-from conf.schema import LEAST_RUNS, NOT_OF_THE_RECIPE, RESULT, UserError, show
+from conf.schema import NOT_OF_THE_RECIPE, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("train", "val")
+LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
 # Neither HTML nor XML can contain these, or they change the direction of the text after them.

@@ -3,18 +3,18 @@
 import json
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from PIL import Image
 
 import train
 from conf import cli
-from conf.schema import Config, Expect
+from conf.schema import Config
+from engine.extras.expectation import Expect
 from scripts import report
 from tests.drawings import draw_image
 from tests.results import rows
@@ -79,11 +79,7 @@ def expect(references: list[Path]) -> Expect:
         "train_images": len(CLASSES) * TRAIN_IMAGES,
         "hardware": "1 CPU core",
     }
-    found = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(Expect), {**node["expect"], **added})
-    )
-    assert isinstance(found, Expect)
-    return found
+    return Expect.parse({**node["expect"], **added})
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +93,7 @@ def go(
     expect: Expect, capsys: pytest.CaptureFixture[str], root: Path, folder: Path, *overrides: str
 ) -> str:
     """Train as if the recipe had this expectation and these keys; return the output."""
-    config = replace(compose(root, folder, *overrides), expect=expect, changed={})
+    config = replace(compose(root, folder, *overrides), expect=asdict(expect), changed={})
     if "optim.lr=2" in overrides:
         config.changed["optim.lr"] = "2"
     capsys.readouterr()

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from conf.schema import Config
+from conf.schema import Config, UserError
 from engine.plan import Plan
 
 SIGMAS = 3  # of a validation that is far too low
@@ -23,6 +23,65 @@ LEAST_STD = 0.5
 OPTIMISER = "optim."
 
 
+STATUSES = ("published", "reproduced here")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Top-1 of several runs of a recipe after each epoch, in percent.
+
+    Attributes:
+        runs: number of runs.
+        top1: mean after epoch 1, 2, ...
+        std: standard deviation (of a sample, n - 1) after epoch 1, 2, ...
+    """
+
+    runs: int
+    top1: list[float]
+    std: list[float]
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What a recipe is expected to reach: the node `expect` of its file.
+
+    Attributes:
+        top1: after the last epoch, percent; with train.ema_decay, of the moving average.
+        spread: a run is expected within top1 +/- spread: two standard deviations between runs, or
+            what the source states; null if it states nothing.
+        status: one of STATUSES.
+        source: where the figure is from.
+        classes, train_images, val_images: of the data that it is for.
+        hardware, time: what a run takes.
+        reference: top-1 after each epoch, if several runs have been done here.
+    """
+
+    top1: float
+    spread: float | None
+    status: str
+    source: str
+    classes: int
+    train_images: int
+    val_images: int
+    hardware: str
+    time: str
+    reference: Reference | None = None
+
+    @classmethod
+    def parse(cls, node: Mapping[str, Any]) -> "Expect":
+        """Read the node of a recipe.
+
+        Raises:
+            UserError: an entry is missing or unknown.
+        """
+        try:
+            curve = node.get("reference")
+            return cls(**{**node, "reference": Reference(**curve) if curve else None})
+        except TypeError as error:
+            what = str(error).partition("() ")[2]
+            raise UserError(f"expect: {what}; correct this node of the recipe's file") from None
+
+
 class Expectation:
     """What the recipe of a run is expected to reach on the run's data.
 
@@ -33,7 +92,7 @@ class Expectation:
     """
 
     def __init__(self, config: Config, data: tuple[int, int, int], *, continues: bool) -> None:
-        expect = config.expect
+        expect = None if config.expect is None else Expect.parse(config.expect)
         if expect is None or data != (expect.classes, expect.train_images, expect.val_images):
             continues = True
         tuned = all(key.startswith(OPTIMISER) for key in config.changed)
