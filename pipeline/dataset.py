@@ -8,13 +8,11 @@ pipeline/build.py, and conf/data/NAME.yaml.
 
 import copy
 import hashlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -25,8 +23,6 @@ from pipeline.decode import UnreadableError, describe
 from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
 
-# Short side in pixels of smaller copies for training at 224 px (scripts/prepare.py --side).
-SHRUNK_SIDE = 352
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
 
 
@@ -273,15 +269,3 @@ class FakeDataset(Dataset):
     def with_transform(self, transform: Compose) -> Dataset:
         assert transform.image_size is not None, "checked when the transforms were built"
         return FakeDataset(self.num_samples, self.num_classes, transform.image_size)
-
-
-def time_decoding(
-    dataset: FolderDataset, index: int, data: bytes, decoder: str, *, draw_only: bool
-) -> float:
-    """Return the CPU seconds to decode and augment `data` as a sample of epoch 0."""
-    began = time.thread_time()
-    picture = decode.open_picture(data, decoder, dataset.max_pixels)
-    make = dataset.transform.draw if draw_only else dataset.transform
-    made: Any = make(picture, sample_rng(dataset.seed, 0, index))
-    (made[0] if draw_only else made).pixels()
-    return time.thread_time() - began

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from engine.tune.measured import WAITS, Figures, Measured
-from pipeline.dataset import SHRUNK_SIDE, Dataset, FolderDataset, time_decoding
-from pipeline.decode import DECODERS, installed, open_image
+from pipeline.augment import sample_rng
+from pipeline.dataset import Dataset, FolderDataset
+from pipeline.decode import DECODERS, installed, open_image, open_picture
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ SAMPLE = 24  # files that `measure_remedies` decodes
 REACHED = 0.98  # of the step's rate, by a run that does not wait
 SCALING = 0.87  # n times the workers supply n ** SCALING times the images
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
+# Short side in pixels of smaller copies for training at 224 px.
+SHRUNK_SIDE = 352
 SHRINK = f"re-encode the images once with scripts/prepare.py --side {SHRUNK_SIDE}"
 
 
@@ -128,8 +131,8 @@ def measure_remedies(
             sizes += len(data), len(small)
             ways = [(data, dataset.decoder), (small, dataset.decoder), (data, best)]
             for way in ways:
-                time_decoding(dataset, index, *way, draw_only=draw_only)  # warm-up
-            times = [time_decoding(dataset, index, *way, draw_only=draw_only) for way in ways]
+                _time_decoding(dataset, index, *way, draw_only=draw_only)  # warm-up
+            times = [_time_decoding(dataset, index, *way, draw_only=draw_only) for way in ways]
             seconds += np.add(times, [reading * len(way[0]) / len(data) for way in ways])
     except Exception as error:  # an unreadable file: training will report it by name
         logger.debug("measure_remedies: %s", error)
@@ -144,6 +147,22 @@ def measure_remedies(
     if best != fastest:
         return shrink, (f"install a C compiler for loader.decoder={fastest}", {})
     return (shrink,)
+
+
+def _time_decoding(
+    dataset: FolderDataset, index: int, data: bytes, decoder: str, *, draw_only: bool
+) -> float:
+    """Return the CPU seconds to decode and augment `data` as a sample of epoch 0."""
+    began = time.thread_time()
+    picture, rng = (
+        open_picture(data, decoder, dataset.max_pixels),
+        sample_rng(dataset.seed, 0, index),
+    )
+    if draw_only:
+        dataset.transform.draw(picture, rng)[0].pixels()
+    else:
+        dataset.transform(picture, rng).pixels()
+    return time.thread_time() - began
 
 
 def _shrunk(data: bytes) -> bytes:
