@@ -32,11 +32,12 @@ from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
 from engine.distributed import World, average_gradients, join_world, share_config, without_sync
+from engine.identity import run_identity
 from engine.log.runlog import RunLog, check_log
 from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
-from engine.rundir import RunDirectory, run_identity
+from engine.rundir import RunDirectory
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import (
     WARMUP_STEPS,
@@ -68,12 +69,10 @@ def train(config: Config) -> dict[str, Any]:
         config = resolve_config(config, world)
         run = enter(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        changes = run.open(state, run_identity(config, datasets, plan), stop_step=plan.stop_step)
+        run.open(state, plan, run_identity(config, datasets, plan))
         log = enter(RunLog(plan, run, state, world, started=started))
-        log.introduce(changes)
-        if log.finished is not None:
+        if run.finished is not None:
             return log.already_finished()
-        run.begin(plan)
 
         feed = enter(open_feed(config, datasets, plan.loader, world))
         step = enter(build_step(plan, state, world))
@@ -189,9 +188,9 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
     if may_update and state.ema is not None:
         state.ema.update_parameters(state.model, unless=state.divergence.found)
-    if may_update and state.losses is not None and "image_losses" in outputs[0]:
+    if may_update and state.sample_losses is not None and "image_losses" in outputs[0]:
         per_image = torch.cat([output["image_losses"] for output in outputs])
-        state.losses.add(batch.samples, per_image, unless=state.divergence.found)
+        state.sample_losses.add(batch.samples, per_image, unless=state.divergence.found)
     return means
 
 
@@ -341,15 +340,15 @@ def build_state(plan: Plan, world: World) -> TrainState:
         models.rewrite_layers(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
-    losses = None
+    sample_losses = None
     if has_room("engine.extras.suspects"):
         from engine.extras.suspects import SampleLosses
 
         first_epoch = int(config.train.epochs / 2) * config.data.repeats  # as the sampler counts
-        losses = SampleLosses(
+        sample_losses = SampleLosses(
             plan.train_images, plan.num_classes, first_epoch=first_epoch, device=world.device
         )
-    return TrainState(model, build_optimizer(model, config.optim), ema, losses)
+    return TrainState(model, build_optimizer(model, config.optim), ema, sample_losses)
 
 
 def out_of_memory_explained(

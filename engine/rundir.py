@@ -1,4 +1,4 @@
-"""The directory of one run: its lock, identity and files. One process trains in it at a time."""
+"""The directory of one run: its lock and its files. One process trains in it at a time."""
 
 import fcntl
 import logging
@@ -9,132 +9,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import models
 from conf.compose import to_yaml
-from conf.schema import (
-    CHOOSE_SAMPLES,
-    RESULT,
-    Config,
-    UserError,
-    affecting,
-    config_values,
-    differences,
-    show,
-)
+from conf.schema import Config, UserError, config_values, differences
 from engine import checkpoint
+from engine.checkpoint import CheckpointError
 from engine.compile_cache import CompileCache
 from engine.distributed import World, same_on_all_ranks
+from engine.identity import VALIDATED_ON, accepted_changes
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
-from pipeline.build import Datasets
-from pipeline.loader_plan import pixels_of
 from pipeline.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
-
-# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
-FIXED = (
-    "model.name",
-    "classes",
-    "parameters",
-    "optim.name",
-    "optim.decay_norms",
-    "optim.layer_decay",
-    "model.freeze",
-    "loader.batch_size",
-)
-UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
-# Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
-VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
-
-
-def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
-    """Return everything that affects the result, name -> value.
-
-    A checkpoint with another identity belongs to another run. Derived values replace their keys:
-    a fingerprint of the samples stands for their folders, which may move.
-    """
-    replaced = (*CHOOSE_SAMPLES, "loader.decoder")
-    keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
-    if not config.data.sizes:
-        del keys["data.sizes"]  # checkpoints of earlier versions do not have it
-    weights = config.model.weights
-    if weights not in (None, "pretrained"):
-        keys["model.weights"] = models.file_fingerprint(checkpoint.find(Path(str(weights))))
-    if config.train.deterministic:  # eager and compiled steps round differently
-        keys["model.compile"] = plan.compile
-    return {
-        "data.train": datasets.train.fingerprint(),
-        "data.val": datasets.val.fingerprint(),
-        **keys,
-        "classes": plan.num_classes,
-        "parameters": plan.parameters,
-        "train.precision": plan.precision,
-        "pixels": pixels_of(plan.loader.decoder),
-    }
-
-
-def accepted_changes(
-    path: Path,
-    content: dict[str, Any],
-    identity: dict[str, Any],
-    *,
-    accept: bool = False,
-    stop_step: int | None = None,
-) -> dict[str, str]:
-    """Refuse to resume with changed values, unless the user accepts the changes.
-
-    Args:
-        path, content: of the checkpoint.
-        identity: of this start; see `run_identity`.
-        accept: checkpoint.accept_changes.
-        stop_step: where training ends; changes would have no effect from there on.
-
-    Returns:
-        The changes: a sentence for each name.
-    """
-    stored, now = dict(content["identity"]), dict(identity)
-    if not stored.keys() & now.keys() & {"model.compile"}:
-        # It affects the result with train.deterministic=true only, which may be switched.
-        stored.pop("model.compile", None)
-        now.pop("model.compile", None)
-    changes = {}
-    for name in {**now, **stored}:
-        if stored.get(name) != now.get(name):
-            was, value = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
-            changes[name] = f"{name} was {was}, is {value}"
-    fixed = [name for name in changes if name in FIXED]
-    ended = stop_step is not None and content["step"] >= stop_step
-    if not changes or (accept and not fixed and not ended):
-        return changes
-    remedies = [
-        "give run.name=NAME to train in another directory",
-        "start over in this one with checkpoint.resume=never (this moves the old run aside)",
-    ]
-    if fixed:
-        reason = f"{fixed[0]} cannot change within a run"
-    elif accept:
-        reason = f"training has ended at step {content['step']:,}: they would have no effect"
-    else:
-        reason = "these changes affect the result"
-        remedies.append("continue from this checkpoint with checkpoint.accept_changes=true")
-    raise UserError(
-        f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {', or '.join(remedies)}"
-    )
 
 
 class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
-    Only rank 0 reads and writes the folder, except compiled/ and the checkpoint to resume. If it
-    raises an error, all ranks raise it.
+    Rank 0 reads and writes the folder; if it raises an error, all ranks raise it. The other ranks
+    only read the checkpoint to resume, and have their own file in compiled/.
 
     Args:
         config: of the run. Its folder, run.dir, is created by `open`, not before.
-        world: all ranks call the collective methods `open`, `begin`, `save` and `wait`.
+        world: all ranks call the collective methods `open`, `save` and `wait`.
 
-    Attributes:
-        resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
+    Attributes, set by `open`:
+        resumed: the checkpoint from which this start continues; None at step 0.
+        changes: a sentence for each key that differs from the config in that checkpoint.
+        finished: summary.json of an earlier start that finished this run, or None.
         last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
             step at which this start begins.
         step_on_disk: step of the newest checkpoint that is known to be on disk, likewise.
@@ -145,6 +47,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
+        self.changes: list[str] = []
+        self.finished: dict[str, Any] | None = None
         self.step_on_disk = self.last_saved_step = 0
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
@@ -156,84 +60,96 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """The checkpoint to resume and its content. It may be large, so it is read only once."""
         with _usable(self.path):
             _refuse_foreign(self.path, self.config)
-            return _look_for(self.path, self.config.checkpoint.resume)
+            return _checkpoint_to_resume(self.path, self.config.checkpoint.resume)
 
     def stored(self) -> tuple[int, dict[str, Any]]:
-        """Return step and identity of the checkpoint that `open` will resume; 0, {} if none.
-
-        Raises:
-            UserError, CheckpointError: as `open` does.
-        """
+        """Return step and identity of the checkpoint that `open` will resume; 0, {} if none."""
         found = self._found
         return (found[1]["step"], found[1]["identity"]) if found is not None else (0, {})
 
-    def open(
-        self, state: TrainState, identity: dict[str, Any], *, stop_step: int | None = None
-    ) -> list[str]:
-        """Claim the folder and load the checkpoint to resume, if there is one. Collective.
+    def open(self, state: TrainState, plan: Plan, identity: dict[str, Any]) -> None:
+        """Claim the folder, load the checkpoint to resume, and write config.yaml. Collective.
+
+        Also loads the kernels that an earlier start has compiled.
 
         Args:
-            identity, stop_step: see `accepted_changes`.
-
-        Returns:
-            A sentence for each key that differs from the config in the checkpoint.
+            identity: of this start; see `run_identity`.
 
         Raises:
             UserError: the folder holds something else or is in use, or the checkpoint is missing or
                 of another training. Nothing has been created.
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
-        same_on_all_ranks(self.world.all_gather(identity))
-        values = {**config_values(self.config), "ranks": self.world.size}
-        self.resumed, accepted, before = self.world.broadcast(
-            lambda: self._open(state, identity, stop_step)
+        world, values = self.world, {**config_values(self.config), "ranks": self.world.size}
+        same_on_all_ranks(world.all_gather(identity))
+        self.resumed, accepted, before, self.finished = world.broadcast(
+            lambda: self._open(state, plan, identity)
         )
-        made_by = self.world.broadcast(checkpoint.provenance)
+        if self.resumed is not None:
+            if not world.is_main:
+                _load_state(state, self.resumed, checkpoint.load(self.resumed), accepted)
+            self.changes = differences(before, values)
+            self.step_on_disk = self.last_saved_step = state.step
+            self._adjust(state, self.resumed, accepted)
+        made_by = world.broadcast(checkpoint.provenance)
         self._content = {"identity": identity, "config": values, "made_by": made_by}
-        if self.resumed is None:
-            return []
-        if not self.world.is_main:
-            _load(state, self.resumed, checkpoint.load(self.resumed), accepted)
-        self.step_on_disk = self.last_saved_step = state.step
-        if state.losses is not None:
-            state.losses.keep_on_rank_0(self.world)
-        if self.is_first_start or accepted.keys() & VALIDATED_ON:
-            # The best checkpoint is in another folder, or was validated on other images.
-            state.best, state.last = {}, {}
-        if self.is_first_start:
-            state.spent.clear()
-            state.origin = str(self.resumed.resolve())
-            state.history.append(f"began at step {state.step:,} with {self.resumed}")
-        state.history += [
-            f"accepted at step {state.step:,}: {change}" for change in accepted.values()
-        ]
-        return differences(before, values)
+        self._content["plan"] = plan.record
+        if plan.compile != "off" and self.finished is None:
+            self._compiled = CompileCache(self.path, world)
+            self._compiled.load()
 
     def _open(
-        self, state: TrainState, identity: dict[str, Any], stop_step: int | None
-    ) -> tuple[Path | None, dict[str, str], dict[str, Any]]:
-        """Open on rank 0; return the checkpoint, the accepted changes and the stored config."""
+        self, state: TrainState, plan: Plan, identity: dict[str, Any]
+    ) -> tuple[Path | None, dict[str, str], dict[str, Any], dict[str, Any] | None]:
+        """Open the folder on rank 0, which reads the checkpoint before it creates anything.
+
+        Returns:
+            The checkpoint, the accepted changes, the config in it, and the summary if the run is
+            finished. Then nothing is written.
+        """
         path: Path | None = None
         changes: dict[str, str] = {}
         before: dict[str, Any] = {}
         if self._found is not None:
             path, content = self._found
-            before = content["config"]
-            accept = self.config.checkpoint.accept_changes
-            changes = accepted_changes(path, content, identity, accept=accept, stop_step=stop_step)
-            _load(state, path, content, changes)
+            accept, before = self.config.checkpoint.accept_changes, content["config"]
+            changes = accepted_changes(
+                path, content, identity, accept=accept, stop_step=plan.stop_step
+            )
+            _load_state(state, path, content, changes)
         self._found = None  # frees the memory
         with _usable(self.path):
             if self.config.checkpoint.resume == "never" and self.path.exists():
-                os.close(_claim(self.path))  # no other process trains in it
+                os.close(_lock(self.path))  # no other process trains in it
                 _move_aside(self.path)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = _claim(self.path)
+            self._lock = _lock(self.path)
             for incomplete in self.checkpoints.glob("*.tmp"):
                 incomplete.unlink()
             if state.best:
                 checkpoint.point_to_best(self.checkpoints, int(state.best["step"]))
-        return path, changes, before
+        summary = checkpoint.read_manifest(self.path / "summary.json")
+        found = summary.get("status"), summary.get("step")
+        if state.step >= plan.stop_step and found == ("finished", state.step):
+            return path, changes, before, summary
+        self.write("config.yaml", to_yaml(self.config))
+        self.write("overrides.yaml", to_yaml(self.config.typed))
+        for name in ("summary.json", "diverged.json"):  # of an earlier start
+            (self.path / name).unlink(missing_ok=True)
+        return path, changes, before, None
+
+    def _adjust(self, state: TrainState, resumed: Path, accepted: dict[str, str]) -> None:
+        """Drop from a loaded state what does not hold in this run, and note where it came from."""
+        if state.sample_losses is not None:
+            state.sample_losses.keep_on_rank_0(self.world)
+        if self.is_first_start or accepted.keys() & VALIDATED_ON:
+            # The best checkpoint is in another folder, or was validated on other images.
+            state.best, state.last = {}, {}
+        if self.is_first_start:
+            state.totals.clear()
+            state.origin = str(resumed.resolve())
+            state.history.append(f"began at step {state.step:,} with {resumed}")
+        state.history += [f"accepted at step {state.step:,}: {line}" for line in accepted.values()]
 
     @property
     def is_first_start(self) -> bool:
@@ -243,24 +159,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def set_pixels(self, pixels: str) -> None:
         """Store which kind of decoder loader.decoder=auto has chosen; later starts keep it."""
         self._content["identity"]["pixels"] = pixels
-
-    def begin(self, plan: Plan) -> None:
-        """Write config.yaml and overrides.yaml, and remove an earlier start's summary. Collective.
-
-        Also loads the kernels that an earlier start has compiled. Checkpoints store `plan.record`.
-        """
-
-        def write_files() -> None:
-            self.write("config.yaml", to_yaml(self.config))
-            self.write("overrides.yaml", to_yaml(self.config.typed))
-            for name in ("summary.json", "diverged.json"):
-                (self.path / name).unlink(missing_ok=True)
-
-        self._content["plan"] = plan.record
-        self.world.broadcast(write_files)
-        if plan.compile != "off":
-            self._compiled = CompileCache(self.path, self.world)
-            self._compiled.load()
 
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
@@ -275,8 +173,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 or it could not be written.
         """
         self.world.broadcast_buffers(state.model)
-        if state.losses is not None:
-            state.losses.collect(self.world)
+        if state.sample_losses is not None:
+            state.sample_losses.collect(self.world)
         content = {"step": state.step, "state": state.state_dict(), **self._content}
 
         def write(copied: dict[str, Any]) -> None:
@@ -311,35 +209,34 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         try:
             checkpoint.replace_file(path, content)
         except OSError as error:
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"{path}: cannot be written: {error.strerror}; check the disk, and run the same "
                 "command again: checkpoints are intact"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the last checkpoint is on disk, and release the lock."""
+        """Wait until the last checkpoint is on disk, and release the lock.
+
+        If another error ends the run, an error of the checkpoint is logged, not raised; two errors
+        about diverged weights have the same cause, and only the first one is reported.
+        """
         try:
             self._writer.close()
         except Exception as error:
             if kind is None:
                 raise
             if not (kind is TrainingError and isinstance(error, TrainingError)):
-                logger.error("%s", error)  # another error ends the run
-            # Otherwise the divergence was already reported by the loss of a later step.
+                logger.error("%s", error)
         finally:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
 
 
-def finished_summary(run: Path, step: int) -> dict[str, Any] | None:
-    """Return the summary of an earlier start that finished at `step`, or None."""
-    summary = checkpoint.read_manifest(run / "summary.json")
-    return summary if (summary.get("status"), summary.get("step")) == ("finished", step) else None
-
-
-def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]) -> None:
-    """Load what counts of a checkpoint after the accepted changes.
+def _load_state(
+    state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]
+) -> None:
+    """Load the state of a checkpoint, without the losses of images that have changed.
 
     Raises:
         UserError: it does not fit the model or the optimiser.
@@ -355,25 +252,26 @@ def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[
         ) from None
 
 
-def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+def _checkpoint_to_resume(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint that checkpoint.resume selects for a run, and its content."""
     if resume == "never":
         return None
     newest = checkpoint.load_newest(run / "checkpoints")
-    if newest is None and resume != "auto":
+    if resume == "auto":
+        return newest
+    if newest is None:
         try:
             return Path(resume), checkpoint.load(Path(resume))
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
-    if newest is not None and resume != "auto":
-        # The same command again; the checkpoint it began with may be gone.
-        same = newest[1]["state"].get("origin"), str(newest[0].resolve())
-        if os.path.realpath(resume) not in same:
-            raise UserError(
-                f"checkpoint.resume={resume}: {run} holds a run that has not begun with this "
-                f"checkpoint, or a later one; leave the key out to continue from {newest[0].name}, "
-                "or give another run.name to branch off"
-            )
+    # The same command again resumes the run; the checkpoint with which it began may be gone.
+    same = newest[1]["state"].get("origin"), str(newest[0].resolve())
+    if os.path.realpath(resume) not in same:
+        raise UserError(
+            f"checkpoint.resume={resume}: {run} holds a run that has not begun with this "
+            f"checkpoint, or a later one; leave the key out to continue from {newest[0].name}, "
+            "or give another run.name to branch off"
+        )
     return newest
 
 
@@ -389,6 +287,7 @@ def _refuse_foreign(path: Path, config: Config) -> None:
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into user errors about run.dir."""
     try:
         yield
     except OSError as error:
@@ -397,7 +296,7 @@ def _usable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _claim(path: Path) -> int:
+def _lock(path: Path) -> int:
     """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
     lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:

@@ -87,12 +87,13 @@ class TrainState:
     It holds no random state: order, augmentation and dropout are functions of (seed, step).
 
     Attributes:
-        losses: an engine.extras.suspects.SampleLosses; None without that room.
+        sample_losses: the losses of each training image, an engine.extras.suspects.SampleLosses;
+            None without that package.
         divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
-        spent: seconds of all starts so far, by kind; see engine.log.measurements.
+        totals: seconds of all starts so far, by kind; see engine.log.measurements.
         origin: the checkpoint of another run from which this run started.
         history: differences from a run with this config: the checkpoint it started from, and the
             changes accepted at a step.
@@ -101,11 +102,11 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: MovingAverage | None = None
-    losses: Any = None
+    sample_losses: Any = None
     step: int = 0
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
     origin: str | None = None
     history: list[str] = field(default_factory=list)
     divergence: Divergence = field(init=False)
@@ -115,7 +116,7 @@ class TrainState:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the model, its average and the losses of the images."""
-        modules = (self.model, self.ema, self.losses)
+        modules = (self.model, self.ema, self.sample_losses)
         return tensors(*(module for module in modules if module is not None))
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,11 +125,11 @@ class TrainState:
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "ema_steps": None if self.ema is None else self.ema.n_averaged,
             "optimizer": self.optimizer.state_dict(),
-            "losses": None if self.losses is None else self.losses.state_dict(),
+            "losses": None if self.sample_losses is None else self.sample_losses.state_dict(),
             "step": self.step,
             "best": self.best,
             "last": self.last,
-            "spent": self.spent,
+            "spent": self.totals,
             "origin": self.origin,
             "history": self.history,
         }
@@ -141,8 +142,8 @@ class TrainState:
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
         # None in a checkpoint of an earlier version, or if the images have changed.
-        if self.losses is not None and stored.get("losses") is not None:
-            self.losses.load_state_dict(stored["losses"])
+        if self.sample_losses is not None and stored.get("losses") is not None:
+            self.sample_losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
         # weight decay, come from the current config; `capturable` decides on which device the state
         # is kept.
@@ -154,7 +155,7 @@ class TrainState:
         self.step = stored["step"]
         self.best = stored["best"]
         self.last = stored["last"]
-        self.spent.update(stored["spent"])
+        self.totals.update(stored["spent"])
         self.origin = stored["origin"]
         self.history = list(stored["history"])
 

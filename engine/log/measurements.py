@@ -75,7 +75,7 @@ class Measurements(AbstractContextManager["Measurements"]):
     """Measures from the first to the last step of a start, and sums over all starts of the run.
 
     Args:
-        state: its `spent` holds seconds and numbers of images by kind, and is modified.
+        state: its `totals` hold seconds and numbers of images by kind, and is modified.
         verdict: judges the speed, see engine/tune/verdict.py; None without that room.
         began: time.monotonic() when the program began.
     """
@@ -84,7 +84,7 @@ class Measurements(AbstractContextManager["Measurements"]):
         self, feed: Feed, verdict: Any, plan: Plan, state: TrainState, world: World, *, began: float
     ) -> None:
         self.feed, self.plan, self.world = feed, plan, world
-        self._verdict, self._totals = verdict, state.spent
+        self._verdict, self._totals = verdict, state.totals
         self._first_step = self._step = state.step
         self._kind = "start"  # of the time outside of `lost`
         self._counted = began  # until when the totals are complete

@@ -25,7 +25,7 @@ from engine.log.pictures import tiles
 from engine.log.predictions import Predictions
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
-from engine.rundir import RunDirectory, finished_summary
+from engine.rundir import RunDirectory
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.stop_signal import StopSignal
 from pipeline.class_names import readable
@@ -51,11 +51,8 @@ class RunLog:
     """Reports a run while the loop trains.
 
     Args:
-        state: read for the reports; only `spent`, the seconds by kind, is modified.
+        state: read for the reports; only `totals`, the seconds by kind, are modified.
         started: time.monotonic() when the program began.
-
-    Attributes:
-        finished: summary.json of an earlier start that finished this run, or None.
     """
 
     def __init__(
@@ -63,12 +60,10 @@ class RunLog:
     ) -> None:
         self.plan, self.run, self.state, self.world = plan, run, state, world
         self._started, config = started, plan.config
-        ended = state.step >= plan.stop_step
-        self.finished = finished_summary(run.path, state.step) if ended else None
         self.console = Console(world.is_main, config.train.epochs)
         self.say = self.console.say
         self.tracker = Tracker(
-            run.path if world.is_main and self.finished is None else None,
+            run.path if world.is_main and run.finished is None else None,
             start_step=state.step,
             trackers=config.log.trackers,
             config=config,
@@ -89,13 +84,10 @@ class RunLog:
             path = run.path / "profile"
             self.profiler = StepProfiler(config.profile.steps, path, world.device, self.say)
 
-    def __enter__(self) -> "RunLog":
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self.tracker.__exit__(*error)
 
-    def introduce(self, changes: Sequence[str]) -> None:
+    def __enter__(self) -> "RunLog":
         """Say what the run will do, and which keys differ from the resumed checkpoint's config."""
         run, resumed = self.run, ""
         if run.resumed is not None:
@@ -105,22 +97,24 @@ class RunLog:
             *self.plan.lines(),
             f"run      {run.path}{resumed}",
             *(f"history  {line}" for line in self.state.history),
-            *(f"changed  {change}" for change in changes),
+            *(f"changed  {change}" for change in run.changes),
         )
         if run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
+        return self
 
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""
-        assert self.finished is not None
+        summary = self.run.finished
+        assert summary is not None
         step = self.state.step
         more = "a larger train.max_steps to continue, " if step < self.plan.schedule_steps else ""
         self.say(
             f"this run is finished after {step:,} steps: give {more}another run.name to train "
             "again, or checkpoint.resume=never to start over in this directory"
         )
-        self.console.outcome(self.run.path, self.finished, resumes=False)
-        return self.finished
+        self.console.outcome(self.run.path, summary, resumes=False)
+        return summary
 
     @contextmanager
     def watch(self, feed: Feed, stop: StopSignal, verdict: Any) -> Iterator[None]:
@@ -285,8 +279,8 @@ class RunLog:
             }
             if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        if not signal_number and self.world.is_main and state.losses is not None:
-            table = state.losses.csv(self.feed.train.loader.dataset, plan.classes)
+        if not signal_number and self.world.is_main and state.sample_losses is not None:
+            table = state.sample_losses.csv(self.feed.train.loader.dataset, plan.classes)
             if table:  # nothing was counted in a short run
                 self.run.write("suspects.csv", table)
         self.console.outcome(path, summary, resumes=plan.config.checkpoint.resume == "auto")

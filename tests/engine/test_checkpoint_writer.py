@@ -13,9 +13,9 @@ from torch import nn
 from conf.schema import Config, Run
 from engine import checkpoint
 from engine.checkpoint import CheckpointError, Writer
-from engine.distributed import World
 from engine.rundir import RunDirectory
 from engine.state import TrainingError, TrainState, diverged
+from tests.engine.plans import ALONE, plan
 from tests.processes import HANGS_SECONDS
 from tests.results import same
 
@@ -171,11 +171,8 @@ def test_an_error_is_raised_once_at_the_next_call(writer: Writer) -> None:
 
 
 def opened(path: Path) -> RunDirectory:
-    run = RunDirectory(
-        Config(run=Run(dir=str(path))),
-        World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu")),
-    )
-    run.open(new_state(), {})
+    run = RunDirectory(Config(run=Run(dir=str(path))), ALONE)
+    run.open(new_state(), plan(stop_step=100), {})
     return run
 
 

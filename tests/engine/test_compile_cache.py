@@ -1,6 +1,5 @@
 """Compiled kernels in the run directory: the next start uses them if this user wrote them."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,12 +19,11 @@ from torch._dynamo.utils import counters
 import train
 from engine.compile_cache import CompileCache
 from engine.distributed import World
-from tests.engine.test_plan import plan
-from tests.engine.test_rundir import IDENTITY, add_checkpoint, directory, state_of
+from tests.engine.plans import ALONE, plan
+from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, state_of
 
 pytestmark = pytest.mark.slow
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-PLAN = dataclasses.replace(plan(), compile="default")
+PLAN = plan(compile="default")
 
 
 class Doubled(torch.autograd.Function):
@@ -201,8 +199,7 @@ def test_only_the_kernels_of_the_run_itself_are_loaded(
     torch_cache = run.parent / "new_machine"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torch_cache))
     with directory(path, given) as opened:
-        opened.open(state_of(), IDENTITY)
-        opened.begin(PLAN)
+        opened.open(state_of(), PLAN, IDENTITY)
     assert any(torch_cache.rglob("*")) == (resume == "auto")
     assert (path / "compiled").exists() == (resume == "auto")
 

@@ -10,49 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from conf.schema import Checkpoint, Config, Data, Run, UserError
-from engine import checkpoint
+from conf.schema import Config, Data, Run, UserError
 from engine.checkpoint import CheckpointError
-from engine.distributed import World
-from engine.rundir import FIXED, RunDirectory, accepted_changes, finished_summary
-from engine.state import TrainState
+from engine.identity import FIXED, accepted_changes
+from engine.rundir import RunDirectory
+from tests.engine.plans import ALONE, plan
+from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, open_run, state_of
 
 ROOT = Path(__file__).parents[2]
-IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-
-
-def state_of(step: int = 0, features: int = 2) -> TrainState:
-    model = nn.Linear(features, 1)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
-
-
-def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> RunDirectory:
-    checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
-    return RunDirectory(Config(run=Run(dir=str(path)), checkpoint=checkpoints), ALONE)
-
-
-def open_run(
-    path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY, features: int = 2
-) -> Path | None:
-    """Open and close a run directory; return the checkpoint to resume."""
-    state = state_of(features=features)
-    with directory(path, resume) as run:
-        run.open(state, identity)
-    assert state.history == [] or run.is_first_start
-    assert run.step_on_disk == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
-    return run.resumed
-
-
-def add_checkpoint(
-    path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None
-) -> Path:
-    state = {**state_of(step).state_dict(), "origin": origin}
-    content = {"step": step, "identity": identity, "config": {}, "state": state}
-    return checkpoint.save(path / "checkpoints", content, keep=9)
+CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -69,7 +36,6 @@ def run(tmp_path: Path) -> Path:
     assert open_run(path) is None
     for step in (10, 20):
         add_checkpoint(path, step)
-    (path / "config.yaml").write_text("a: 1\n")
     return path
 
 
@@ -79,7 +45,7 @@ def test_new_folder_with_its_parents(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "a" / "b" / "run name", tmp_path / "empty"):
         assert open_run(path) is None
-        assert set(tree(path)) == {".lock", "checkpoints"}
+        assert set(tree(path)) == CREATED
 
 
 def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
@@ -126,7 +92,7 @@ def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     for number in (1, 2):
         assert open_run(run, "never", {"dataset": "other"}) is None
-        assert set(tree(run)) == {".lock", "checkpoints"}
+        assert set(tree(run)) == CREATED
         (run / "mine").write_text(str(number))
     assert tree(tmp_path / "run.old-1") == before
     assert (tmp_path / "run.old-2" / "mine").read_text() == "1"
@@ -134,7 +100,7 @@ def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     # run.dir may be a link to a large disk, which the next run needs as well.
     (tmp_path / "link").symlink_to(run)
     assert open_run(tmp_path / "link", "never") is None
-    assert (tmp_path / "link").readlink() == run and set(tree(run)) == {".lock", "checkpoints"}
+    assert (tmp_path / "link").readlink() == run and set(tree(run)) == CREATED
     names = ["link", "new", "run", "run.old-1", "run.old-2", "run.old-3"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
@@ -193,11 +159,11 @@ def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str)
 
 def test_accepted_changes_are_returned(run: Path) -> None:
     with directory(run, accept_changes=True) as opened:
-        opened.open(state := state_of(), {**IDENTITY, "dataset": "def"})
+        opened.open(state := state_of(), plan(stop_step=100), {**IDENTITY, "dataset": "def"})
     assert opened.resumed == run / "checkpoints" / "step-00000020.pt"
     assert state.history == ["accepted at step 20: dataset was abc, is def"]
     with directory(run, accept_changes=True) as opened, pytest.raises(UserError) as error:
-        opened.open(state_of(), {**IDENTITY, "dataset": "def"}, stop_step=20)
+        opened.open(state_of(), plan(stop_step=20), {**IDENTITY, "dataset": "def"})
     assert "training has ended at step 20: they would have no effect" in str(error.value)
 
 
@@ -244,9 +210,10 @@ def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from tests.engine.test_rundir import directory, state_of
+from tests.engine.plans import plan
+from tests.engine.run_dirs import directory, state_of
 run = directory(Path(sys.argv[1]))
-run.open(state_of(), {})
+run.open(state_of(), plan(), {})
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -275,7 +242,7 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
 def test_lock_is_not_inherited(run: Path) -> None:
     """A child process that outlives the trainer must not keep the lock."""
     with directory(run) as first:
-        first.open(state_of(), IDENTITY)
+        first.open(state_of(), plan(stop_step=100), IDENTITY)
         waits = "import sys; print('ready', flush=True); sys.stdin.read()"
         with start(waits, close_fds=False) as child:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -287,20 +254,29 @@ COMPLETE = {"status": "finished", "step": 20, "top1": 5.0}
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "stop_step", "finished"),
     [
-        (json.dumps(COMPLETE), COMPLETE),
-        (json.dumps({**COMPLETE, "step": 10}), None),
-        (json.dumps({**COMPLETE, "status": "interrupted"}), None),
-        ('{"status": "fin', None),
-        (None, None),
+        (json.dumps(COMPLETE), 20, COMPLETE),
+        (json.dumps(COMPLETE), 10, COMPLETE),  # train.max_steps is less now
+        (json.dumps(COMPLETE), 30, None),
+        (json.dumps({**COMPLETE, "step": 10}), 20, None),
+        (json.dumps({**COMPLETE, "status": "interrupted"}), 20, None),
+        ('{"status": "fin', 20, None),
+        (None, 20, None),
     ],
 )
-def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | None) -> None:
+def test_finished_run(
+    run: Path, text: str | None, stop_step: int, finished: dict[str, Any] | None
+) -> None:
+    """Nothing is written in it; otherwise, an earlier summary is removed."""
+    (run / "config.yaml").write_text("mine")
     if text is not None:
         directory(run).write("summary.json", text)
-        assert (run / "summary.json").read_text() == text
-    assert finished_summary(run, 20) == found
+    with directory(run) as opened:
+        opened.open(state_of(), plan(stop_step=stop_step), IDENTITY)
+    assert opened.finished == finished
+    assert ((run / "config.yaml").read_text() == "mine") == (finished is not None)
+    assert (run / "summary.json").exists() == (finished is not None)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +301,7 @@ def test_folder_inside_a_split(tmp_path: Path, data: Data, given: str, refused: 
     run = RunDirectory(config, ALONE)
     if refused:
         with pytest.raises(UserError, match=rf"^run\.dir=.*: .*{refused}"):
-            run.open(state_of(), IDENTITY)
+            run.open(state_of(), plan(), IDENTITY)
     else:
         run.stored()
     assert tree(tmp_path) == before

@@ -22,7 +22,8 @@ from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import World
-from engine.rundir import RunDirectory, run_identity
+from engine.identity import run_identity
+from engine.rundir import RunDirectory
 from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.figures import Record
@@ -150,8 +151,7 @@ def resume(run: Path, image_root: Path) -> Open:
         given = replace(config.checkpoint, resume=str(path))
         started = replace(config, run=replace(config.run, dir=str(folder)), checkpoint=given)
         with RunDirectory(started, ALONE) as opened:
-            opened.stored()
-            opened.open(state, identity, stop_step=plan.stop_step)
+            opened.open(state, plan, identity)
 
     return open_run
 

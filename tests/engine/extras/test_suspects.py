@@ -194,7 +194,7 @@ def test_measured_steps_leave_no_trace() -> None:
     model, losses = torch.nn.Linear(2, 3), table_of(5)
     losses.add(torch.tensor([[1, 1]]), each((3, 1, 0)))
     before = {name: tensor.clone() for name, tensor in losses.state_dict().items()}
-    with untouched(TrainState(model, torch.optim.SGD(model.parameters()), losses=losses)):
+    with untouched(TrainState(model, torch.optim.SGD(model.parameters()), sample_losses=losses)):
         losses.add(torch.tensor([[2, 1]]), each((3, 1, 2)))
         assert not same(dict(losses.state_dict()), before)
     assert same(dict(losses.state_dict()), before)

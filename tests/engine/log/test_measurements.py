@@ -124,7 +124,7 @@ def measurements(
 ) -> tuple[Measurements, list[Timing]]:
     """Measurements of steps of 16 images, 36 an epoch, and the list of timings to be read."""
     state, clock = small_state(), Marks()
-    state.spent, state.step = totals, step
+    state.totals, state.step = totals, step
     plan = SimpleNamespace(batch_size=16, train_images=36, stop_step=100, world_size=ranks)
     plan.device, plan.precision = gpu, "bf16"
     plan.epoch, plan.curve = (lambda step: step / 2.25), SimpleNamespace(at=float)

@@ -1,0 +1,94 @@
+"""What identifies a run: everything that affects its result. A resumed run must have the same."""
+
+from pathlib import Path
+from typing import Any
+
+import models
+from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, show
+from engine import checkpoint
+from engine.plan import Plan
+from pipeline.build import Datasets
+from pipeline.loader_plan import pixels_of
+
+# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
+FIXED = (
+    "model.name",
+    "classes",
+    "parameters",
+    "optim.name",
+    "optim.decay_norms",
+    "optim.layer_decay",
+    "model.freeze",
+    "loader.batch_size",
+)
+UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
+# Keys that decide what a validation measures. If one changes, earlier results are not comparable.
+VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
+
+
+def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
+    """Return everything that affects the result, name -> value.
+
+    Some keys are replaced by what follows from them: the folders of the images, which may move, by
+    a fingerprint of the samples; the decoder by the kind of its pixels; and a file of weights by a
+    hash of its content.
+    """
+    replaced = (*CHOOSE_SAMPLES, "loader.decoder")
+    keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    if not config.data.sizes:
+        del keys["data.sizes"]  # checkpoints of earlier versions do not have it
+    weights = config.model.weights
+    if weights not in (None, "pretrained"):
+        keys["model.weights"] = models.file_fingerprint(checkpoint.find(Path(str(weights))))
+    if config.train.deterministic:  # eager and compiled steps round differently
+        keys["model.compile"] = plan.compile
+    return {
+        "data.train": datasets.train.fingerprint(),
+        "data.val": datasets.val.fingerprint(),
+        **keys,
+        "classes": plan.num_classes,
+        "parameters": plan.parameters,
+        "train.precision": plan.precision,
+        "pixels": pixels_of(plan.loader.decoder),
+    }
+
+
+def accepted_changes(
+    path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool, stop_step: int
+) -> dict[str, str]:
+    """Compare a checkpoint's identity with that of this start; refuse changes not accepted.
+
+    Args:
+        path, content: the checkpoint to resume.
+        accept: checkpoint.accept_changes.
+        stop_step: where training ends. From there on, changes would have no effect.
+
+    Returns:
+        The changes: name -> sentence.
+    """
+    stored, now = dict(content["identity"]), dict(identity)
+    if "model.compile" not in stored or "model.compile" not in now:
+        # Only with train.deterministic=true is it part of the identity, and that may be switched.
+        stored.pop("model.compile", None)
+        now.pop("model.compile", None)
+    changes = {}
+    for name in {**now, **stored}:
+        if stored.get(name) != now.get(name):
+            before, after = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
+            changes[name] = f"{name} was {before}, is {after}"
+    fixed = [name for name in changes if name in FIXED]
+    ended = content["step"] >= stop_step
+    if not changes or (accept and not fixed and not ended):
+        return changes
+    remedy = (
+        "give run.name=NAME to train in another directory, or start over in this one with "
+        "checkpoint.resume=never (this moves the old run aside)"
+    )
+    if fixed:
+        reason = f"{fixed[0]} cannot change within a run"
+    elif accept:
+        reason = f"training has ended at step {content['step']:,}: they would have no effect"
+    else:
+        reason = "these changes affect the result"
+        remedy += ", or continue from this checkpoint with checkpoint.accept_changes=true"
+    raise UserError(f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {remedy}")

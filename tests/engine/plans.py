@@ -1,0 +1,79 @@
+"""A plan that a test writes down, with the values that it needs."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train
+from engine.distributed import World
+from engine.optim import Curve
+from engine.plan import Plan, count_steps
+from pipeline.loader_plan import LoaderPlan
+from pipeline.sampler import SizeSchedule
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+LOADER = LoaderPlan(
+    workers=3,
+    processes=3,
+    cores=4,
+    reason="as configured",
+    decoders=("pillow",),
+    engines_unused="",
+    measured=False,
+    not_measured="",
+    ceiling=4,
+    slots=8,
+    file_bytes=0,
+    operations=0,
+    buffer_bytes=0,
+    worker_bytes=0,
+    free_bytes=0,
+    dtype=torch.float32,
+    channels_last=False,
+)
+
+
+def config(
+    batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
+) -> Config:
+    return Config(
+        loader=Loader(batch_size=batch),
+        train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
+        log=Log(every_steps=5),
+        checkpoint=Checkpoint(every_steps=4),
+    )
+
+
+def plan(
+    images: int = 100,
+    batch: int = 30,
+    epochs: float = 4,
+    max_steps: int | None = None,
+    **changes: Any,
+) -> Plan:
+    steps = count_steps(epochs=epochs, train_images=images, batch_size=batch)
+    given = Plan(
+        config=config(batch, epochs, max_steps),
+        world_size=1,
+        train_images=images,
+        val_images=20,
+        classes=tuple("abcdefghij"),
+        image_size=224,
+        val_size=256,
+        sizes=SizeSchedule({}, num_samples=images, batch_size=batch),
+        schedule_steps=steps,
+        stop_step=min(steps, max_steps or steps),
+        curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
+        loader=LOADER,
+        device="cpu",
+        device_type="cpu",
+        precision="fp32",
+        channels_last=False,
+        compile="off",
+        compile_reason="",
+        parameters=25_557_032,
+        flops_by_size={224: 8_178_000_000},
+        state_bytes=0,
+    )
+    return dataclasses.replace(given, **changes)

@@ -1,0 +1,45 @@
+"""Run directories of a tiny model, without a training."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from conf.schema import Checkpoint, Config, Run
+from engine import checkpoint
+from engine.rundir import RunDirectory
+from engine.state import TrainState
+from tests.engine.plans import ALONE, plan
+
+IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
+
+
+def state_of(step: int = 0, features: int = 2) -> TrainState:
+    model = nn.Linear(features, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
+
+
+def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> RunDirectory:
+    checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
+    return RunDirectory(Config(run=Run(dir=str(path)), checkpoint=checkpoints), ALONE)
+
+
+def open_run(
+    path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY, features: int = 2
+) -> Path | None:
+    """Open and close a run directory; return the checkpoint to resume."""
+    state = state_of(features=features)
+    with directory(path, resume) as run:
+        run.open(state, plan(stop_step=100), identity)
+    assert state.history == [] or run.is_first_start
+    assert run.step_on_disk == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
+    return run.resumed
+
+
+def add_checkpoint(
+    path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None
+) -> Path:
+    state = {**state_of(step).state_dict(), "origin": origin}
+    content = {"step": step, "identity": identity, "config": {}, "state": state}
+    return checkpoint.save(path / "checkpoints", content, keep=9)
