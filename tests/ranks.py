@@ -1,7 +1,7 @@
 """Ranks without torchrun, forked from one process that has imported train.py.
 
 Each process of torchrun imports torch, which takes more than a second of a core. This is for tests
-of what several ranks compute on the CPU; others show that torchrun starts and stops them.
+of what ranks compute on the CPU, and for hundreds of kills; others start torchrun itself.
 """
 
 import contextlib
@@ -25,12 +25,19 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Starts several ranks of a Python command, as often as needed."""
+    """Starts several ranks of a Python command, as often as needed.
 
-    def __init__(self) -> None:
+    Args:
+        preload: a library for LD_PRELOAD.
+    """
+
+    def __init__(self, preload: Path | None = None) -> None:
+        variables = {**NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if preload is not None:
+            variables["LD_PRELOAD"] = str(preload)
         self.server = subprocess.Popen(
             [sys.executable, __file__],
-            env={**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -84,7 +91,7 @@ class Job:
     """A running command; like torchrun, a process of its own has started the ranks.
 
     Attributes:
-        pids: the number of that process, then those of the ranks.
+        pids: the number of that process, which leads a session, then those of the ranks.
     """
 
     def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
@@ -93,11 +100,15 @@ class Job:
         self._result: subprocess.CompletedProcess[str] | None = None
 
     def _answer(self) -> str:
-        assert connection.wait([self.answers.fileno()], HANGS_SECONDS), "hangs"
+        assert self.ends_within(HANGS_SECONDS), "hangs"
         return self.answers.readline()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for up to this time; return whether the ranks have ended."""
+        return bool(connection.wait([self.answers.fileno()], seconds))
+
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """Wait for the process that has started the ranks."""
+        """Wait for the process that has started the ranks; 128 + signal if one ended a rank."""
         if self._result is None:
             status = int(self._answer())
             self._result = subprocess.CompletedProcess(
@@ -168,15 +179,22 @@ def start_all(job: dict[str, Any]) -> list[int]:
     return running
 
 
+def exit_status(pid: int) -> int:
+    """Wait for a child; return its exit status, 128 + signal if one ended it."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status if status >= 0 else 128 - status
+
+
 def run_all(job: dict[str, Any]) -> int:
-    """Run a job in a process of its own; return the first exit status of a rank other than 0."""
+    """Run a job in a session of its own; return the first exit status of a rank other than 0."""
     launcher = os.fork()
     if launcher == 0:
+        os.setsid()
         ranks = start_all(job)
         print(json.dumps([os.getpid(), *ranks]), flush=True)
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-        os._exit(next(filter(None, statuses), 0) & 0xFF)
-    return os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+        statuses = [exit_status(pid) for pid in ranks]
+        os._exit(next(filter(None, statuses), 0))
+    return exit_status(launcher)
 
 
 if __name__ == "__main__":

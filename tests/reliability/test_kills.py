@@ -19,14 +19,12 @@ import pytest
 from tests.figures import Record
 from tests.processes import HANGS_SECONDS, compiled_preload, processes, wait_until
 from tests.ranks import Ranks
-from tests.reliability.starts import Starts
 from tests.results import logged_steps, rows, same, stored
-from tests.small_run import SMALL_RUN, command, torchrun
+from tests.small_run import command, torchrun
 
 pytestmark = pytest.mark.slow
 # 36 images in batches of 8: 18 steps, validated after steps 9 and 18.
 RUN = [
-    *SMALL_RUN,
     "train.epochs=4",
     "train.validate_every_epochs=2",
     "train.ema_decay=0.9",
@@ -39,7 +37,7 @@ LOADERS = (  # the others need no new interpreter
     ["loader.workers=1", "loader.start_method=fork"],
     ["loader.workers=2", "loader.start_method=fork"],
 )
-KILLED = -9
+KILLED = 128 + signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -61,43 +59,54 @@ def is_whole(folder: Path, whole: Path) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_at_random_instants(
-    seed: int, image_root: Path, tmp_path: Path, figure: Record
+    seed: int, image_root: Path, tmp_path: Path, ranks: Ranks, figure: Record
 ) -> None:
     """Each training is killed until it ends before its next kill, and restarted at once."""
     kills_wanted = 50
     chosen = random.Random(seed)
     done, kept, training, differ = 0, 0, 0, []
-    with Starts(tmp_path / "console") as starts:
+    sessions = set[int]()
 
-        def run(folder: Path, loader: list[str], **kill: Any) -> int:
-            folder.mkdir(exist_ok=True)
-            return starts.run([*RUN, *loader, f"data.root={image_root}"], folder, **kill)
+    def run(folder: Path, loader: list[str], kill_after: float | None = None) -> Any:
+        """Train; kill the process after some seconds, or as a cluster does, with its workers."""
+        with ranks.running(command(image_root, folder, *RUN, *loader), 1) as job:
+            launcher, trainer = job.pids
+            sessions.add(launcher)
+            if kill_after is not None and not job.ends_within(kill_after):
+                if chosen.random() < 0.5:
+                    os.killpg(launcher, signal.SIGKILL)
+                else:
+                    os.kill(trainer, signal.SIGKILL)
+            return job.wait()
 
-        for loader in LOADERS:  # the last one finds what the others have cached
-            shutil.rmtree(tmp_path / "whole", ignore_errors=True)
-            started = time.monotonic()
-            status = run(tmp_path / "whole", loader)
-            assert status == 0, starts.console.read_text()
-            seconds = time.monotonic() - started
-        while done < kills_wanted:
-            training += 1
-            folder, kills, status = tmp_path / str(training), 0, KILLED
-            while status == KILLED:
-                enough = done + kills == kills_wanted
-                status = run(
-                    folder,
-                    chosen.choice(LOADERS),
-                    kill_after=None if enough else chosen.uniform(0, seconds),
-                    whole_group=chosen.random() < 0.5,
-                )
-                kills += status == KILLED
-            done += kills
-            if status == 0 and is_whole(folder / "run", tmp_path / "whole" / "run"):
-                kept += kills
-                shutil.rmtree(folder)
-            else:
-                differ.append((folder, status, starts.console.read_text()))
-        starts.wait_for_left_processes()
+    for loader in LOADERS:  # the last one finds what the others have cached
+        shutil.rmtree(tmp_path / "whole", ignore_errors=True)
+        started = time.monotonic()
+        ended = run(tmp_path / "whole", loader)
+        assert ended.returncode == 0, ended.stderr
+        seconds = time.monotonic() - started
+    while done < kills_wanted:
+        training += 1
+        folder, kills, killed = tmp_path / str(training), 0, True
+        while killed:
+            enough = done + kills == kills_wanted
+            kill_after = None if enough else chosen.uniform(0, seconds)
+            ended = run(folder, chosen.choice(LOADERS), kill_after)
+            killed = ended.returncode == KILLED
+            kills += killed
+        done += kills
+        if ended.returncode == 0 and is_whole(folder, tmp_path / "whole"):
+            kept += kills
+            shutil.rmtree(folder)
+        else:
+            differ.append((folder, ended))
+    wait_until(
+        lambda: (
+            not any(
+                one.session in sessions and one.state not in "ZX" for one in processes().values()
+            )
+        )
+    )
     figure("kills at random instants, final weights equal", kept, done)
     assert not differ
 
@@ -108,16 +117,16 @@ def test_kills_at_a_system_call(
 ) -> None:
     """Kills at 12 calls of each kind; the restart is killed at one of its first calls, too."""
     done, kept, differ = 0, 0, []
-    with Starts(tmp_path / "console", preload) as starts:
+    with Ranks(preload) as ranks:
 
         def run(folder: Path, **variables: str) -> int:
             folder.mkdir(exist_ok=True)
             # Without "region", whose compiler would die instead.
             loader = ["loader.workers=0", "loader.decoder=pillow"]
+            start = command(image_root, folder / "run", *RUN, *loader)
             variables["XDG_CACHE_HOME"] = str(folder / "cache")
-            return starts.run(
-                [*RUN, *loader, f"data.root={image_root}"], folder, variables=variables
-            )
+            with ranks.running(start, 1, **variables) as job:
+                return job.wait().returncode
 
         assert run(tmp_path / "whole", KILL_LOG=str(tmp_path / "log")) == 0
         count = (tmp_path / "log").read_text().count(call[0])
@@ -134,7 +143,7 @@ def test_kills_at_a_system_call(
                 kept += 1 + again
                 shutil.rmtree(folder)
             else:
-                differ.append((folder, place, status, starts.console.read_text()))
+                differ.append((folder, place, status))
     figure("kills at the n-th system call, final weights equal", kept, done)
     assert not differ
 
