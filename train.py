@@ -50,9 +50,9 @@ from engine.stop_signal import StopSignal
 from engine.validation import METRICS, evaluate, hits, validation_batches
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import start_forkserver
 from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
+from pipeline.worker import start_forkserver
 
 
 def train(config: Config) -> dict[str, Any]:

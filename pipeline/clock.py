@@ -31,7 +31,6 @@ class Timing:
     drained_fraction: float  # of the batches: the GPU had finished all its work before the step
     copy_ms: float  # median
     step_ms: float  # median
-    step_p95_ms: float  # 95th percentile
     step_worst_ms: float  # maximum
     ranks_fraction: float = 0.0  # the step waited for other ranks to have their batches
     # Of the time since the last reading: the thread that runs the steps waited for a CPU core.
@@ -184,7 +183,6 @@ class StepClock:
             drained_fraction=sum(m.drained for m in marks) / count,
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps)),
-            step_p95_ms=float(np.quantile(steps, 0.95, method="inverted_cdf")),
             step_worst_ms=float(steps.max()),
             ranks_fraction=others / total,
             core_fraction=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),

@@ -16,6 +16,7 @@ from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
 from pipeline.shared import Pinned
+from pipeline.worker import Source
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Feed:
         """
         if decoder in ON_GPU:
             assert self.engines is not None, "the buffers have no room for files"
-            self.train.make_with(self.engines)
+            self.train.set_upload(self.engines)
             self.engines.share_with_workers(decoder == "hybrid", enough=enough)
         else:
-            self.train.make_with(upload_pixels)
+            self.train.set_upload(upload_pixels)
             self.train.loader.encoded_share = 0.0
 
     @property
@@ -61,9 +62,6 @@ class Feed:
     def for_validation(self) -> Iterator[None]:
         """Use all workers in the `with` block: the CPU decodes all validation images."""
         pool = self.train.loader.pool
-        if not pool.workers:
-            yield
-            return
         before = pool.active
         pool.activate(len(pool.workers))
         yield
@@ -76,31 +74,20 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
 
     The CPU decodes validation images with every decoder, so that a checkpoint has one accuracy.
     """
-    loader, data = config.loader, config.data
-    share = loader.batch_size // world.size
-    sources = [
-        start_source(
-            datasets.train,
-            size=datasets.train_size,
-            batch_size=share,
-            slots=plan.slots,
-            file_bytes=plan.file_bytes,
-            operations=plan.operations,
-            skip_unreadable=data.on_error == "skip",
-            smaller=datasets.smaller,
-        ),
-        start_source(datasets.val, size=datasets.val_size, batch_size=share, slots=plan.slots),
-    ]
+    loader, data, on_gpu = config.loader, config.data, world.device.type == "cuda"
     order = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     train_sampler = TrainSampler(
         num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **order
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
+    sizes = SizeSchedule(data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size)
+    images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
+    depth, factor = loader.prefetch_batches, loader.prefetch_factor
+    sources = _start_sources(config, datasets, plan, world)
     with ExitStack() as stack:
         pinned = None
-        if loader.pin_memory and world.device.type == "cuda":
+        if loader.pin_memory and on_gpu:
             pinned = stack.enter_context(Pinned([one for each in sources for one in each.buffers]))
-        factor = loader.prefetch_factor
         pool = stack.enter_context(
             WorkerPool(
                 sources,
@@ -110,25 +97,15 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
                 start_method=loader.start_method,
             )
         )
-        if plan.processes:
-            pool.activate(plan.start_workers)
-        depth = loader.prefetch_batches
-        sizes = SizeSchedule(
-            data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size
-        )
-        train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1, size=sizes.at)
-        val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
-        format = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
-        transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-        mixing = None
-        if transforms:
-            classes = len(datasets.classes)
-            mixing = Mixing(transforms, classes, config.train.seed, world.rank, world.size)
-        train = Prefetcher(train_loader, format, depth=depth, mixing=mixing)
-        val = Prefetcher(val_loader, format, depth=depth)
+        pool.activate(plan.start_workers)
+        train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1, size=sizes.at)
+        val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
+        mixing = _mixing(config, len(datasets.classes), world)
+        train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
+        val = Prefetcher(val_loader, images, depth=depth)
         engines = None
         if plan.uses_engines:
-            decoder = gpu_room().GpuDecoder(world.device, share)
+            decoder = gpu_room().GpuDecoder(world.device, train_loader.batch_size)
             stack.callback(decoder.close)
             engines = gpu_room().EngineUpload(train_loader, decoder)
         stack.callback(train.close)
@@ -136,3 +113,28 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
         feed.decode_with(plan.decoder)
         yield feed
+
+
+def _start_sources(
+    config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
+) -> tuple[Source, Source]:
+    """Allocate the rings of both splits."""
+    shape: Any = {"batch_size": config.loader.batch_size // world.size, "slots": plan.slots}
+    train = start_source(
+        datasets.train,
+        size=datasets.train_size,
+        file_bytes=plan.file_bytes,
+        operations=plan.operations,
+        skip_unreadable=config.data.on_error == "skip",
+        smaller=datasets.smaller,
+        **shape,
+    )
+    return train, start_source(datasets.val, size=datasets.val_size, **shape)
+
+
+def _mixing(config: Config, num_classes: int, world: Ranks) -> Mixing | None:
+    """Return the transforms of augment.batch; None if the list is empty."""
+    transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    if not transforms:
+        return None
+    return Mixing(transforms, num_classes, config.train.seed, world.rank, world.size)

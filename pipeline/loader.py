@@ -10,7 +10,6 @@ batch that is needed next. A slot is reused only after the copy out of it has co
 import atexit
 import contextlib
 import logging
-import operator
 import os
 import signal
 import time
@@ -28,9 +27,16 @@ import torch
 from pipeline import gpu_room
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
-from pipeline.worker import EMPTY_ROW, STOP_SECONDS, Reply, Source, Task, run_task, start_worker
-from pipeline.worker import LoaderError as LoaderError  # part of what this module offers
-from pipeline.worker import start_forkserver as start_forkserver
+from pipeline.worker import (
+    EMPTY_ROW,
+    STOP_SECONDS,
+    LoaderError,
+    Reply,
+    Source,
+    Task,
+    run_task,
+    start_worker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,17 +149,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.waiting: deque[Task] = deque()
         # The newest replies of each source.
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
-        # Those, or older ones, whose task decoded images: hybrid balances by them.
-        self.decoding: list[deque[Reply]] = [deque(maxlen=50) for _ in self.sources]
         self.unreadable: dict[int, str] = {}  # training samples that were replaced -> message
-        self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
-        self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
         self._last_reply = time.monotonic()
         self.workers: list[Worker] = []
         self.active = 0  # workers that receive tasks: the first ones
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
-        if workers:
-            self.activate(workers)
+        self.activate(workers)
 
     @property
     def pids(self) -> list[int]:
@@ -191,11 +192,11 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 self._finish(task, run_task(task, self.sources))
 
     def activate(self, workers: int) -> None:
-        """Send tasks to this many workers, at least 1; start those that are missing.
+        """Send tasks to this many workers, at least one of those started; start missing ones.
 
         The others finish the tasks they have, and are idle.
         """
-        self.active = max(1, workers)
+        self.active = max(workers, min(1, len(self.workers)))
         while len(self.workers) < self.active:
             self.workers.append(Worker(*start_worker(self.start_method, self.sources)))
         self._dispatch()
@@ -217,17 +218,18 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             raise LoaderError(reply.error)
 
     def slow_samples(self, source: int) -> tuple[float, list[str]]:
-        """Up to FEW_SAMPLES very slow samples: their share of the workers' time, and their names.
+        """Up to FEW_SAMPLES very slow samples: their share of the recent time, and their names.
 
         Empty if there are more: a short stall of the storage delays a sample of every worker.
         """
-        slow = self._slow[source]
-        floor = 0.1 * sum(slow.values())
-        slowest = [index for index, seconds in slow.items() if seconds > floor]
-        if not 0 < len(slowest) <= FEW_SAMPLES:
+        seconds: dict[int, float] = {}
+        for slowest, index in (reply.slowest for reply in self.recent[source]):
+            if slowest > SLOW_SAMPLE_SECONDS:
+                seconds[index] = seconds.get(index, 0.0) + slowest
+        if not 0 < len(seconds) <= FEW_SAMPLES:
             return 0.0, []
-        share = sum(slow[index] for index in slowest) / self._seconds[source]
-        return share, [self.sources[source].dataset.name(index) for index in slowest]
+        share = sum(seconds.values()) / sum(reply.seconds for reply in self.recent[source])
+        return share, [self.sources[source].dataset.name(index) for index in seconds]
 
     def close(self) -> None:
         """Kill all workers, and drop their tasks."""
@@ -286,13 +288,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         task.done = True
         self.accept(reply)
         self.recent[task.source].append(reply)
-        if reply.decoded:
-            self.decoding[task.source].append(reply)
-        self._seconds[task.source] += reply.seconds
-        seconds, index = reply.slowest
-        if seconds > SLOW_SAMPLE_SECONDS:
-            slow = self._slow[task.source]
-            slow[index] = slow.get(index, 0.0) + seconds
 
     def _replace(self, dead: Worker) -> None:
         """Start a worker in place of a dead one and queue its tasks again.
@@ -342,7 +337,7 @@ class Loader:
     Args:
         source: position in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
-        hold: unreleased batches that the consumer may have when it asks for another.
+        in_use: unreleased batches that the consumer may have when it asks for another.
         size: step -> side of its images in pixels, for `Source.of_size`.
 
     Attributes:
@@ -356,7 +351,7 @@ class Loader:
         source: int,
         samples: Callable[[int], np.ndarray],
         *,
-        hold: int,
+        in_use: int,
         size: Callable[[int], int] = lambda step: 0,
     ) -> None:
         self.pool = pool
@@ -366,8 +361,8 @@ class Loader:
         self.encoded_share = 0.0
         self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
         self.slots, self.batch_size = pool.sources[source].labels.array.shape
-        self.ahead = self.slots - hold
-        assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
+        self.ahead = self.slots - in_use
+        assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
@@ -397,7 +392,7 @@ class Loader:
                 step,
                 slot,
                 None if source.operations is None else source.operations.array[slot],
-                partial(operator.setitem, self._copied, slot),
+                partial(self._copied.__setitem__, slot),
             )
 
     def ready(self) -> bool:

@@ -121,27 +121,20 @@ def plan_loader(
     """
     if config.autotune.refresh:
         require_room("engine.tune", "autotune.refresh=true")
-    train, number = datasets.train, config.loader.workers
-    auto = number == "auto"
-    budget, reason = worker_budget(world.local_size)
+    train, auto = datasets.train, config.loader.workers == "auto"
+    budget, limit = worker_budget(world.local_size)
     not_measured = why_not_measured(config, train, world.device, budget) if auto else ""
     measured = auto and not not_measured
     decoders, unused = choose_decoders(config, train, world.device, stored_pixels, measured)
     cores = workers_for(decoders[0], budget)
+    workers = fewest = most = _configured(config, default=cores)
+    reason = "as configured"
     if auto:
         # All cores validate, even if few workers read files for the engines. Measured workers may
         # wait for storage, and need no core then.
-        workers, fewest, most = cores, min(1, cores), max(budget, 2 * cores if measured else 0)
-        if decoders[0] == "gpu" and cores < budget:
-            reason = "enough to read files for the GPU's JPEG engines"
-    elif number > worker_limit():
-        raise UserError(
-            f"loader.workers={number}: open files allow {worker_limit()}; "
-            "give at most that, or raise ulimit -n"
-        )
-    else:
-        workers = fewest = most = number
-        reason = "as configured"
+        fewest, most = min(1, cores), max(budget, 2 * cores if measured else 0)
+        few_readers = decoders[0] == "gpu" and cores < budget
+        reason = "enough to read files for the GPU's JPEG engines" if few_readers else limit
     buffers = plan_buffers(config, datasets, world, fewest=fewest, most=most, decoder=decoders[-1])
     if buffers["ceiling"] < workers:
         workers, reason = buffers["ceiling"], "free memory allows no more"
@@ -158,6 +151,19 @@ def plan_loader(
         channels_last=channels_last,
         **buffers,
     )
+
+
+def _configured(config: Config, default: int) -> int:
+    """Return loader.workers; `default` for auto."""
+    number = config.loader.workers
+    if number == "auto":
+        return default
+    if number > worker_limit():
+        raise UserError(
+            f"loader.workers={number}: open files allow {worker_limit()}; "
+            "give at most that, or raise ulimit -n"
+        )
+    return number
 
 
 def why_not_measured(config: Config, dataset: Dataset, device: torch.device, workers: int) -> str:
@@ -199,34 +205,28 @@ def choose_decoders(
     name = config.loader.decoder
     if not isinstance(dataset, FolderDataset):
         return ("none",), ""
-    missing = why_no_engines(device) if name in ("auto", *decode.ON_GPU) else None
+    if name not in ("auto", *decode.ON_GPU):
+        return (decode.resolve(name),), ""
+    on_cpu, missing = decode.resolve("auto"), why_no_engines(device)
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in decode.ON_GPU and missing is None:
         name = stored_pixels
-    if name not in decode.ON_GPU:
-        own = decode.resolve(name)
-        if name != "auto" or stored_pixels is not None or device.type != "cuda":
-            return (own,), ""
-        unused = missing or why_on_cpu(config, dataset) or _why_not_compared(config, measured)
+    if name != "auto":
+        _check_engines(config, name, missing)
+        unused = _needs_pixels(config, dataset)
         if unused:
-            return (own,), f"the GPU's JPEG engines are not used: {unused}"
-        return (own, *decode.ON_GPU), ""
-    require_room("pipeline.gpu", f"loader.decoder={name}")
-    if name == "hybrid" and config.train.deterministic:
-        raise UserError(
-            "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
-            "run to run; use another decoder with train.deterministic=true"
-        )
-    if missing is not None:
-        raise UserError(
-            f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {missing}; "
-            "use auto"
-        )
-    on_cpu = why_on_cpu(config, dataset)
-    # A checkpoint that says gpu or hybrid, with the same list, is resumed as it was written.
-    if not on_cpu or stored_pixels in decode.ON_GPU:
+            return (on_cpu,), f"loader.decoder={name} has no effect: {unused}"
         return (name,), ""
-    return (decode.resolve("auto"),), f"loader.decoder={name} has no effect: {on_cpu}"
+    if stored_pixels is not None or device.type != "cuda":
+        return (on_cpu,), ""
+    unused = missing or _needs_pixels(config, dataset)
+    if config.train.deterministic:
+        unused = unused or "train.deterministic=true excludes them"
+    elif not measured:
+        unused = unused or "they are only compared if loader.workers=auto is measured"
+    if unused:
+        return (on_cpu,), f"the GPU's JPEG engines are not used: {unused}"
+    return (on_cpu, *decode.ON_GPU), ""
 
 
 def why_no_engines(device: torch.device) -> str | None:
@@ -237,7 +237,22 @@ def why_no_engines(device: torch.device) -> str | None:
     return reason
 
 
-def why_on_cpu(config: Config, dataset: FolderDataset) -> str:
+def _check_engines(config: Config, decoder: str, missing: str | None) -> None:
+    """Check that gpu or hybrid can be used; `missing` is the result of `why_no_engines`."""
+    require_room("pipeline.gpu", f"loader.decoder={decoder}")
+    if decoder == "hybrid" and config.train.deterministic:
+        raise UserError(
+            "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
+            "run to run; use another decoder with train.deterministic=true"
+        )
+    if missing is not None:
+        raise UserError(
+            f"loader.decoder={decoder}: needs an NVIDIA GPU with JPEG engines and nvJPEG: "
+            f"{missing}; use auto"
+        )
+
+
+def _needs_pixels(config: Config, dataset: FolderDataset) -> str:
     """Why JPEG engines could decode no image of this training set; "" if they could."""
     place = gpu_room().first_on_pixels(dataset.transform)
     if place is None:
@@ -245,12 +260,6 @@ def why_on_cpu(config: Config, dataset: FolderDataset) -> str:
     entry = config.augment.train[place]
     name = entry if isinstance(entry, str) else next(iter(entry))
     return f"{name} in augment.train needs decoded pixels"
-
-
-def _why_not_compared(config: Config, measured: bool) -> str:
-    if config.train.deterministic:
-        return "train.deterministic=true excludes them"
-    return "" if measured else "they are only compared if loader.workers=auto is measured"
 
 
 def pixels_of(decoder: str) -> str:
@@ -306,12 +315,10 @@ def plan_buffers(
         extra["file_bytes"] = gpu_room().file_bytes_per_row(train.mean_bytes())
     if train.operations and has_room("pipeline.gpu") and gpu_room().has_kernels(world.device):
         extra["operations"] = train.operations  # that the workers draw and the GPU applies
-    layouts = (
-        buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra),
-        buffer_layout(batch_size=share, size=datasets.val_size, slots=1),
-    )
-    shapes = [shape for layout in layouts for shape in layout.values()]
-    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+    train_slot = buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra)
+    val_slot = buffer_layout(batch_size=share, size=datasets.val_size, slots=1)
+    arrays = [*train_slot.values(), *val_slot.values()]
+    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size
     for workers in range(most, fewest - 1, -1):

@@ -167,7 +167,7 @@ class Mixing:
         return images, targets
 
 
-class AtOnce(Executor):
+class InlineExecutor(Executor):
     """Runs a function in the thread that submits it."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -180,7 +180,7 @@ class Prefetcher:
     """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead.
 
     Args:
-        loader: created with `hold` >= `depth` + 1.
+        loader: created with `in_use` >= `depth` + 1.
         format: of the images on the device.
         depth: batches kept ready.
         mixing: batch transforms for training; None for validation.
@@ -201,16 +201,18 @@ class Prefetcher:
         self.slots = [DeviceSlot(format, largest) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
         self._current = self.slots[0]  # holds the consumer's batch
-        self._executor: Executor = AtOnce()
+        self._executor: Executor = InlineExecutor()
 
-    def make_with(self, upload: Upload) -> None:
-        """Make the batches of later iterations with `upload`.
+    def set_upload(self, upload: Upload) -> None:
+        """Upload the batches of later iterations with `upload`.
 
         In a thread if it is not `upload_pixels`: others block the host, and release the GIL.
         """
         self._executor.shutdown(cancel_futures=True)
         self.upload = upload
-        self._executor = AtOnce() if upload is upload_pixels else ThreadPoolExecutor(1, "upload")
+        self._executor = (
+            InlineExecutor() if upload is upload_pixels else ThreadPoolExecutor(1, "upload")
+        )
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
@@ -218,27 +220,27 @@ class Prefetcher:
         self._executor.submit(lambda: None).result()
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
-        host = self.loader.batches(start, stop)
+        host_batches = self.loader.batches(start, stop)
         ready: deque[tuple[DeviceSlot, Future[tuple[Batch, Marks]]]] = deque()
         taken = 0
         self.clock.start()
         while True:
             # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
-                batch = next(host, None)
-                if batch is None:
+                host_batch = next(host_batches, None)
+                if host_batch is None:
                     break
                 slot = self.slots[taken % len(self.slots)]
-                ready.append((slot, self._executor.submit(self._enqueue, batch, slot)))
+                ready.append((slot, self._executor.submit(self._enqueue, host_batch, slot)))
                 taken += 1
             if not ready:
                 return
             self._current, future = ready.popleft()
-            made, marks = future.result()
+            batch, marks = future.result()
             if self.cuda:
                 torch.cuda.current_stream(self.format.device).wait_event(marks.copy_end)
             self.clock.begin_step(marks)
-            yield made
+            yield batch
             self.end_step()
 
     @contextmanager

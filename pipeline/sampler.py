@@ -111,14 +111,6 @@ class SizeSchedule:
         """Return the side of the images of a step in pixels; 0 if there are no sizes."""
         return max((size for first, size in self.starts if first <= step), default=0)
 
-    def steps(self, stop: int) -> dict[int, int]:
-        """Return how many of the first `stop` steps have images of each size."""
-        ends = [*(first for first, _ in self.starts[1:]), stop]
-        return {
-            size: max(0, min(end, stop) - first)
-            for (first, size), end in zip(self.starts, ends, strict=False)
-        }
-
 
 def scattered(count: int) -> Iterator[int]:
     """Yield all positions in a random order, again and again, to measure on all of a dataset."""

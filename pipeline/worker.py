@@ -127,7 +127,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
             writer = files if row < task.row + task.encoded else None
-            _fill_row(source, task.slot, row, epoch, index, writer, skipped)
+            skipped += _fill_row(source, task.slot, row, epoch, index, writer)
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(error=str(error))
@@ -146,32 +146,27 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
 
 
 def _fill_row(
-    source: Source,
-    slot: int,
-    row: int,
-    epoch: int,
-    index: int,
-    files: Any,
-    skipped: list[tuple[int, str]],
-) -> None:
+    source: Source, slot: int, row: int, epoch: int, index: int, files: Any
+) -> list[tuple[int, str]]:
     """Fill a row with a sample or, with `skip_unreadable`, with its first readable replacement.
 
     Args:
         files: writes the sample as a file if the GPU supports it; None to decode.
-        skipped: gets the unreadable samples that were replaced.
+
+    Returns:
+        The unreadable samples that were replaced, with their messages.
 
     Raises:
         BadImageError: the sample and its replacements cannot be read.
         LoaderError: a transform or the dataset failed; the cause is its exception.
     """
     others = source.dataset.replacements(index) if source.skip_unreadable else []
-    errors: list[str] = []
+    unreadable: list[tuple[int, str]] = []
     for found in chain([index], islice(others, MOST_TRIED)):
         try:
             label = _write_sample(source, slot, row, epoch, found, files)
         except BadImageError as error:
-            errors.append(str(error))
-            skipped.append((found, str(error)))
+            unreadable.append((found, str(error)))
         except Exception as error:  # e.g. out of memory; the training process would wait forever
             raise LoaderError(
                 f"{source.dataset.name(found)}: {describe(error)}: the file was read; a transform "
@@ -180,9 +175,9 @@ def _fill_row(
         else:
             source.samples.array[slot, row] = epoch, found
             source.labels.array[slot, row] = label  # last: the row is complete
-            return
-    none = f"none of its {len(errors) - 1} replacements can be read either; {CHECK}"
-    raise BadImageError(f"{errors[0]}; {none if source.skip_unreadable else REMEDY}")
+            return unreadable
+    none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
+    raise BadImageError(f"{unreadable[0][1]}; {none if source.skip_unreadable else REMEDY}")
 
 
 def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> int:

@@ -51,9 +51,10 @@ from engine.tune.search import (
 from engine.tune.verdict import Verdict, judge, remedies
 from pipeline.decode import ON_GPU, describe
 from pipeline.feed import Feed
-from pipeline.loader import Loader, LoaderError
+from pipeline.loader import Loader
 from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, pixels_of, workers_for
 from pipeline.prefetcher import Batch
+from pipeline.worker import LoaderError
 
 T = TypeVar("T")
 

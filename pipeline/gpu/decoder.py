@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
 MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
+BALANCED_TASKS = 50  # the newest tasks in which workers decoded: hybrid balances by their rate
 NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
 OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
@@ -318,7 +319,8 @@ class EngineUpload:
     def _balance(self) -> None:
         """Set the share from the measured rates of workers and engines."""
         pool = self.loader.pool
-        replies = list(pool.decoding[self.loader.source])
+        recent = list(pool.recent[self.loader.source])  # the training process may add to it
+        replies = [reply for reply in recent if reply.decoded][-BALANCED_TASKS:]
         if replies and self.decoder.seconds_per_image:
             engines = 1 / self.decoder.seconds_per_image  # images/s
             seconds = sum(reply.seconds / reply.decoded for reply in replies) / len(replies)

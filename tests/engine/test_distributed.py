@@ -23,7 +23,7 @@ from engine.plan import make_plan
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
-from pipeline.loader import LoaderError
+from pipeline.worker import LoaderError
 from tests.ranks import Ranks
 from train import build_state
 

@@ -95,7 +95,7 @@ def test_validation_does_not_use_the_engines(image_root: Path, decoder: str) -> 
         assert_equal(validation(feed), validation(plain))
         assert feed.engines.decoder.files == []
         # hybrid balances by the rate of the workers on training images only
-        train, val = feed.train.loader.pool.decoding
+        train, val = feed.train.loader.pool.recent
         assert not train and val
 
 
@@ -154,8 +154,9 @@ def test_engines_take_the_smallest_share_that_is_enough(
         assert loader.encoded_share == 0.6  # until the rates are known
         assert feed.engines is not None
         feed.engines.decoder.seconds_per_image = 1 / 3000
-        reply = SimpleNamespace(decoded=1000, seconds=2.0)
-        loader.pool.decoding[loader.source].append(reply)
+        reply: Any = SimpleNamespace(decoded=1000, seconds=2.0)
+        only_read: Any = SimpleNamespace(decoded=0, seconds=9.0)
+        loader.pool.recent[loader.source] += [reply, only_read]
         feed.decode_with("hybrid", enough=enough)
         assert loader.encoded_share == pytest.approx(share)
         feed.decode_with("gpu")

@@ -59,7 +59,7 @@ def open_loader(
     start_method: str = "fork",
     batch_size: int = 8,
     slots: int = 4,
-    hold: int = 1,
+    in_use: int = 1,
     skip: bool = False,
 ) -> Iterator[Loader]:
     source = start_source(
@@ -70,7 +70,7 @@ def open_loader(
     with WorkerPool(
         [source], workers=workers, start_method=start_method, timeout_seconds=limit
     ) as pool:
-        yield Loader(pool, 0, sampler.samples, hold=hold)
+        yield Loader(pool, 0, sampler.samples, in_use=in_use)
 
 
 def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
@@ -245,8 +245,8 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
     once = ValSampler(num_samples=15, batch_size=8)
     with WorkerPool(sources, workers=2, start_method="fork") as pool:
         training, validation = (
-            Loader(pool, 0, order.samples, hold=1),
-            Loader(pool, 1, once.samples, hold=1),
+            Loader(pool, 0, order.samples, in_use=1),
+            Loader(pool, 1, once.samples, in_use=1),
         )
         batches = training.batches(0, 12)
         for step in range(12):
@@ -265,17 +265,17 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
 # Buffers.
 
 
-@pytest.mark.parametrize(("workers", "hold"), [(0, 1), (2, 3)])
-def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, hold: int) -> None:
-    """The consumer reads each batch as late as allowed, after taking `hold` others."""
+@pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
+def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, in_use: int) -> None:
+    """The consumer reads each batch as late as allowed, after taking `in_use` others."""
     dataset = open_dataset(image_root / "train")
-    with open_loader(dataset, workers=workers, slots=5, hold=hold) as loader:
+    with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
         held: list[HostBatch] = []
         places = set()
         for batch in loader.batches(0, 20):
             places.add((batch.images.data_ptr(), batch.labels.data_ptr()))
             held.append(batch)
-            if len(held) == hold + 1:
+            if len(held) == in_use + 1:
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
                 wait_until(lambda: not workers or loader.pool.done(begun(loader)))
                 check(held[0], dataset, loader.samples(held[0].step))
@@ -294,7 +294,7 @@ class Event:
 
 
 def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
-    with open_loader(open_dataset(image_root / "train"), slots=4, hold=1) as loader:
+    with open_loader(open_dataset(image_root / "train"), slots=4, in_use=1) as loader:
         events = []
         for batch in loader.batches(0, 12):
             events.append(Event())

@@ -26,7 +26,6 @@ WAITED = Timing(
     drained_fraction=0.0,
     copy_ms=0.1,
     step_ms=1.0,
-    step_p95_ms=1.0,
     step_worst_ms=1.0,
 )
 

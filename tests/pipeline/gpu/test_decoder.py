@@ -184,7 +184,7 @@ def loader_of(
             pool,
             0,
             lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1),
-            hold=1,
+            in_use=1,
         )
         loader.encoded_share = share
         yield loader
@@ -260,7 +260,7 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
         upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
         image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
         prefetcher = Prefetcher(loader, image, depth=1)
-        prefetcher.make_with(upload)
+        prefetcher.set_upload(upload)
         for batch in prefetcher.batches(0, 2):
             for row in range(8):
                 expected = dataset.load(0, 8 * batch.step + row)[0]
@@ -425,7 +425,7 @@ def test_batches_agree_with_the_cpu_path(
             upload = EngineUpload(loader, GpuDecoder(device, 13))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
             prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.make_with(upload)
+            prefetcher.set_upload(upload)
             loader.encoded_share = share
             by_workers = 0
             for batch in prefetcher.batches(0, 2):
@@ -472,7 +472,7 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
             upload = EngineUpload(loader, GpuDecoder(device, 8))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
             prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.make_with(upload)
+            prefetcher.set_upload(upload)
             found = None
             try:
                 found = next(prefetcher.batches(0, 1)).images
