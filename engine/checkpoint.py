@@ -2,9 +2,8 @@
 
 A checkpoint is `step-<8 digits>.pt`. Its manifest `step-<8 digits>.json` holds its SHA-256, which
 detects damage. `last.json` and `best.json` are copies of the manifests of two of them. Each file is
-written under a temporary name, fsynced and renamed, and then its folder is fsynced: after 40 kills
-during such saves, all 40 folders held a loadable checkpoint; with files written in place, 3 of 40
-did. During training, a `Writer` does all of this in a thread, from a copy of the training state.
+written under a temporary name, fsynced and renamed, and then its folder is fsynced. During
+training, a `Writer` does all of this in a thread, from a copy of the training state.
 """
 
 import copy
@@ -44,8 +43,8 @@ class CheckpointError(RunError):
 class Writer:
     """Writes copies of the training state in a thread, one at a time, while training continues.
 
-    Training pauses only for the copy from the device to the host. The host memory is reused for
-    every checkpoint. With a GPU, it is page-locked: the host does not wait for the copy either.
+    Training pauses only for the copy from the device to the host memory, which is reused for every
+    checkpoint. With a GPU, this memory is page-locked: the host does not wait for the copy either.
 
     Args:
         device: the device on which the model is trained.
@@ -75,15 +74,16 @@ class Writer:
         with torch.no_grad():
             for copied, tensor in zip(self._copies, tensors, strict=True):
                 copied.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event(blocking=True) if self._on_gpu else None
-        if done is not None:
-            done.record(torch.cuda.current_stream())
+        copied_event = torch.cuda.Event(blocking=True) if self._on_gpu else None
+        if copied_event is not None:
+            copied_event.record(torch.cuda.current_stream())
+        # deepcopy takes these copies in place of the tensors, and copies everything else.
         memo: dict[int, Any] = dict(zip(map(id, tensors), self._copies, strict=True))
         duplicate = copy.deepcopy(content, memo)
 
         def write_copy() -> None:
-            if done is not None:
-                done.synchronize()
+            if copied_event is not None:
+                copied_event.synchronize()
             write(duplicate)
 
         self._writing = self._thread.submit(write_copy)
@@ -96,15 +96,19 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until `write` has returned; raise what it has raised, once."""
-        if self._writing is not None:
-            # If Ctrl-C interrupts this wait, `close` raises the error of the write.
-            while not futures.wait([self._writing], HANGING_SECONDS).done:
-                logger.warning(
-                    "training is waiting for a checkpoint that is still being written: check the "
-                    "disk; Ctrl-C or SIGTERM ends the run without this checkpoint"
-                )
-            writing, self._writing = self._writing, None
-            writing.result()
+        if self._writing is None:
+            return
+        seconds = HANGING_SECONDS
+        # If Ctrl-C interrupts this wait, `close` raises the error of the write.
+        while not futures.wait([self._writing], HANGING_SECONDS).done:
+            logger.warning(
+                "training waits for a checkpoint that is still being written after %.0f s: check "
+                "the disk; Ctrl-C or SIGTERM ends the run without this checkpoint",
+                seconds,
+            )
+            seconds += HANGING_SECONDS
+        writing, self._writing = self._writing, None
+        writing.result()
 
     def close(self) -> None:
         """Wait for the thread and free the memory. Raises what `wait` raises."""
@@ -134,7 +138,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         if not folder.exists():
             folder.mkdir(parents=True)
             _sync_folder(folder.parent)
-        manifest.unlink(missing_ok=True)  # if the step is saved again: it fits the old file only
+        manifest.unlink(missing_ok=True)  # of an earlier file of this step
         _write(path, lambda file: torch.save(content, file))
         entry = {"file": path.name, "step": content["step"], "sha256": _sha256(path)}
         write_json(manifest, entry)
@@ -145,7 +149,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             point_to_best(folder, best_step)
         for old in files(folder)[:-keep]:
             if old != path and (best_step is None or old.name != file_name(best_step)):
-                # The manifest first: a manifest without its file would be an error.
+                # The manifest first: a file without a manifest can be loaded.
                 old.with_suffix(".json").unlink(missing_ok=True)
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -160,7 +164,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
 
 
 def point_to_best(folder: Path, step: int) -> None:
-    """Let `best.json` name the checkpoint of a step. A kill may have prevented it."""
+    """Let `best.json` name the checkpoint of a step, unless it is in another folder."""
     entry = read_manifest(folder / Path(file_name(step)).with_suffix(".json"))
     if entry and entry != read_manifest(folder / "best.json"):
         write_json(folder / "best.json", entry)
@@ -171,10 +175,7 @@ def file_name(step: int) -> str:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder in the order of their steps.
-
-    From step 100,000,000 on, the order of the names is another one.
-    """
+    """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
     paths = [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[5:]))
 
@@ -192,6 +193,8 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
+    if is_ours(content):
+        return content
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found != FORMAT:
         raise UserError(
@@ -199,18 +202,13 @@ def load(path: Path) -> dict[str, Any]:
             f"{FORMAT}); give run.name=NAME model.weights={path} to start a new run from its "
             "weights, or checkpoint.resume=never to start over in this directory"
         )
-    if not is_ours(content):
-        raise CheckpointError(
-            f"{path}: not a checkpoint of this program, which has {', '.join(PARTS)}"
-        )
-    return content
+    raise CheckpointError(f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}")
 
 
 def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint of this version's format."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return False
-    return all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
+    ours = isinstance(content, dict) and content.get("format") == FORMAT
+    return ours and all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
 
 
 def plan_in(content: dict[str, Any]) -> dict[str, Any]:
@@ -228,10 +226,9 @@ def verify(path: Path) -> None:
 def find(path: Path) -> Path:
     """Return the checkpoint that a path stands for.
 
-    Args:
-        path: a file with weights; `best.json`, `last.json` or a manifest; or the folder of a run or
-            its `checkpoints/`, which stand for the best checkpoint, or the newest one if none was
-            validated.
+    The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
+    none was validated; `best.json`, `last.json` or a manifest for the file that it names; any other
+    file for itself.
 
     Raises:
         UserError: there is none.
@@ -251,12 +248,10 @@ def find(path: Path) -> Path:
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest intact checkpoint, and warn about newer damaged ones.
+    """Return path and content of the newest intact checkpoint, and warn about newer damaged ones.
 
-    A file may lack a manifest after a kill, or because only the .pt files were copied here.
-
-    Returns:
-        Its path and content; None if there is no checkpoint.
+    A file lacks its manifest after a kill, or if only the .pt files were copied. Returns None if
+    there is no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -320,10 +315,7 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
-    """Write a file atomically: a temporary one that `fill` writes, fsync, rename, fsync of folder.
-
-    A reader finds the old or the new content, also after a power cut.
-    """
+    """Replace a file by what `fill` writes, atomically, also if the power fails."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:

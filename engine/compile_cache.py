@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 class CompileCache:
     """The compiled kernels of one rank, stored in `compiled/` in the run directory.
 
-    Each rank of a node has a file, because the index of its GPU is a part of torch's cache keys.
-    The first node's ranks write these files. torch finds a kernel by a hash of what it computes.
+    torch's cache keys contain the index of a rank's GPU, so each rank of a node has a file. The
+    first node's ranks write these files.
     """
 
     def __init__(self, run: Path, world: World) -> None:
         self.path = run / "compiled" / f"rank{world.local_rank}.bin"
-        self.writes = world.rank == world.local_rank
-        self._stored: set[Any] = set()  # kind and key of each artefact in the file
+        self._writes = world.rank == world.local_rank
+        self._stored: set[Any] = set()  # kind and key of each kernel in the file
 
     def load(self) -> bool:
         """Give the stored kernels to torch.compile, if any. Call it before the first step."""
@@ -46,14 +46,14 @@ class CompileCache:
 
     def save(self) -> None:
         """Store the kernels if any were compiled since the last time. Call it after a step."""
-        made = torch.compiler.save_cache_artifacts() if self.writes else None
-        if made is None or _keys(made[1]) <= self._stored:
+        compiled = torch.compiler.save_cache_artifacts() if self._writes else None
+        if compiled is None or _keys(compiled[1]) <= self._stored:
             return
-        self._stored = _keys(made[1])
+        self._stored = _keys(compiled[1])
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            _replace(self.path, made[0])
-            # A kill in between leaves a file that is not used.
+            _replace(self.path, compiled[0])
+            # After a kill here, the old manifest does not fit, and the file is not used.
             manifest = _manifest(*_read_own(self.path))
             _replace(self.path.with_suffix(".json"), json.dumps(manifest).encode())
         except OSError as error:
@@ -65,21 +65,19 @@ def _keys(info: Any) -> set[Any]:
 
 
 def _manifest(content: bytes, identity: list[int]) -> dict[str, Any]:
-    """Return what must be stored beside a file with this content."""
+    """Return what rank<N>.json must hold for a file with this content."""
     digest = hashlib.sha256(content).hexdigest()
     return {"torch": str(torch.__version__), "sha256": digest, "identity": identity}
 
 
 def _read_own(path: Path) -> tuple[bytes, list[int]]:
-    """Read a file that only this user can write, in a folder that only this user can write.
+    """Return the content of a file, and its identity: the inode and the time of its last change.
 
-    Returns:
-        Its content, and its inode and change time, which the kernel sets. Whoever packs a folder
-        cannot know the nanosecond in which it will be unpacked.
+    The system sets both. So a manifest does not fit a file that was copied or unpacked, even if
+    somebody else has prepared the two.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: another user can write it, or the folder.
+        ValueError: another user can write the file or its folder.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())

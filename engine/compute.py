@@ -30,36 +30,32 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-# model.compile=auto, measured on one H200 with bf16, channels_last and batch 256; without
+# For model.compile=auto. Measured on one H200 with bf16, channels_last and batch 256: without
 # compilation, ResNet-50 reaches 4,820 images/s, ResNet-18 13,510 and ViT-S/16 5,020.
-EAGER_SHARE = 0.12  # of the peak: 0.12, 0.15 and 0.14
-EAGER_STEP = 2e-3  # seconds, assumed: hundreds of kernels take this long however small they are
+EAGER_SHARE = 0.12  # of the GPU's peak; measured: 0.12, 0.15 and 0.14
+EAGER_STEP = 2e-3  # seconds that a step takes at least, to launch its hundreds of kernels (assumed)
 SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
-# Shares of the time without compilation. ResNet-50: 7,450 images/s with `default`, ResNet-18
-# 22,400, ViT-S/16 10,130; ResNet-50 with `tuned` another 6 %.
+# Share of the time without compilation that each mode saves. With `default`, ResNet-50 reaches
+# 7,450 images/s, ResNet-18 22,400 and ViT-S/16 10,130; with `tuned`, ResNet-50 reaches 6 % more.
 DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
 # Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
 DEFAULT_COSTS, TUNED_COSTS = 60, 165
 
 # model.compile=tuned searches the block sizes of every generated kernel.
-# ResNet-50 on an H200: 7,327 -> 7,798 images/s.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
-# at each of a step's hundreds of launches, TensorBoard's checksum of a picture drained the GPU's
-# queue: a step of 31 ms took 148 ms (ViT-S/16 on an H200).
+# a thread that computed a checksum for TensorBoard delayed each launch of a step of ViT-S/16 on an
+# H200: it took 148 ms instead of 31 ms.
 SWITCH_SECONDS = 1e-4
 
 
 def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
-    """Return the images/s at which the model's operations would take the whole peak of all GPUs.
+    """Return the images/s of training at the peak rate of all GPUs, or None if it is not known.
 
     A step takes three times the operations of a forward pass: the backward pass takes two.
 
     Args:
         device: name of the GPU.
-
-    Returns:
-        None for a device or precision whose peak is not known.
     """
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     if peak is None or precision != "bf16":
@@ -73,7 +69,7 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
     Args:
         model: on the meta device; left in the mode it was in.
         image_size: side of the image, pixels.
-        key: key to name if the model does not take such images.
+        key: key to name if the model does not take such images, which is a UserError.
     """
     mode = model.training
     model.eval()
@@ -91,10 +87,7 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the device is a GPU with bf16 hardware.
-
-    Compute capability 8.0 and newer has it, so T4 and V100 do not.
-    """
+    """Return whether the device is a GPU with bf16 hardware, unlike T4 and V100."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -114,26 +107,24 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
 def resolve_compile(
     config: Config,
     world: World,
-    stored: Mapping[str, Any],
+    resumed: tuple[int, Mapping[str, Any]],
     *,
-    steps: int,
+    stop_step: int,
     precision: str,
     flops_per_image: int,
 ) -> tuple[str, str]:
-    """Resolve model.compile=auto.
+    """Resolve model.compile=auto; return the mode and why it was chosen.
 
-    With train.deterministic=true, a resumed run keeps the mode in its checkpoint, because another
-    mode rounds differently. A checkpoint names no mode if it was written with
-    train.deterministic=false.
+    The reason is empty if the mode was given, or on a CPU. With train.deterministic=true, a resumed
+    run keeps the mode in its checkpoint, because another mode rounds differently.
 
     Args:
-        stored: identity of the checkpoint to resume.
-        steps: steps that this start trains.
-
-    Returns:
-        The mode, and why it was chosen; no reason if it was given, or on a CPU.
+        resumed: step and identity of the checkpoint to resume. The identity names the mode if the
+            checkpoint was written with train.deterministic=true.
+        stop_step: where training ends.
     """
     choice, repeatable = config.model.compile, config.train.deterministic
+    first_step, stored = resumed
     if choice != "auto":
         return choice, ""
     if repeatable and "model.compile" in stored:
@@ -143,6 +134,7 @@ def resolve_compile(
     gpu = torch.cuda.get_device_name(world.device)
     peak = peak_rate(gpu, precision=precision, flops_per_image=flops_per_image, ranks=1)
     rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
+    steps = max(0, stop_step - first_step)
     images = steps * config.loader.batch_size // world.size
     seconds = max(images / rate, steps * EAGER_STEP)
     mode = choose_compile(seconds, known=peak is not None, repeatable=repeatable)
@@ -153,14 +145,14 @@ def resolve_compile(
 def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> str:
     """Choose the mode of torch.compile on a GPU by the time that it saves.
 
-    `default` must save more time than compiling without a cache takes. `tuned` must save twice what
-    it costs, because the saving may be overestimated: if a run waits for its images, a faster step
-    saves nothing.
+    `default` must save more time than the compilation takes. `tuned` must save twice what it costs,
+    because the saving may be overestimated: if a run waits for its images, a faster step saves
+    nothing.
 
     Args:
         seconds: time of the steps without compilation.
         known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
-        repeatable: exclude `tuned`: it selects kernels by their measured time, so two starts may
+        repeatable: exclude `tuned`, which selects kernels by their measured time: two starts may
             round differently.
     """
     if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
@@ -189,7 +181,7 @@ def set_up_kernels(*, deterministic: bool, precision: str) -> None:
 def garbage_collection_paused() -> Iterator[None]:
     """Collect garbage at checkpoints only: within a step, it would delay kernel launches."""
     gc.collect()
-    gc.freeze()  # objects that live as long as the run are not examined again
+    gc.freeze()  # a collection does not examine the objects that exist now
     gc.disable()
     try:
         yield

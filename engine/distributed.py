@@ -35,8 +35,9 @@ MAY_DIFFER = {
 }
 # A rank that responds may take this long for its part of a collective: it compiles, or saves.
 LONGEST_SECONDS = 1800.0
-# How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
-GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
+CODE = {".py", ".c"}
+# Errors of gloo begin like "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection".
+GLOO_ERROR = re.compile(r"Gloo |\[[^]]*\bgloo/")
 
 
 class RankError(RunError):
@@ -66,17 +67,19 @@ class World:
 
     def broadcast(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
-        box: list[Any] = [None, None]
+        if self.size == 1:
+            return function()
+        result_and_error: list[Any] = [None, None]
         if self.is_main:
             try:
-                box[0] = function()
+                result_and_error[0] = function()
             except Exception as error:
-                box[1] = error
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
-        if box[1] is not None:
-            raise box[1]
-        return cast("T", box[0])
+                result_and_error[1] = error
+        dist.broadcast_object_list(result_and_error, src=0)
+        result, raised = result_and_error
+        if raised is not None:
+            raise raised
+        return cast("T", result)
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective."""
@@ -92,14 +95,13 @@ class World:
         Raises:
             UserError: on every rank, if one rank raised it.
         """
-        result: list[T] = []
-        mistake = None
+        result = mistake = None
         try:
-            result.append(function())
+            result = function()
         except UserError as error:
             mistake = error
         self.raise_on_all_ranks(mistake)
-        return result[0]
+        return cast("T", result)
 
     def raise_on_all_ranks(self, mistake: UserError | None) -> None:
         """Raise the first mistake that a rank passes, on every rank. Collective."""
@@ -125,28 +127,26 @@ class World:
             _copy_from_rank_0(model.buffers())
 
     def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
-        """Return the module to call in training: the model, or DDP around it.
+        """Return the module to call in training: the model; with several nodes, DDP around it.
 
         DDP exchanges gradients during the backward pass, which hides the time that the network
         between nodes takes. On one node, it costs more than it saves: it splits the compiled step
         into several graphs and copies each gradient. There, `average_gradients` exchanges them.
 
         DDP rebuilds its gradient buckets after the first backward pass; with three or more ranks,
-        the sums then round differently. A first pass over `example`, a batch, makes the first step
-        after a restart round like any other. It runs in evaluation mode: it changes no buffer and
-        uses no random number.
+        the sums then round differently. So that the first step after a restart rounds like any
+        other, DDP passes over `example` first, a batch. In evaluation mode, this changes no buffer
+        and uses no random number.
         """
         if self.size == self.local_size:
-            if self.size > 1:
-                # As DDP does: a model may draw its initial weights from another source than torch.
+            if self.size > 1:  # a model may draw initial weights from another source than torch
                 _copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
         network = nn.parallel.DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True
         )
-        # They are broadcast before a validation, not at every step. Set here because torch 2.13
-        # deprecates the argument, and 2.10 has no other.
+        # Before a validation, `broadcast_buffers` does it. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         network.eval()
         network(example.to(self.device)).sum().backward()
@@ -171,26 +171,23 @@ def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[
 
 
 def average_gradients(network: nn.Module) -> None:
-    """Average the gradients over all ranks, unless DDP has done it. Collective.
+    """Average the gradients of `World.wrap`'s network over all ranks, unless DDP has. Collective.
 
     Does not wait for a GPU. The gradients are copied into one tensor, averaged by a single
     all-reduce, and then replaced by views of this tensor. Four H200s on NVLink exchange ResNet-50's
     102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms.
-
-    Args:
-        network: what `World.wrap` returned.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
         return
     parameters = [each for each in network.parameters() if each.requires_grad]
-    # A model may leave out a layer on one rank only.
+    # A parameter without a gradient may have one on another rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = gradients[0].new_empty(sum(each.numel() for each in gradients))
-    views, first = [], 0
+    views, offset = [], 0
     for each in gradients:
-        views.append(flat.as_strided(each.size(), each.stride(), first))
-        first += each.numel()
+        views.append(flat.as_strided(each.size(), each.stride(), offset))
+        offset += each.numel()
     torch._foreach_copy_(views, gradients)
     if flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
@@ -221,12 +218,7 @@ def same_on_all_ranks(
     *,
     remedy: str = "give every rank the same command and the same data",
 ) -> None:
-    """Refuse the first difference between ranks.
-
-    Args:
-        values: one dictionary per rank, in rank order: name -> value.
-        remedy: what the user should do.
-    """
+    """Refuse the first difference between ranks, whose values are in rank order."""
     for rank, own in enumerate(values):
         for name in {**values[0], **own}:
             value, first = own.get(name), values[0].get(name)
@@ -247,26 +239,23 @@ def share_config(config: Config, world: World) -> Config:
 def _installation() -> dict[str, str]:
     """Return the versions and source files that must be equal on all ranks, each by its name."""
     root = Path(__file__).parents[1]
-    packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
-    files = [root / "train.py"]
-    for package in sorted(packages):
-        files += sorted([*package.rglob("*.py"), *package.rglob("*.c")])
-    hashes = {
-        f"SHA-256 of {path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in files
-    }
-    return {
+    found = {
         "Python version": ".".join(platform.python_version_tuple()[:2]),
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
         "Pillow version": PIL.__version__,
-        **hashes,
     }
+    packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
+    files = [path for package in packages for path in package.rglob("*.*") if path.suffix in CODE]
+    for path in [root / "train.py", *sorted(files)]:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[f"SHA-256 of {path.relative_to(root)}"] = digest[:12]
+    return found
 
 
 # Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
 # reference, it would wait, while it holds the GIL, for threads that need the GIL to free a tensor.
-_joined: list[Any] = []
+_process_groups: list[Any] = []
 
 
 @contextmanager
@@ -280,16 +269,14 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
     Raises:
         UserError: an environment variable is wrong; or, on every rank: a rank has no usable device,
             or versions or source files differ between the ranks.
-        RankError: the ranks cannot meet, or another rank has ended; also raised in place of the
-            errors of torch in the block.
+        RankError: the ranks cannot meet, or, also from within the block, another rank has ended.
     """
     launch = read_launch()
-    place = launch.rank, launch.size, launch.local_rank, launch.local_size
     device, mistake = torch.device("cpu"), None
     try:
         device = resolve_device(device_choice, launch.local_rank, launch.local_size)
     except UserError as error:
-        mistake = error  # every rank raises it, once they can talk to each other
+        mistake = error  # raised on all ranks, once they have met
     with ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -297,6 +284,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         heartbeat = Heartbeat(launch.rank, timeout_seconds) if launch.size > 1 else None
+        place = launch.rank, launch.size, launch.local_rank, launch.local_size
         world = World(*place, device, heartbeat)
         if heartbeat is not None:
             stack.callback(heartbeat.set_section, None)
@@ -315,7 +303,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
 
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
-    # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
+    # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
@@ -325,7 +313,7 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
             f"{str(error).splitlines()[0]}; check that all of them run, give another MASTER_PORT, "
             "or use `torchrun --standalone`"
         ) from error
-    _joined.append(dist.group.WORLD)
+    _process_groups.append(dist.group.WORLD)
 
 
 @contextmanager
@@ -334,8 +322,8 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
-        of_gloo = type(error) is RuntimeError and GLOO.match(str(error))
+        # Not a subclass: a LoaderError may name a folder `gloo`.
+        of_gloo = type(error) is RuntimeError and GLOO_ERROR.match(str(error))
         if not (of_gloo or isinstance(error, dist.DistError)):
             raise
         what = "another rank ended; see its message above, or torchrun's message below"

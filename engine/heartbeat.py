@@ -1,8 +1,8 @@
 """A thread of each rank that notices when another rank does not respond.
 
-In a collective, a rank would wait without a word for one that is stopped or whose machine hangs.
-The threads send each other a datagram every second, apart from the process group, in which the
-ranks wait. They also pass a signal on to a rank that waits for input.
+In a collective, a rank waits silently for another one that is stopped or whose machine hangs. The
+threads send each other a datagram every second, independently of the process group. They also pass
+a signal on to a rank that waits for input.
 """
 
 import json
@@ -27,18 +27,18 @@ START_FACTOR = 5  # the ranks may start this many times loader.timeout_seconds a
 
 @dataclass
 class Peer:
-    """Another rank. If it is never heard, the network drops datagrams: nothing is concluded."""
+    """Another rank."""
 
     address: tuple[str, int]
-    heard: float = math.inf  # seconds of this rank's clock
+    heard: float = math.inf  # when, by this rank's clock; inf: never, the network drops datagrams
     section: str = "start"
 
 
 class Heartbeat:
     """Ends this process with status 1 if another rank does not respond for `timeout_seconds`.
 
-    Only if this rank has been in the same section for as long: then its main thread waits in a
-    collective. A rank that responds may take its time.
+    It does so only if this rank has been in the same section for as long: then its main thread
+    waits in a collective. A rank that responds may take longer.
 
     Attributes:
         wakeup: for signal.set_wakeup_fd: it receives the signals of this process.
@@ -91,7 +91,7 @@ class Heartbeat:
             for peer in self.peers.values():
                 with suppress(OSError):  # full queue; no route at the moment
                     self._socket.sendto(content, peer.address)
-            with suppress(OSError):  # nothing more has arrived
+            with suppress(OSError):  # until nothing more has arrived
                 while self.peers:
                     self._receive(*self._socket.recvfrom(4096))
             self._check()
@@ -103,7 +103,7 @@ class Heartbeat:
         except (ValueError, TypeError, KeyError):
             return  # of another program
         peer.heard, peer.section = self._clock, section
-        peer.address = sender[:2]  # on Debian, a host takes its own name for 127.0.1.1
+        peer.address = sender[:2]  # on Debian, a host resolves its own name to 127.0.1.1
         if number and self.forwards and not self._signal:
             self._signal = number
             signal.pthread_kill(threading.main_thread().ident or 0, number)

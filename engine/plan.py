@@ -18,18 +18,18 @@ from pipeline.build import Datasets
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
-# Steps per epoch: with fewer than FEW_STEPS, a batch size is advised that gives GOOD_STEPS or more.
-FEW_STEPS, GOOD_STEPS = 10, 16
-SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
+# With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
+# GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
+FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after an optimiser step: a log row, the end of an epoch, ..."""
+    """What to do after an optimiser step. A checkpoint always follows a validation."""
 
     log: bool
-    epoch: bool
-    validate: bool  # a checkpoint always follows a validation
+    epoch: bool  # an epoch has ended
+    validate: bool
     save: bool
 
 
@@ -42,10 +42,12 @@ class Plan:
         sizes: the side of the training images by step; empty without data.sizes.
         schedule_steps: the length of the learning-rate schedule.
         stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
+        device, device_type: name of the GPU and "cuda", or "cpu" and "cpu".
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         flops_by_size: side of the training images -> operations of a forward pass of one image.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
+        notes: on values that are probably not what the user wants.
     """
 
     config: Config
@@ -143,39 +145,33 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
-        ranks, parts = self.world_size, self.config.train.accumulate
-        share = self.batch_size // ranks
+        ranks, accumulate = self.world_size, self.config.train.accumulate
+        per_rank = self.batch_size // ranks
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if ranks > 1:
-            steps += f" ({share} on each of {ranks} ranks)"
-        if parts > 1:
-            steps += f" in {parts} micro-batches of {share // parts}"
+            steps += f" ({per_rank} on each of {ranks} ranks)"
+        if accumulate > 1:
+            steps += f" in {accumulate} micro-batches of {per_rank // accumulate}"
         steps += f", {self.steps_per_epoch:,.1f} per epoch, {self.config.train.epochs:g} epochs"
         if self.stop_step < self.schedule_steps:
             steps += f" are {self.schedule_steps:,} steps: stops early"
-        sizes = [
-            f"{size} px from epoch {epoch} (step {first:,})"
-            for epoch, (first, size) in zip(self.config.data.sizes, self.sizes.starts, strict=True)
+        lines = [
+            f"data     {self.train_images:,} training and {self.val_images:,} validation images, "
+            f"{self.num_classes} classes",
+            f"steps    {steps}",
+            f"model    {self.parameters / 1e6:.2f} M parameters, "
+            f"{self.flops_by_size[self.image_size] / 1e9:.2f} GFLOP forward per {self.image_size} "
+            f"px image; validated at {self.val_size} px",
         ]
-        flops = self.flops_by_size[self.image_size]
+        if self.sizes.starts:
+            starts = zip(self.config.data.sizes, self.sizes.starts, strict=True)
+            sizes = [f"{px} px from epoch {epoch} (step {step:,})" for epoch, (step, px) in starts]
+            lines.append(f"sizes    trained at {', '.join(sizes)}")
         layout = ", channels_last" if self.channels_last else ""
         reason = f" ({self.compile_reason})" if self.compile_reason else ""
-        rows = [
-            (
-                "data",
-                f"{self.train_images:,} training and {self.val_images:,} validation images, "
-                f"{self.num_classes} classes",
-            ),
-            ("steps", steps),
-            (
-                "model",
-                f"{self.parameters / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP forward "
-                f"per {self.image_size} px image; validated at {self.val_size} px",
-            ),
-            ("sizes", f"trained at {', '.join(sizes)}" if sizes else ""),
-            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}"),
-        ]
-        lines = [f"{name:<8} {text}" for name, text in rows if text]
+        lines.append(
+            f"device   {self.device}, {self.precision}{layout}, compile {self.compile}{reason}"
+        )
         return lines + self.loader.lines() + [f"note     {note}" for note in self.notes]
 
 
@@ -194,54 +190,23 @@ def make_plan(
     check_batch(config, images, world)
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    if config.profile.steps and config.profile.steps[0] >= stop_step:
-        raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
-            "counted from 0; give earlier ones"
-        )
-    with torch.device("meta"):
-        model = models.build(
-            config.model.name,
-            num_classes=len(datasets.classes),
-            image_size=datasets.train_size,
-            args=config.model.args,
-        )
-    models.freeze(model, config.model.freeze)
-    flops = {datasets.train_size: count_flops(model, datasets.train_size)}
-    flops |= {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
-    if datasets.val_size not in flops:  # fails here, not later
-        count_flops(model, datasets.val_size, key="data.val_size, augment.val")
-    decay = config.train.ema_decay
-    average = None if decay is None else MovingAverage(model, decay)
-    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average))
-
-    on_gpu = world.device.type == "cuda"
+    check_steps(config, stop_step)
     precision = choose_precision(config.train.precision, world.device)
-    channels_last = config.model.channels_last
-    if channels_last == "auto":
-        channels_last = on_gpu and models.is_convnet(model)
-    done, stored = resumed
+    model = _model_plan(config, datasets, world.device)
     loader = plan_loader(
         config,
         datasets,
         world,
         # bf16 images halve what the first layer reads
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        channels_last=channels_last,
-        stored_pixels=stored.get("pixels", "cpu") if stored else None,
+        channels_last=model["channels_last"],
+        stored_pixels=resumed[1].get("pixels", "cpu") if resumed[1] else None,
     )
+    flops = model["flops_by_size"][datasets.train_size]
     compile_mode, compile_reason = resolve_compile(
-        config,
-        world,
-        stored,
-        steps=max(0, stop_step - done),
-        precision=precision,
-        flops_per_image=flops[datasets.train_size],
+        config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    class_weights: tuple[float, ...] = ()
-    if config.train.class_weights == "balanced":
-        class_weights = balanced(datasets.train.class_counts(len(datasets.classes)))
     return Plan(
         config=config,
         world_size=world.size,
@@ -255,23 +220,50 @@ def make_plan(
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
         loader=loader,
-        device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         device_type=world.device.type,
         precision=precision,
-        channels_last=channels_last,
         compile=compile_mode,
         compile_reason=compile_reason,
-        parameters=sum(p.numel() for p in model.parameters()),
-        flops_by_size=flops,
-        state_bytes=held,
-        class_weights=class_weights,
-        notes=(
-            *config.notes,
-            *precision_note(config.train.precision, world.device),
-            *few_steps(size, config.optim.lr, images, world.size),
-            *other_notes(config, datasets, world),
-        ),
+        class_weights=_class_weights(config, datasets),
+        notes=(*config.notes, *setup_notes(config, datasets, world)),
+        **model,
     )
+
+
+def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dict[str, Any]:
+    """Return the fields of the plan that follow from the model, which takes no memory here."""
+    on_gpu = device.type == "cuda"
+    with torch.device("meta"):
+        model = models.build(
+            config.model.name,
+            num_classes=len(datasets.classes),
+            image_size=datasets.train_size,
+            args=config.model.args,
+        )
+    models.freeze(model, config.model.freeze)
+    flops = {datasets.train_size: count_flops(model, datasets.train_size)}
+    flops |= {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
+    if datasets.val_size not in flops:  # fails here, not at the first validation
+        count_flops(model, datasets.val_size, key="data.val_size, augment.val")
+    decay = config.train.ema_decay
+    average = None if decay is None else MovingAverage(model, decay)
+    channels_last = config.model.channels_last
+    if channels_last == "auto":
+        channels_last = on_gpu and models.is_convnet(model)
+    state = TrainState(model, build_optimizer(model, config.optim), average)
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "channels_last": channels_last,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_by_size": flops,
+        "state_bytes": state_bytes(state),
+    }
+
+
+def _class_weights(config: Config, datasets: Datasets) -> tuple[float, ...]:
+    if config.train.class_weights != "balanced":
+        return ()
+    return balanced(datasets.train.class_counts(len(datasets.classes)))
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
@@ -280,6 +272,15 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
     The last batch is filled from the next epoch.
     """
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
+
+
+def check_steps(config: Config, steps: int) -> None:
+    """Refuse profile.steps after the end of the run."""
+    if config.profile.steps and config.profile.steps[0] >= steps:
+        raise UserError(
+            f"profile.steps={config.profile.steps}: the run ends after {steps:,} steps, counted "
+            "from 0; give earlier ones"
+        )
 
 
 def check_batch(config: Config, train_images: int, world: World) -> None:
@@ -311,35 +312,21 @@ def suited_batch(train_images: int) -> int:
     return max(SMALL_BATCH, 2 ** int(math.log2(train_images / GOOD_STEPS)))
 
 
-def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
-    """Return advice for a dataset that is too small for the batch; nothing for other datasets.
-
-    The advised learning rate is scaled with the batch (arXiv 1706.02677).
-    """
-    better = -(-suited_batch(train_images) // world_size) * world_size
-    steps = train_images / batch_size
-    if steps >= FEW_STEPS or better >= batch_size:
-        return []
-    return [
-        f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} "
-        f"images, try loader.batch_size={better} optim.lr={lr * better / batch_size:.3g}"
-    ]
-
-
-def other_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
-    """Return notes on unused GPUs, transforms that ignore a key and splits with equal images."""
-    notes = []
+def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
+    """Return notes on values that are allowed, but probably not what the user wants."""
+    notes = precision_note(config.train.precision, world.device)
+    notes += few_steps(config.loader.batch_size, config.optim.lr, len(datasets.train), world.size)
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
-        notes = [f"this machine has {count} GPUs and the run uses one; `{command}` uses all"]
-    for name, made, key, size in (
+        notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
+    for name, actual, key, size in (
         ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
         ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
     ):
-        if made != size:
+        if actual != size:
             notes.append(
-                f"{name} makes images of {made} px although {key}={size}; write size: ${{{key}}} "
+                f"{name} makes images of {actual} px although {key}={size}; write size: ${{{key}}} "
                 "in it"
             )
     if datasets.train.fingerprint() == datasets.val.fingerprint():
@@ -348,3 +335,18 @@ def other_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             "give another split"
         )
     return notes
+
+
+def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
+    """Return advice for a dataset that is too small for the batch; nothing for other datasets.
+
+    The advised learning rate is scaled with the batch (arXiv 1706.02677).
+    """
+    smaller = -(-suited_batch(train_images) // world_size) * world_size  # a multiple of the ranks
+    steps = train_images / batch_size
+    if steps >= FEW_STEPS or smaller >= batch_size:
+        return []
+    return [
+        f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} "
+        f"images, try loader.batch_size={smaller} optim.lr={lr * smaller / batch_size:.3g}"
+    ]

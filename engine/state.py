@@ -71,7 +71,7 @@ class MovingAverage(nn.Module):
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]
         means = [mean for mean, _ in averaged]
-        # A lerp would need the weight on the host.
+        # torch._foreach_lerp_ would need the weight on the host.
         changes = torch._foreach_sub([value for _, value in averaged], means)
         torch._foreach_mul_(changes, weight)
         torch._foreach_add_(means, changes)
@@ -144,9 +144,9 @@ class TrainState:
         # None in a checkpoint of an earlier version, or if the images have changed.
         if self.sample_losses is not None and stored.get("losses") is not None:
             self.sample_losses.load_state_dict(stored["losses"])
-        # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
-        # weight decay, come from the current config; `capturable` decides on which device the state
-        # is kept.
+        # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
+        # weight decay, come from the config; `capturable`, which decides on which device the state
+        # is, follows from the device.
         old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
         groups = [
             {**chosen, "params": group["params"]} for group, chosen in zip(old, now, strict=True)
@@ -188,9 +188,9 @@ def untouched(state: TrainState) -> Iterator[None]:
 
 
 def state_bytes(state: TrainState) -> int:
-    """Return the bytes of weights, buffers, the optimiser's moments and the moving average.
+    """Return the bytes of weights, buffers, the moving average and the optimiser's moments.
 
-    The optimiser allocates its moments in the first step; they count before, too.
+    The moments count before the first step, too, in which the optimiser allocates them.
     """
     options = state.optimizer.defaults
     moments = 2 if "betas" in options else int(bool(options.get("momentum")))

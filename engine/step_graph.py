@@ -25,13 +25,11 @@ logger = logging.getLogger(__name__)
 Values = dict[str, Tensor]
 """Named tensors on the device. A step's tensors of shape [] are logged under their names."""
 
-# Steps before the capture: they compile, choose kernels and create the optimiser's state. Not the
-# warm-up of the learning rate.
+# The steps before the capture compile, choose kernels and create the optimiser's state.
 WARMUP_STEPS = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
 WARMUP_STEPS_DDP = 12
-# A graph keeps the memory of a whole step. This share of it must also stay free, for a validation,
-# which needs less.
+# A graph keeps the memory of a whole step. A validation needs another quarter of it.
 VALIDATION_SHARE = 0.25
 
 
@@ -48,20 +46,16 @@ class StepGraph:
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one.
-    A batch of another shape drops the graph, which keeps the memory of a step, and leads to another
-    capture.
+    A batch of another shape drops the graph, whose memory it needs, and leads to another capture.
 
     Args:
         step: launches the kernels of a step on a batch; it must not wait for the GPU. All
             tensors that it uses, except the batch, must keep their addresses. Between steps, also
             after an error, there must be no gradients: those of a failed capture are not computed.
-        before: called with the number of the step before its kernels are launched: sets the
-            values that change from step to step, such as the learning rate, in their tensors.
+        before: called with the number of a step before its kernels are launched, to fill the
+            tensors of values that change from step to step, such as the learning rate.
         warmup_steps: number of steps without a graph before a capture.
-        disabled_reason: why no graph is captured; None to capture.
-
-    Attributes:
-        disabled_reason: why the kernels are launched one by one; None if they are not.
+        disabled_reason: why no graph is captured; None to capture. Set if a capture fails.
     """
 
     def __init__(
@@ -115,7 +109,7 @@ class StepGraph:
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
         self._captured = None
-        # One warm-up step creates the optimiser's state; all else is ready.
+        # One more warm-up step is enough: it creates the optimiser's state.
         self._steps_by_shape = Counter(dict.fromkeys(self._steps_by_shape, self.warmup_steps - 1))
 
     def _capture(self, batch: Batch, shape: Hashable) -> None:
@@ -151,9 +145,9 @@ class StepGraph:
 def compile_later_sizes(
     step: StepGraph, feed: Feed, plan: Plan, state: TrainState, stop: StopSignal
 ) -> None:
-    """Compile the step for the later sizes of data.sizes. The steps do not change `state`.
+    """Take steps of the later sizes of data.sizes, and undo their changes of `state`.
 
-    Otherwise the first step of a size would compile, or find out that the memory is too small.
+    So they are compiled now, and if the GPU's memory is too small for one, that is found out now.
     """
     firsts = plan.later_sizes(state.step)
     if not firsts or (plan.device_type == "cpu" and plan.compile == "off"):

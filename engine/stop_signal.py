@@ -32,13 +32,12 @@ class StopSignal:
     maximum over the ranks, and no rank begins a step before all of them have a batch for it. The
     heartbeat passes a signal on to a rank that waits for input.
 
-    If the main thread does not finish within ANSWER_SECONDS, the process ends if nothing is lost by
-    it: all steps are in a checkpoint, as before the first step, which compiles; or the disk hangs.
+    If the main thread does not finish within ANSWER_SECONDS after a signal, the process ends if
+    nothing is lost: all steps are in a checkpoint, or the disk hangs.
 
     Args:
-        world: its ranks stop together.
-        failed: returns whether this rank cannot continue, as if it had received a signal: the next
-            save raises the error.
+        failed: returns whether this rank must stop because it cannot continue; the next save
+            raises the error.
         unsaved: returns whether there are steps that are not in a checkpoint on disk.
 
     Attributes:
@@ -58,9 +57,9 @@ class StopSignal:
     ) -> None:
         self.world, self.failed, self.unsaved = world, failed, unsaved
         self.received = self.number = 0
-        self._since = 0.0  # when it received the first signal
-        self._waiting = False  # the main thread is in `wait_for`
-        self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
+        self._since = 0.0  # time.monotonic() of the first signal
+        self._waiting = False  # whether the main thread is in `wait_for`
+        self._saving: tuple[float, float, str] | None = None  # began, seconds allowed, what
 
     def __enter__(self) -> "StopSignal":
         self._stack = ExitStack()
@@ -96,14 +95,16 @@ class StopSignal:
 
     def _on_alarm(self, _: int, __: FrameType | None) -> None:
         """End the process if nothing is lost, or if a save does not end. Called every second."""
-        if self._waiting:  # Python has ignored the exception, as it does in a destructor
+        if self._waiting:  # the first exception was raised in a destructor, where it is ignored
             raise _WaitEnded
         reason = ""
         if self._saving is not None:
-            began, patience, what = self._saving
-            if time.monotonic() - max(began, self._since) > patience:
-                reason = f"{what} has not been written: the disk does not respond; run the same "
-                reason += "command again to resume from the newest checkpoint"
+            began, allowed, what = self._saving
+            if time.monotonic() - max(began, self._since) > allowed:
+                reason = (
+                    f"{what} has not been written: the disk does not respond; run the same command "
+                    "again to resume from the newest checkpoint"
+                )
         elif not self.unsaved():
             reason = "nothing is lost: no step has been completed since the last checkpoint"
         if reason:
@@ -112,10 +113,7 @@ class StopSignal:
             os._exit(128 + self.received)
 
     def poll(self) -> bool:
-        """Update `number`; return whether training stops. Collective.
-
-        Waits for the other ranks, but not for the GPU, which still has a step to compute.
-        """
+        """Update `number`; return whether training stops. Collective; does not wait for the GPU."""
         if self.number == 0:
             own = self.FAILED if self.failed() else self.received
             self.number = int(self.world.max(torch.tensor(own)))
@@ -135,7 +133,7 @@ class StopSignal:
             self._waiting = False
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield batches as long as all ranks have one and none has to stop. Collective."""
+        """Yield batches while all ranks have one and no rank has to stop. Collective."""
         while not self:
             batch = self.wait_for(partial(next, batches, None))
             if self.poll() or batch is None:
@@ -144,7 +142,7 @@ class StopSignal:
 
     @contextmanager
     def saving(self, what: object, num_bytes: int) -> Iterator[None]:
-        """Give up the `with` block after a signal if the disk takes far too long for the bytes."""
+        """After a signal, end the process if the block takes far too long to write the bytes."""
         self._saving = time.monotonic(), ANSWER_SECONDS + num_bytes / SLOWEST_DISK, str(what)
         try:
             yield

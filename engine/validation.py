@@ -30,9 +30,8 @@ class Metrics:
 def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return which rows are top-1 hits and which are top-5 hits, each bool [B].
 
-    The rank of the label's logit among all logits decides: the compiler fuses this with the
-    loss, which it cannot do with a top-k. Equal logits rank in the order of their classes. A
-    label below 0 or a NaN is never a hit.
+    Computed from the rank of the label's logit, which the compiler can fuse with the loss, unlike a
+    top-k. Equal logits rank in the order of their classes. A label below 0 or a NaN is never a hit.
 
     Args:
         logits: float [B, classes].
@@ -89,8 +88,8 @@ def evaluate(
 def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's validation images and labels until the end, or until a signal.
 
-    In parts as in training, because a whole batch may not fit the GPU. A rank that ends early needs
-    no other rank for it: the count of images is then too low on all of them.
+    In as many parts as in training, because a whole batch may not fit into the GPU's memory. A rank
+    may end early on its own: then the number of images is too low on all ranks.
     """
     batches = feed.val.batches(0, feed.val_batches)
     while (batch := stop.wait_for(lambda: next(batches, None))) is not None:

@@ -161,8 +161,8 @@ def test_compile_mode_of_a_job(
     found, reason = resolve_compile(
         config(batch),
         World(0, ranks, 0, ranks, CUDA),
-        {},
-        steps=steps,
+        (0, {}),
+        stop_step=steps,
         precision="bf16",
         flops_per_image=int(flops),
     )
@@ -195,7 +195,7 @@ def test_compile_mode_of_a_resumed_run(
     )
     world = World(0, 1, 0, 1, device)
     assert found == resolve_compile(
-        given, world, stored, steps=1_000_000, precision="fp32", flops_per_image=10**9
+        given, world, (7, stored), stop_step=1_000_000, precision="fp32", flops_per_image=10**9
     )
 
 
