@@ -4,9 +4,7 @@ Journey of a batch, 3: picture -> picture, in a worker. A transform is a functio
 Its generator is a pure function of (seed, epoch, index), so the result depends neither on the
 worker nor on restarts.
 
-To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS. If it
-changes the size of the image, it has an attribute `image_size`: the side of the resulting square in
-pixels, or None if that depends on the image.
+To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS.
 """
 
 import inspect
@@ -24,7 +22,8 @@ from pipeline.parameters import choice, number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
-Drawn = tuple[str, float]  # name in OPERATIONS, signed strength in the unit of this operation
+Operation = tuple[str, float]  # name in OPERATIONS, signed strength in the unit of this operation
+LARGEST = 4096  # side of an image after a transform, in pixels
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
@@ -34,39 +33,36 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 
 
 class Compose:
-    """Apply transforms, the result of `build`, in order."""
+    """Apply transforms, the result of `build`, in order.
 
-    def __init__(self, transforms: Sequence[Transform]) -> None:
+    Args:
+        transforms: the list.
+        image_size: side of the resulting square images in pixels; 0 if it is not known.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], image_size: int = 0) -> None:
         self.transforms = list(transforms)
+        self.image_size = image_size
         last = self.transforms[-1] if self.transforms else None
-        self._drawing = last if isinstance(last, RandAugment | TrivialAugment) else None
-
-    @property
-    def image_size(self) -> int | None:
-        """Side of the resulting square image in pixels; None if the list does not fix it."""
-        resizing = (t for t in reversed(self.transforms) if hasattr(t, "image_size"))
-        return getattr(next(resizing, None), "image_size", None)
+        self._random = last if isinstance(last, RandAugment | TrivialAugment) else None
 
     @property
     def operations(self) -> int:
-        """Number of operations that `draw` draws for an image."""
-        return self._drawing.operations if self._drawing else 0
+        """Number of operations that `sample` returns for each image."""
+        return self._random.operations if self._random else 0
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        for transform in self.transforms:
-            picture = transform(picture, rng)
-        return picture
+        picture, operations = self.sample(picture, rng)
+        return apply_operations(picture, operations)
 
-    def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, list[Drawn]]:
-        """Apply the list, but only draw the operations if it ends in RandAugment or TrivialAugment.
+    def sample(self, picture: Picture, rng: random.Random) -> tuple[Picture, list[Operation]]:
+        """Apply the list, but only sample the operations of a RandAugment at its end.
 
-        Draws the same random numbers as `__call__`.
+        A GPU applies them to the whole batch (pipeline/gpu/augment.py).
         """
-        if self._drawing is None:
-            return self(picture, rng), []
-        for transform in self.transforms[:-1]:
+        for transform in self.transforms[:-1] if self._random else self.transforms:
             picture = transform(picture, rng)
-        return picture, self._drawing.draw(picture.size, rng)
+        return picture, self._random.sample(picture.size, rng) if self._random else []
 
 
 class RandomResizedCrop:
@@ -88,7 +84,7 @@ class RandomResizedCrop:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        self.image_size = _checked_size(size)
+        self.size = whole("size", size, 1, LARGEST)
         self.scale = span("scale", scale, 1)
         self.ratio = span("ratio", ratio, 1000)
         self.interpolation = choice("interpolation", interpolation, (*INTERPOLATIONS, "random"))
@@ -97,7 +93,7 @@ class RandomResizedCrop:
         box, interpolation = self.box(*picture.size, rng), self.interpolation
         if interpolation == "random":
             interpolation = INTERPOLATIONS[rng.random() < 0.5]
-        size = self.image_size, self.image_size
+        size = self.size, self.size
         return picture.resized(size, box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
@@ -136,21 +132,19 @@ class Resize:
         interpolation: str = "bilinear",
     ) -> None:
         ratio = number("crop_ratio", crop_ratio, 0.01, 1)
-        self.image_size: int | None = None
-        self.fixed: tuple[int, int] | None = None
-        if isinstance(size, list | tuple):
-            if len(size) != 2 or ratio != 1:
-                raise ValueError(f"size={size}: give [height, width] without crop_ratio")
-            height, width = (_checked_size(side) for side in size)
-            self.fixed, self.image_size = (width, height), width if width == height else None
-        else:
-            self.size = round(_checked_size(size) / ratio)
+        sides = size if isinstance(size, list | tuple) else [size]
+        if sides is size and (len(sides) != 2 or ratio != 1):
+            raise ValueError(f"size={size}: give [height, width] without crop_ratio")
+        self.sides = [round(whole("size", side, 1, LARGEST) / ratio) for side in sides]
         self.interpolation = choice("interpolation", interpolation, INTERPOLATIONS)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
-        short = min(width, height)
-        size = self.fixed or (int(self.size * width / short), int(self.size * height / short))
+        if len(self.sides) == 2:
+            size = self.sides[1], self.sides[0]
+        else:
+            short, side = min(width, height), self.sides[0]
+            size = int(side * width / short), int(side * height / short)
         return picture.resized(size, interpolation=self.interpolation)
 
 
@@ -158,10 +152,10 @@ class CenterCrop:
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     def __init__(self, *, size: int) -> None:
-        self.image_size = _checked_size(size)
+        self.size = whole("size", size, 1, LARGEST)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size, (width, height) = self.image_size, picture.size
+        size, (width, height) = self.size, picture.size
         left, top = round((width - size) / 2), round((height - size) / 2)
         return picture.cropped((left, top, left + size, top + size))
 
@@ -175,11 +169,11 @@ class RandomCrop:
     """
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.image_size = _checked_size(size)
-        self.padding = whole("padding", padding, 0, 4096)
+        self.size = whole("size", size, 1, LARGEST)
+        self.padding = whole("padding", padding, 0, LARGEST)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size, padding, (width, height) = self.image_size, self.padding, picture.size
+        size, padding, (width, height) = self.size, self.padding, picture.size
         if min(width, height) + 2 * padding < size:
             raise ValueError(
                 f"random_crop: {width}x{height} with padding {padding} is smaller than size {size}"
@@ -202,9 +196,8 @@ class HorizontalFlip:
 class RandAugment:
     """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
 
-    At the end of the training list, a GPU applies them: pipeline/gpu/augment.py. timm's magnitudes
-    go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5 is {magnitude: 21, magnitude_std: 1.5,
-    p: 0.5}, but its list of operations differs.
+    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5 is {magnitude: 21,
+    magnitude_std: 1.5, p: 0.5}, but its list of operations differs.
 
     Args:
         count: number of operations per image.
@@ -223,13 +216,13 @@ class RandAugment:
         self.p = number("p", p, 0, 1)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return operated(picture, self.draw(picture.size, rng))
+        return apply_operations(picture, self.sample(picture.size, rng))
 
-    def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
-        """Draw the operations of an image of this (width, height)."""
-        return [self._draw_one(size, rng) for _ in range(self.operations)]
+    def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
+        """Sample the operations of an image of this (width, height)."""
+        return [self._sample_one(size, rng) for _ in range(self.operations)]
 
-    def _draw_one(self, size: tuple[int, int], rng: random.Random) -> Drawn:
+    def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
         if self.p < 1 and rng.random() >= self.p:
             return "identity", 0.0
         magnitude = self.magnitude
@@ -237,24 +230,24 @@ class RandAugment:
             # Rounded, because the GPU path keeps the numbers of each operation and strength.
             magnitude = round(rng.gauss(magnitude, self.magnitude_std))
             magnitude = min(max(magnitude, 0), STRENGTHS)
-        return _draw(size, rng, magnitude / STRENGTHS, wide=False)
+        return _sample_operation(size, rng, magnitude / STRENGTHS, wide=False)
 
 
 class TrivialAugment:
     """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
 
-    Its units are the wide ones of arXiv 2103.10158. A GPU applies it as it does RandAugment.
+    Its units are the wide ones of arXiv 2103.10158.
     """
 
     operations = 1
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return operated(picture, self.draw(picture.size, rng))
+        return apply_operations(picture, self.sample(picture.size, rng))
 
-    def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
-        """Draw the operation of an image of this (width, height)."""
+    def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
+        """Sample the operation of an image of this (width, height)."""
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        return [_draw(size, rng, strength, wide=True)]
+        return [_sample_operation(size, rng, strength, wide=True)]
 
 
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
@@ -269,7 +262,7 @@ AFFINE: dict[str, Callable[[float], tuple[float, ...]]] = {
 }
 
 
-def _affine(name: str) -> "Operation":
+def _affine(name: str) -> "Apply":
     return lambda image, v: image.transform(
         image.size, Image.Transform.AFFINE, AFFINE[name](v), resample=Image.Resampling.NEAREST
     )
@@ -280,11 +273,11 @@ def solarize_threshold(strength: float) -> float:
     return round(255 * (1 - abs(strength)), 6)  # restores the last bit that a product may lose
 
 
-Operation = Callable[[Image.Image, float], Image.Image]
+Apply = Callable[[Image.Image, float], Image.Image]
 Unit = float | Callable[[tuple[int, int]], float]  # or a function of (width, height)
-# name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment,
+# name -> (function of (image, signed strength in its own unit), unit at strength 1 for RandAugment,
 # unit at strength 1 for TrivialAugment wide). pipeline/gpu/augment.py has the same operations.
-OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
+OPERATIONS: dict[str, tuple[Apply, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (_affine("shear_x"), 0.3, 0.99),
     "shear_y": (_affine("shear_y"), 0.3, 0.99),
@@ -303,8 +296,10 @@ OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
 NAMES = tuple(OPERATIONS)
 
 
-def _draw(size: tuple[int, int], rng: random.Random, strength: float, *, wide: bool) -> Drawn:
-    """Draw an operation and the sign of its strength."""
+def _sample_operation(
+    size: tuple[int, int], rng: random.Random, strength: float, *, wide: bool
+) -> Operation:
+    """Sample an operation and the sign of its strength."""
     name = NAMES[int(rng.random() * len(NAMES))]
     sign = 1 if rng.random() < 0.5 else -1
     return name, signed_strength(name, sign * strength, size, wide=wide)
@@ -321,16 +316,18 @@ def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: 
     return strength * (unit(size) if callable(unit) else unit)
 
 
-def operated(picture: Picture, drawn: Sequence[Drawn]) -> Picture:
-    image = picture.pillow()
-    for name, strength in drawn:
+def apply_operations(picture: Picture, operations: Sequence[Operation]) -> Picture:
+    if not operations:
+        return picture
+    image = Image.fromarray(picture.pixels())
+    for name, strength in operations:
         image = OPERATIONS[name][0](image, strength)
     return Picture(np.asarray(image))
 
 
-def as_rows(drawn: Sequence[Drawn]) -> np.ndarray:
-    """Drawn operations as numbers, float64 [count, 2]: position in NAMES, signed strength."""
-    return np.array([(NAMES.index(name), strength) for name, strength in drawn])
+def as_rows(operations: Sequence[Operation]) -> np.ndarray:
+    """Operations as numbers, float64 [count, 2]: position in NAMES, signed strength."""
+    return np.array([(NAMES.index(name), strength) for name, strength in operations])
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {
@@ -360,8 +357,9 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
 
 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
-    has_parameters = isinstance(entry, dict) and len(entry) == 1
-    name, parameters = next(iter(entry.items())) if has_parameters else (entry, {})
+    name, parameters = entry, None
+    if isinstance(entry, dict) and len(entry) == 1:
+        ((name, parameters),) = entry.items()
     if not isinstance(name, str) or not isinstance(parameters, dict | None):
         raise UserError(
             f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`"
@@ -378,7 +376,3 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
         if isinstance(table[name], type):
             takes = f"; it takes {', '.join(inspect.signature(table[name]).parameters)}"
         raise UserError(f"{key}: {name}: {error}{takes}") from None
-
-
-def _checked_size(size: Any) -> int:
-    return whole("size", size, 1, 4096)

@@ -48,27 +48,28 @@ def build_datasets(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    train, train_size = build_transform(config.augment.train, "augment.train")
+    data = config.data
+    train = build_transform(config.augment.train, "augment.train")
+    val = build_transform(config.augment.val, "augment.val")
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     smaller = {}
-    for size in list(config.data.sizes.values())[:-1]:  # the last one is data.image_size
-        entries = with_size(config.augment.train, config.data.image_size, size)
-        smaller[size], made = build_transform(entries, "augment.train")
-        if made != size:
+    for size in list(data.sizes.values())[:-1]:  # the last one is data.image_size
+        entries = with_size(config.augment.train, data.image_size, size)
+        smaller[size] = build_transform(entries, "augment.train")
+        if smaller[size].image_size != size:
             raise UserError(
-                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
-                "size: ${data.image_size} in it"
+                f"data.sizes: augment.train makes images of {smaller[size].image_size} px, not "
+                f"{size} px; write size: ${{data.image_size}} in it"
             )
-    val, val_size = build_transform(config.augment.val, "augment.val")
-    train_split, val_split, classes = _splits(config, config.data, train, val)
+    train_split, val_split, classes = _splits(config, data, train, val)
     if len(classes) < 2:
-        key = "root" if config.data.classes is None else "classes"
+        key = "root" if data.classes is None else "classes"
         raise UserError(
-            f"data.{key}={show(getattr(config.data, key))}: all images have the class "
-            f"{classes[0]}; a classifier needs at least two classes, each in its own folder"
+            f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "
+            "classifier needs at least two classes, each in its own folder"
         )
     others = {size: train_split.with_transform(each) for size, each in smaller.items()}
-    return Datasets(train_split, val_split, classes, train_size, val_size, others)
+    return Datasets(train_split, val_split, classes, train.image_size, val.image_size, others)
 
 
 def build_val(config: Config) -> Datasets:
@@ -76,40 +77,41 @@ def build_val(config: Config) -> Datasets:
 
     data.root need not hold a training split, unless data.val_fraction takes images from it.
     """
-    transform, size = build_transform(config.augment.val, "augment.val")
+    transform = build_transform(config.augment.val, "augment.val")
     data = config.data
     if not data.val_fraction:
         data = replace(data, train=data.val)
     _, val, classes = _splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
-    return Datasets(nothing, val, classes, 1, size)
+    return Datasets(nothing, val, classes, 1, transform.image_size)
 
 
-def build_transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
-    """Build the list of a config key, and apply it to a few images: some fail, or change the size.
+def build_transform(entries: Sequence[Any], key: str) -> Compose:
+    """Build the list of a config key, and apply it to a few images: some lists fail only then.
 
     Returns:
-        The transforms, and the side of the images that they make in pixels.
+        The transforms, with the side of the images that they make.
+
+    Raises:
+        UserError: a transform is wrong, or the images that they make have several sizes.
     """
-    transform = Compose(augment.build(entries, augment.TRANSFORMS, key=key))
-    size = transform.image_size
-    if size is None:
-        raise UserError(
-            f"{key}: the list does not end in images of one size; "
-            "add random_resized_crop or center_crop: {size: 224}"
-        )
-    picture = Picture(np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8))
+    transforms = augment.build(entries, augment.TRANSFORMS, key=key)
+    rng = np.random.default_rng(0)
+    sizes = set()
     for seed in range(TRIALS):
+        height, width = (300, 400) if seed % 2 else (400, 300)
+        picture = Picture(rng.integers(0, 256, (height, width, 3), np.uint8))
         try:
-            width, height = transform(picture, random.Random(seed)).size
+            sizes.add(Compose(transforms)(picture, random.Random(seed)).size)
         except Exception as error:  # torchvision raises many kinds
             raise UserError(f"{key}: fails on an image: {describe(error)}") from None
-        if (width, height) != (size, size):
-            raise UserError(
-                f"{key}: makes images of {width}x{height} px, not {size}x{size}; end the list with "
-                f"center_crop: {{size: {size}}}"
-            )
-    return transform, size
+    width, height = sizes.pop()
+    if sizes or width != height:
+        raise UserError(
+            f"{key}: the list does not end in images of one size, but makes some of "
+            f"{width}x{height} px; end it with random_resized_crop or center_crop: {{size: 224}}"
+        )
+    return Compose(transforms, width)
 
 
 # Training split, validation split, names of the classes.
@@ -129,26 +131,23 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
 
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    train_index, val_index = load_splits(data)
     options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
-    return (
-        FolderDataset(train_index, train, **options),
-        FolderDataset(val_index, val, **options),
-        train_index.classes,
-    )
+    train_index, val_index = load_splits(data)
+    train_split = FolderDataset(train_index, train, **options)
+    return train_split, FolderDataset(val_index, val, **options), train_index.classes
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     require_room("pipeline.demo", "data.source=demo")
-    from pipeline.demo.images import undrawn_splits
+    from pipeline.demo.images import DemoDataset
 
     options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
-    return undrawn_splits(data, train, val, **options) or folder(data, train, val, decoder, seed)
+    train_split = DemoDataset(data, data.train, train, **options)
+    return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
 
 
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     images, classes = data.fake_images, data.fake_classes
-    assert train.image_size and val.image_size, "checked by build_transform"
     return (
         FakeDataset(images, classes, train.image_size),
         FakeDataset(images // 10, classes, val.image_size),

@@ -11,15 +11,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
 
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
-from pipeline.augment import Compose, Drawn, sample_rng
-from pipeline.decode import UnreadableError, describe
+from pipeline.augment import Compose, Operation, apply_operations, sample_rng
+from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
 
@@ -36,8 +35,6 @@ class Dataset(ABC):
     A subclass calls `super().__init__()` and defines `__len__`, `load`, `name` and `fingerprint`;
     the other methods and attributes are for what it can do beyond that.
     """
-
-    operations = 0  # of RandAugment for each sample, which `load_and_draw` leaves to the GPU
 
     def __init__(self) -> None:
         # Shared: the persistent workers of a DataLoader have copies of this object.
@@ -71,6 +68,11 @@ class Dataset(ABC):
         self._epoch.array[0] = epoch
 
     @property
+    def operations(self) -> int:
+        """Number of random operations of each sample that `load_for_gpu` leaves to the GPU."""
+        return 0
+
+    @property
     def labels(self) -> np.ndarray | None:
         """Labels of all samples, int64 [len]; None if they are not known without loading."""
         return None
@@ -98,8 +100,8 @@ class Dataset(ABC):
             )
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
-    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        """Return pixels and label as `load`, but only draw the `operations`."""
+    def load_for_gpu(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Operation]]:
+        """Return the pixels before the random operations, the label, and these operations."""
         raise NotImplementedError
 
     def with_transform(self, transform: Compose) -> "Dataset":
@@ -140,7 +142,6 @@ class FolderDataset(Dataset):
         super().__init__()
         self.index = index
         self.transform = transform
-        self.operations = transform.operations
         self.decoder = decode.resolve(decoder)
         self.seed = seed
         self.max_pixels = max_pixels
@@ -148,35 +149,38 @@ class FolderDataset(Dataset):
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def operations(self) -> int:
+        return self.transform.operations
+
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
 
         Raises:
             BadImageError: the file cannot be read or decoded; not for an error of a transform.
         """
-        with self.naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
-        with self.naming_file(index, UnreadableError):  # decodes; a transform's OSError is its own
-            pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
-        return pixels, self.label(index)
+        pixels, label, operations = self.load_for_gpu(epoch, index)
+        return apply_operations(Picture(pixels), operations).pixels(), label
 
-    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        with self.naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
-        with self.naming_file(index, UnreadableError):
-            made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
-            pixels = made.pixels()
-        return pixels, self.label(index), drawn
+    def load_for_gpu(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Operation]]:
+        data = self.read(index)
+        try:
+            picture = decode.open_picture(data, self.decoder, self.max_pixels)
+            rng = sample_rng(self.seed, epoch, index)
+            picture, operations = self.transform.sample(picture, rng)
+            return picture.pixels(), self.label(index), operations
+        except UnreadableError as error:
+            raise BadImageError(f"{self.name(index)}: {error}") from error
 
     def read(self, index: int) -> bytes:
-        return self.index.read(index)
+        """Return the content of a file.
 
-    @contextmanager
-    def naming_file(self, index: int, also: type[Exception] = OSError) -> Iterator[None]:
-        """Turn an error of reading or decoding into a BadImageError, which names the file."""
+        Raises:
+            BadImageError: it cannot be read.
+        """
         try:
-            yield
-        except (UnreadableError, also) as error:
+            return self.index.read(index)
+        except OSError as error:
             raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
 
     def name(self, index: int) -> str:
@@ -188,12 +192,12 @@ class FolderDataset(Dataset):
 
     def with_transform(self, transform: Compose) -> Dataset:
         other = copy.copy(self)  # shares the sample table
-        other.transform, other.operations = transform, transform.operations
+        other.transform = transform
         return other
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
-        sizes = [size for size in self._sampled[0] if size]
+        sizes = [size for size, _ in self._sampled if size]
         return float(np.mean(sizes)) if sizes else 0.0
 
     def fingerprint(self) -> str:
@@ -202,34 +206,35 @@ class FolderDataset(Dataset):
         The sizes distinguish copies with the same names, such as smaller ones; the content, files
         that were replaced in place.
         """
-        sizes, content, table = self._sampled
-        digest = hashlib.sha256(f"{table} {sizes}".encode())
-        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}, content {content}"
+        sizes, digests = [size for size, _ in self._sampled], [each for _, each in self._sampled]
+        names = hashlib.sha256(f"{self._table} {sizes}".encode()).hexdigest()[:16]
+        content = hashlib.sha256(b"".join(digests)).hexdigest()[:12]
+        return f"{len(self):,} images, SHA-256 {names}, content {content}"
 
     @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
-    def _sampled(self) -> tuple[list[int], str, str]:
-        """Sizes in bytes of up to 256 files, a hash of their ends, and the hash of the table."""
+    def _table(self) -> str:
+        return self.index.fingerprint()
+
+    @cached_property
+    def _sampled(self) -> list[tuple[int, bytes]]:
+        """Size in bytes, and a hash of the first and last bytes, of up to SAMPLED files."""
         rows = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
         with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
-            found = list(pool.map(self._size_and_ends, rows))
-        digest = hashlib.sha256()
-        for _, ends in found:
-            digest.update(hashlib.sha256(ends).digest())
-        return [size for size, _ in found], digest.hexdigest()[:12], self.index.fingerprint()
+            return list(pool.map(self._size_and_digest, rows))
 
-    def _size_and_ends(self, row: int) -> tuple[int, bytes]:
-        """Return the size of a file, and its first and last bytes; 0 and none if it is missing."""
+    def _size_and_digest(self, row: int) -> tuple[int, bytes]:
         try:
             data = self.index.read(row)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-            return 0, b""
+            data = b""
         except OSError as error:  # may be over at the next start, which must get the same hash
             raise UserError(
                 f"{self.name(row)}: cannot be read ({error.strerror or error}), so the images "
                 "cannot be identified; repair the storage, then start again"
             ) from error
         is_whole = len(data) <= 2 * END_BYTES
-        return len(data), data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
+        ends = data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
+        return len(data), hashlib.sha256(ends).digest()
 
 
 class FakeDataset(Dataset):
@@ -267,5 +272,4 @@ class FakeDataset(Dataset):
         return f"{len(self)} fake images"
 
     def with_transform(self, transform: Compose) -> Dataset:
-        assert transform.image_size is not None, "checked when the transforms were built"
         return FakeDataset(self.num_samples, self.num_classes, transform.image_size)

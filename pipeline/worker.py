@@ -188,8 +188,8 @@ def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, f
     if source.operations is None:
         image, label = source.dataset.load(epoch, index)
     else:
-        image, label, drawn = source.dataset.load_and_draw(epoch, index)
-        source.operations.array[slot, row] = as_rows(drawn)
+        image, label, operations = source.dataset.load_for_gpu(epoch, index)
+        source.operations.array[slot, row] = as_rows(operations)
     source.images(slot)[row] = image
     if source.encoded is not None:
         source.encoded.mark_as_pixels(slot, row)

@@ -238,7 +238,7 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Stage:
     places = scattered(len(dataset))
     load: Callable[[int, int], object] = dataset.load
     if plan.loader.operations:
-        load = dataset.load_and_draw  # the GPU applies the operations of RandAugment
+        load = dataset.load_for_gpu  # the GPU applies the operations of RandAugment
 
     def decode() -> int:
         load(0, next(places))

@@ -470,7 +470,7 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or Path(f"{name}.{options.to}")
     if out.exists() and out.samefile(trained.path):
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
-    _, size = build_transform(trained.config.augment.val, "augment.val")
+    size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     files = validation_files(trained, options.overrides, needed=options.self_check)
     images, origin = (

@@ -161,7 +161,8 @@ class Predictor:
 
     def __init__(self, trained: Trained, device: torch.device, *, top: int) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
-        self.transform, self.size = build_transform(config.augment.val, "augment.val")
+        self.transform = build_transform(config.augment.val, "augment.val")
+        self.size = self.transform.image_size
         if self.size != trained.image_size:
             trained.check_size(self.size)
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)

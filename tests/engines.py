@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import decode
-from pipeline.augment import NAMES, operated
+from pipeline.augment import NAMES, apply_operations
 from pipeline.decode import Picture
 
 geometry = pytest.importorskip("pipeline.gpu.geometry")
@@ -21,7 +21,9 @@ EngineError = pytest.importorskip("pipeline.gpu.decoder").EngineError
 def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
     """Apply drawn operations as `pipeline.gpu.apply_operations`, but on a CPU."""
     made = [
-        operated(Picture(image), [(NAMES[int(place)], strength) for place, strength in rows])
+        apply_operations(
+            Picture(image), [(NAMES[int(place)], strength) for place, strength in rows]
+        )
         for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True)
     ]
     return torch.from_numpy(np.stack([each.pixels() for each in made])).permute(0, 3, 1, 2)

@@ -159,7 +159,7 @@ def _time_decoding(
         sample_rng(dataset.seed, 0, index),
     )
     if draw_only:
-        dataset.transform.draw(picture, rng)[0].pixels()
+        dataset.transform.sample(picture, rng)[0].pixels()
     else:
         dataset.transform(picture, rng).pixels()
     return time.thread_time() - began

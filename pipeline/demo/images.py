@@ -9,9 +9,7 @@ import itertools
 import json
 import logging
 import math
-import shutil
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,13 @@ from PIL import Image
 from conf.schema import Data, UserError, show
 from pipeline.augment import Compose
 from pipeline.containers import Folder
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.index import Index
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
 COUNTS = {"train": 2000, "val": 500}  # images of each split
+MEAN_BYTES = 22_000  # of a file
 MARKER = "demo.json"
 # 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait for the
 # GIL), 10.8 s with 2 processes.
@@ -134,9 +133,7 @@ def _noise(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 _TEXTURES = (stripes, checks, dots, rings, bricks, waves, cells, grain, plaid, zigzag)
-TEXTURES: dict[str, Callable[[Plane, Plane, np.random.Generator], Plane]] = {
-    texture.__name__: texture for texture in _TEXTURES
-}
+TEXTURES = {texture.__name__: texture for texture in _TEXTURES}
 CLASSES = tuple(TEXTURES)
 
 
@@ -173,41 +170,38 @@ def _palette(rng: np.random.Generator) -> Plane:
     return np.array(colours, np.float32)[:, :, None, None]
 
 
-class UndrawnDataset(FolderDataset):
-    """A split of the demo dataset whose sample table is known before `prepare` draws its files."""
+class DemoDataset(FolderDataset):
+    """A split of the demo dataset. Its samples are known before `prepare` draws its files.
 
-    def __init__(self, root: Path, split: str, transform: Compose, **options: Any) -> None:
-        numbers = range(COUNTS[split] // len(CLASSES))
-        files = {
-            label: [f"{label}/{number:04d}.jpg".encode() for number in numbers]
-            for label in sorted(CLASSES)
-        }
-        folder = Folder(str(root.absolute() / split))
+    Args:
+        data: the node `data` of the config.
+        split: train or val.
+
+    Raises:
+        UserError: data.root holds other files, or there is no such split.
+    """
+
+    def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:
+        if isinstance(data.root, list) or split not in COUNTS:
+            raise UserError(
+                f"data=demo draws the splits {' and '.join(COUNTS)} into one folder; it cannot "
+                f"use data.root={show(data.root)} with {split}"
+            )
+        self.root = Path(data.root or "").expanduser()
+        is_drawn(self.root)
+        names = [f"{number:04d}.jpg" for number in range(COUNTS[split] // len(CLASSES))]
+        files = {label: [f"{label}/{name}".encode() for name in names] for label in sorted(CLASSES)}
+        folder = Folder(str(self.root.absolute() / split))
         super().__init__(Index.of_files(folder, files), transform, **options)
 
+    def mean_bytes(self) -> float:
+        return MEAN_BYTES
+
     def prepare(self) -> None:
-        root = Path(self.index.root).parent
         try:
-            draw_dataset(root)
+            draw_dataset(self.root)
         except OSError as error:
-            raise UserError(f"data.root={root}: {error}") from None
-        self.__dict__.pop("_sampled", None)  # of the missing files
-
-
-def undrawn_splits(
-    data: Data, train: Compose, val: Compose, **options: Any
-) -> tuple[Dataset, Dataset, tuple[str, ...]] | None:
-    """Return both splits and the classes; None if the images are drawn, or given other splits."""
-    if isinstance(data.root, list):
-        raise UserError(f"data.root={show(data.root)}: data=demo draws one folder; give one")
-    root = Path(data.root or "").expanduser()
-    if is_drawn(root) or not {data.train, data.val} <= set(COUNTS):
-        return None
-    return (
-        UndrawnDataset(root, data.train, train, **options),
-        UndrawnDataset(root, data.val, val, **options),
-        tuple(sorted(CLASSES)),
-    )
+            raise UserError(f"data.root={self.root}: {error}") from None
 
 
 def _marker() -> str:
@@ -249,21 +243,21 @@ def draw_dataset(root: Path) -> None:
         return
     logger.info("drawing %d demo images into %s", sum(COUNTS.values()), root)
     root.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=root.parent, prefix=f".{root.name}.demo-"))
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        folders = itertools.product(enumerate(COUNTS), enumerate(CLASSES))
-        list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
+    folders = itertools.product(enumerate(COUNTS), enumerate(CLASSES))
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.demo-") as temporary:
+        draft = Path(temporary) / "images"
+        draft.mkdir()
+        pool = ThreadPoolExecutor(THREADS)
+        try:
+            list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
         (draft / MARKER).write_text(_marker())
-        draft.chmod(0o755)  # mkdtemp keeps others out
         try:
             draft.rename(root)
         except OSError:
             if not is_drawn(root):  # by another process meanwhile
                 raise
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _draw_class(draft: Path, split: tuple[int, str], label: tuple[int, str]) -> None:

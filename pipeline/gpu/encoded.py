@@ -4,11 +4,11 @@ Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from pipeline.augment import Compose, Drawn, as_rows, sample_rng
+from pipeline.augment import Compose, as_rows, sample_rng
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_size
 from pipeline.gpu.geometry import (
@@ -27,58 +27,20 @@ from pipeline.gpu.geometry import (
 from pipeline.shared import SharedArray
 
 
-class Encoded(NamedTuple):
-    """A sample for the GPU's JPEG engines."""
-
-    data: bytes  # the file
-    geometry: np.ndarray  # float64 [COLUMNS], all but OFFSET, ADDRESS and PITCH
-    size: tuple[int, int]  # (width, height) after the transforms, in pixels
-    drawn: list[Drawn]  # the operations of RandAugment that follow them
-
-
-def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | None:
-    """Read a sample and draw its transforms, with the same random numbers as in `dataset.load`.
-
-    Returns:
-        None if a CPU must decode it, or reports that it is too large.
-
-    Raises:
-        BadImageError: the file cannot be read.
-    """
-    with dataset.naming_file(index):
-        data = dataset.read(index)
-        size = colour_size(data)
-    if size is None or size[0] * size[1] > dataset.max_pixels or not engines_support(data):
-        return None
-    geometry = np.zeros(COLUMNS)
-    geometry[[LENGTH, WIDTH, HEIGHT]] = len(data), *size
-    source = Picture(JpegFile(data, size, DECODERS[dataset.decoder]))
-    try:
-        picture, drawn = dataset.transform.draw(source, sample_rng(dataset.seed, epoch, index))
-    except UnreadableError:
-        return None
-    if not write_geometry(picture, geometry):
-        return None
-    return Encoded(data, geometry, picture.size, drawn)
-
-
 def first_on_pixels(transform: Compose) -> int | None:
     """Place in the list of the first transform that needs decoded pixels of every image.
 
-    None if `load_encoded` is worth trying: at least some images stay encoded.
+    None if the files of at least some images can be sent to the GPU.
     """
     image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(COLUMNS)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     transforms = transform.transforms
     for place in range(len(transforms)):
         chain = Compose(transforms[: place + 1])
-        is_last = place + 1 == len(transforms)  # only there can a GPU apply drawn operations
-        for trial in range(8):
-            rng = sample_rng(0, 0, trial)
-            made = chain.draw(source, rng)[0] if is_last else chain(source, rng)
-            if write_geometry(made, row):
-                break
-        else:
+        is_last = place + 1 == len(transforms)  # only there, a GPU applies random operations
+        rngs = [sample_rng(0, 0, trial) for trial in range(8)]
+        pictures = [chain.sample(source, rng)[0] if is_last else chain(source, rng) for rng in rngs]
+        if not any(write_geometry(picture, row) for picture in pictures):
             return place
     return None
 
@@ -135,56 +97,62 @@ class EncodedRows:
         """
         if not isinstance(dataset, FolderDataset):
             return None
-        row_bytes = self.files.array.shape[1] // self.geometry.array.shape[1]
-        free = self.files.array[slot, rows.start * row_bytes : rows.stop * row_bytes]
-        drawn = None if operations is None else operations.array[slot]
-        return FileWriter(self, dataset, drawn, slot, rows.start * row_bytes, free)
+        return FileWriter(self, dataset, operations, slot, rows)
 
 
-@dataclass
 class FileWriter:
     """Copies files into the rows of one task.
 
     Attributes:
-        buffers: where to.
-        dataset: reads the files.
-        operations: float64 [B, count, 2] of the slot, or None.
-        slot: slot of the ring.
-        offset: place of `free` in the bytes of the slot.
-        free: uint8, the bytes of the task that hold no file yet.
         count: rows that hold a file.
     """
 
-    buffers: EncodedRows
-    dataset: FolderDataset
-    operations: np.ndarray | None
-    slot: int
-    offset: int
-    free: np.ndarray
-    count: int = 0
+    def __init__(
+        self,
+        buffers: EncodedRows,
+        dataset: FolderDataset,
+        operations: SharedArray | None,
+        slot: int,
+        rows: range,
+    ) -> None:
+        self.dataset, self.size, self.count = dataset, buffers.size, 0
+        self._operations = None if operations is None else operations.array[slot]
+        self._geometry, self._files = buffers.geometry.array[slot], buffers.files.array[slot]
+        row_bytes = len(self._files) // len(self._geometry)
+        self._offset, self._end = rows.start * row_bytes, rows.stop * row_bytes  # free bytes
 
     def write(self, row: int, epoch: int, index: int) -> int | None:
-        """Copy a sample's file into the batch.
+        """Read a sample's file and write it, its crop and its random operations into the batch.
+
+        The random numbers are those of `dataset.load`.
 
         Returns:
-            The label, or None if the file has to be decoded by the worker: it is not supported, the
-            rows of the task have no bytes left, or the worker has to apply operations.
+            The label, or None if the worker has to decode the file: the engines do not support it,
+            the rows of the task have no bytes left, or the worker has to apply operations.
+
+        Raises:
+            BadImageError: the file cannot be read.
         """
-        sample = load_encoded(self.dataset, epoch, index)
-        if sample is None or (sample.drawn and self.operations is None):
+        dataset, geometry = self.dataset, self._geometry[row]
+        data = dataset.read(index)
+        size, end = colour_size(data), self._offset + len(data)
+        if size is None or size[0] * size[1] > dataset.max_pixels or not engines_support(data):
             return None
-        length, side = len(sample.data), self.buffers.size
+        source = Picture(JpegFile(data, size, DECODERS[dataset.decoder]))
+        try:
+            picture, operations = dataset.transform.sample(
+                source, sample_rng(dataset.seed, epoch, index)
+            )
+        except UnreadableError:
+            return None
+        if (operations and self._operations is None) or end > self._end:
+            return None
         # Decoding an image of another size raises an error that names the file.
-        if length > len(self.free) or sample.size != (side, side):
+        if picture.size != (self.size, self.size) or not write_geometry(picture, geometry):
             return None
-        sample.geometry[OFFSET] = self.offset
-        self.buffers.geometry.array[self.slot, row] = sample.geometry
-        self.free[:length] = np.frombuffer(sample.data, np.uint8)
-        if self.operations is not None:
-            self.operations[row] = as_rows(sample.drawn)
-        self.free, self.offset, self.count = (
-            self.free[length:],
-            self.offset + length,
-            self.count + 1,
-        )
-        return self.dataset.label(index)
+        geometry[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(data), self._offset, *size
+        self._files[self._offset : end] = np.frombuffer(data, np.uint8)
+        if self._operations is not None:
+            self._operations[row] = as_rows(operations)
+        self._offset, self.count = end, self.count + 1
+        return dataset.label(index)

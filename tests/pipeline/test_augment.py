@@ -176,32 +176,17 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("v2.")])
-def test_every_transform_makes_the_size_it_declares(name: str) -> None:
+def test_every_transform_repeats_itself_and_makes_images_of_the_right_size(name: str) -> None:
     transform = one(name, **PARAMETERS.get(name, {}))
     for seed, image in enumerate((PHOTO, PHOTO.resize((41, 200)), PHOTO.resize((40, 40)))):
         before, pixels = image.tobytes(), made(transform, image, seed)
         assert (pixels.dtype, pixels.shape[2:]) == (np.uint8, (3,))
         np.testing.assert_array_equal(pixels, made(transform, image, seed))
         assert image.tobytes() == before
-        size = getattr(transform, "image_size", "kept")
-        if size == "kept":
-            assert pixels.shape[1::-1] == image.size
-        elif size is None:
+        if name == "resize":
             assert min(pixels.shape[:2]) == 40
         else:
-            assert pixels.shape[:2] == (size, size) == (40, 40)
-
-
-def test_image_size_of_a_list_is_that_of_its_last_crop() -> None:
-    crop, resize = {"random_resized_crop": {"size": 40}}, {"resize": {"size": 50}}
-    square, small = {"resize": {"size": [30, 30]}}, {"center_crop": {"size": 30}}
-    lists: list[tuple[list[Any], int | None]] = [
-        ([crop, "horizontal_flip", "rand_augment"], 40),
-        *(([resize, last], 30) for last in (square, small)),
-        *((entries, None) for entries in ([crop, resize], ["horizontal_flip"], [])),
-    ]
-    for entries, size in lists:
-        assert Compose(build(entries, TRANSFORMS, key="augment.train")).image_size == size
+            assert pixels.shape[1::-1] == ((40, 40) if name in PARAMETERS else image.size)
 
 
 # Strong augmentation.
@@ -248,7 +233,7 @@ def test_operations_strengths_and_signs_have_torchvisions_distribution(
     taken: dict[str, list[float]] = {name: [] for name in THEIRS.values()}
     transform = one(ours, **({} if wide else {"count": 1}))
     for seed in range(draws):
-        ((name, strength),) = transform.draw(IMAGE.size, random.Random(seed))
+        ((name, strength),) = transform.sample(IMAGE.size, random.Random(seed))
         magnitudes, signed = space[THEIRS[name]]
         unit = signed_strength(name, 1.0, IMAGE.size, wide=wide)
         place = round(abs(strength / unit) * STRENGTHS) if unit else 0
@@ -279,7 +264,7 @@ def test_rand_augment_applies_count_operations() -> None:
 def strengths_of(**parameters: float) -> list[int]:
     """The strengths of the operations of 4,000 images, without those that are left out."""
     transform = TRANSFORMS["rand_augment"](**parameters)
-    images = [transform.draw((8, 8), random.Random(seed)) for seed in range(4000)]
+    images = [transform.sample((8, 8), random.Random(seed)) for seed in range(4000)]
     assert {len(drawn) for drawn in images} == {2}
     return [
         round(abs(strength) * STRENGTHS)

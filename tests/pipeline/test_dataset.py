@@ -267,9 +267,9 @@ def test_transient_read_errors_are_retried(
     for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
         with failing_reads(number, 3):
             assert dataset.read(0) == good
-        with failing_reads(number, 4), pytest.raises(OSError, match=os.strerror(number)):
+        with failing_reads(number, 4), pytest.raises(BadImageError, match=os.strerror(number)):
             dataset.read(0)
-    with failing_reads(errno.EACCES, 1), pytest.raises(PermissionError):
+    with failing_reads(errno.EACCES, 1), pytest.raises(BadImageError):
         dataset.read(0)
 
 

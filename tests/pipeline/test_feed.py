@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from conf import cli
-from pipeline.augment import operated
+from pipeline.augment import apply_operations
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture, installed
@@ -115,7 +115,7 @@ def test_validation_uses_all_workers(image_root: Path) -> None:
 @pytest.mark.usefixtures("engines")
 def test_decoder_can_be_switched(image_root: Path) -> None:
     """Also in the middle of an iteration; every decoder makes the batches of the same samples."""
-    from pipeline.gpu.encoded import load_encoded
+    from pipeline.gpu.geometry import engines_support
 
     with opened(image_root, "pillow", others=("hybrid", "gpu"), workers=2) as feed:
         assert feed.engines is not None and feed.decoder == "pillow"
@@ -123,7 +123,7 @@ def test_decoder_can_be_switched(image_root: Path) -> None:
         dataset = feed.train.loader.pool.sources[0].dataset
         assert isinstance(dataset, FolderDataset)
         samples = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
-        most = sum(load_encoded(dataset, *pair) is not None for pair in samples)
+        most = sum(engines_support(dataset.read(index)) for _, index in samples)
         made: dict[str, list[Tensor]] = {}
         for decoder in ("gpu", "pillow", "hybrid", "gpu"):
             feed.decode_with(decoder)
@@ -331,9 +331,9 @@ def operated_batches(feed: Feed, plain: list[Tensor]) -> list[Tensor]:
     for step, images in enumerate(plain):
         rows = []
         for image, (epoch, index) in zip(images, loader.samples(step).tolist(), strict=True):
-            drawn = dataset.load_and_draw(epoch, index)[2]
+            drawn = dataset.load_for_gpu(epoch, index)[2]
             levels = image.round().to(torch.uint8).permute(1, 2, 0).numpy()
-            rows.append(torch.from_numpy(operated(Picture(levels), drawn).pixels().copy()))
+            rows.append(torch.from_numpy(apply_operations(Picture(levels), drawn).pixels().copy()))
         expected.append(torch.stack(rows).permute(0, 3, 1, 2).float())
     return expected
 

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from conf import cli
-from conf.schema import UserError
+from conf.schema import Data, UserError
 from pipeline.augment import Compose, RandomResizedCrop
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.demo import images as demo
-from pipeline.demo.images import CLASSES, UndrawnDataset, draw_dataset, draw_image
+from pipeline.demo.images import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.index import load_index
 
 
@@ -108,20 +108,20 @@ def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(demo, "draw_image", full_disk)
     with pytest.raises(UserError, match=r"data.root=.*: .*No space left"):
-        undrawn(tmp_path / "demo").prepare()
+        split(tmp_path / "demo").prepare()
     assert names(tmp_path) == []
 
 
-def undrawn(root: Path) -> UndrawnDataset:
+def split(root: Path) -> DemoDataset:
     transform = Compose([RandomResizedCrop(size=24)])
-    return UndrawnDataset(root, "val", transform, decoder="auto", seed=0)
+    return DemoDataset(Data(root=str(root)), "val", transform, decoder="auto", seed=0)
 
 
 def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) -> None:
-    dataset, index = undrawn(tmp_path / "demo"), load_index(drawn / "val", key="data.root")
+    dataset, index = split(tmp_path / "demo"), load_index(drawn / "val", key="data.root")
     files = FolderDataset(index, dataset.transform)
-    assert dataset.index.classes == index.classes
-    assert (dataset.mean_bytes(), names(tmp_path)) == (0, ["drawn"])
+    assert dataset.index.classes == index.classes and names(tmp_path) == ["drawn"]
+    assert dataset.mean_bytes() == pytest.approx(files.mean_bytes(), rel=0.1)
     dataset.prepare()
     assert dataset.fingerprint() == files.fingerprint()
     for place in range(0, len(index), 7):
@@ -132,6 +132,6 @@ def test_build(drawn: Path, tmp_path: Path) -> None:
     for root in (drawn, tmp_path / "later"):
         datasets = build_datasets(cli.load(["recipe=demo", f"data.root={root}"]))
         assert datasets.classes == tuple(sorted(CLASSES)) and len(datasets.train) == 40
-        assert isinstance(datasets.val, UndrawnDataset) == (root != drawn)
-    with pytest.raises(UserError, match=r"data\.root=\[.*: data=demo draws one folder"):
-        build_datasets(cli.load(["recipe=demo", "data.root=[a,b]"]))
+    for wrong in ("data.root=[a,b]", "data.val=elsewhere"):
+        with pytest.raises(UserError, match="data=demo draws the splits train and val into one"):
+            build_datasets(cli.load(["recipe=demo", f"data.root={root}", wrong]))

@@ -19,9 +19,9 @@ from pipeline.augment import (
     RandAugment,
     TrivialAugment,
     as_rows,
-    operated,
     signed_strength,
 )
+from pipeline.augment import apply_operations as apply_on_cpu
 from pipeline.decode import Picture
 from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
 
@@ -151,9 +151,9 @@ def test_operations_of_a_batch_are_applied_in_their_order(
 ) -> None:
     images = example_images(size, image_root / "train" / "dots" / "02.jpg")
     images = np.concatenate([images] * 16)
-    drawn = [transform.draw((size, size), random.Random(seed)) for seed in range(len(images))]
+    drawn = [transform.sample((size, size), random.Random(seed)) for seed in range(len(images))]
     expected = [
-        operated(Picture(image), operations).pixels()
+        apply_on_cpu(Picture(image), operations).pixels()
         for image, operations in zip(images, drawn, strict=True)
     ]
     operations = np.stack([as_rows(each) for each in drawn])
@@ -188,7 +188,7 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
     drawn = [(name, 0.5) for name in ("rotate", "equalize", "sharpness")]
     made = apply_operations(pixels, np.repeat(as_rows(drawn)[None], batch, axis=0))
-    expected = torch.from_numpy(operated(Picture(photo), drawn).pixels().copy()).cuda()
+    expected = torch.from_numpy(apply_on_cpu(Picture(photo), drawn).pixels().copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
         assert (part == expected).all()
 

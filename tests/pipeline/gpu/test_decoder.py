@@ -24,7 +24,7 @@ from pipeline.gpu.decoder import (
     find_library,
     why_no_engines,
 )
-from pipeline.gpu.encoded import first_on_pixels, load_encoded
+from pipeline.gpu.encoded import first_on_pixels
 from pipeline.gpu.geometry import engines_support, write_geometry
 from pipeline.index import load_index
 from pipeline.loader import Loader, WorkerPool, start_source
@@ -158,18 +158,6 @@ UNUSUAL: dict[str, bytes] = {
 def test_engines_get_only_usual_files(kind: str) -> None:
     data = (USUAL | UNUSUAL)[kind]
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
-
-
-def test_files_for_the_engines_are_read_as_by_the_cpu_path(image_root: Path) -> None:
-    index = load_index(image_root / "train", key="data.train")
-    dataset = FolderDataset(index, transform([*TRAIN, "rand_augment"]), seed=3)
-    sample = load_encoded(dataset, 0, 1)
-    assert sample is not None and sample.size == (48, 48)
-    assert sample.data == Path(dataset.name(1)).read_bytes()
-    assert sample.drawn == dataset.load_and_draw(0, 1)[2]
-    width, height = sample.geometry[[geometry.WIDTH, geometry.HEIGHT]].astype(int).tolist()
-    small = FolderDataset(index, transform(TRAIN), max_pixels=width * height - 1)
-    assert load_encoded(small, 0, 1) is None
 
 
 # Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
