@@ -382,9 +382,9 @@ class Train:
     accumulate: int = key(1, BOTH, COUNT)
     """micro-batches per optimiser step, to save GPU memory; the gradient is that of the whole batch
     up to rounding, except that BatchNorm uses the statistics of a micro-batch"""
-    loss: str = key("cross_entropy", BOTH, one_of("cross_entropy", "bce"))
-    """loss of training: cross_entropy, or bce, the binary cross-entropy of every class; validation
-    measures the cross-entropy"""
+    loss: str = key("cross_entropy", BOTH)
+    """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
+    every class; validation measures the cross-entropy"""
     bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)), when=BCE)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
     class_weights: str | None = key(

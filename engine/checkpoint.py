@@ -140,7 +140,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             _sync_folder(folder.parent)
         manifest.unlink(missing_ok=True)  # of an earlier file of this step
         _write(path, lambda file: torch.save(content, file))
-        entry = {"file": path.name, "step": content["step"], "sha256": _sha256(path)}
+        entry = {"file": path.name, "step": content["step"], "sha256": sha256(path)}
         write_json(manifest, entry)
         write_json(folder / "last.json", entry)
         if best_step is None:
@@ -219,7 +219,7 @@ def plan_in(content: dict[str, Any]) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raise CheckpointError if a checkpoint differs from its manifest. It may have none."""
     manifest = path.with_suffix(".json")
-    if manifest.exists() and _sha256(path) != read_manifest(manifest).get("sha256"):
+    if manifest.exists() and sha256(path) != read_manifest(manifest).get("sha256"):
         raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
 
 
@@ -309,7 +309,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, 64 hexadecimal digits."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

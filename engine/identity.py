@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import models
 from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, show
 from engine import checkpoint
 from engine.plan import Plan
@@ -39,7 +38,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         del keys["data.sizes"]  # checkpoints of earlier versions do not have it
     weights = config.model.weights
     if weights not in (None, "pretrained"):
-        keys["model.weights"] = models.file_fingerprint(checkpoint.find(Path(str(weights))))
+        digest = checkpoint.sha256(checkpoint.find(Path(str(weights))))
+        keys["model.weights"] = f"SHA-256 {digest[:16]}"
     if config.train.deterministic:  # eager and compiled steps round differently
         keys["model.compile"] = plan.compile
     return {

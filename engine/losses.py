@@ -1,6 +1,6 @@
 """The loss functions of training. Validation always measures the cross-entropy.
 
-To add a loss, add a function to LOSSES and its name to train.loss in conf/schema.py.
+To add a loss, add a function to LOSSES.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conf.schema import Train
+from conf.schema import Train, UserError
 
 # The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
 UNIT, LIMIT = 1024, 16.0
@@ -27,7 +27,12 @@ def build_criterion(config: Train, class_weights: Tensor | None = None) -> Crite
 
     Args:
         class_weights: float32 [classes] on the device; None: all alike.
+
+    Raises:
+        UserError: there is no such loss.
     """
+    if config.loss not in LOSSES:
+        raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
     return LOSSES[config.loss](config, class_weights)
 
 
@@ -58,9 +63,8 @@ def bce(config: Train, class_weights: Tensor | None) -> Criterion:
     """Binary cross-entropy of every class, as of "ResNet strikes back" (arXiv 2110.00476).
 
     The mean over classes and images, as timm's --bce-loss. Smoothing, also of mixed targets, comes
-    before the threshold.
+    before the threshold. There are no class weights: train.class_weights needs cross_entropy.
     """
-    assert class_weights is None
     smoothing, threshold = config.label_smoothing, config.bce_threshold
 
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:

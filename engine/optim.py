@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
     if config.layer_decay not in (None, 1):
         backwards = reversed(stages(model, fine=True))
         blocks = [
-            (block.parameters, {"lr_scale": config.layer_decay**distance})
+            (block, {"lr_scale": config.layer_decay**distance})
             for distance, block in enumerate(backwards)
         ]
     groups: Groups = []

@@ -11,7 +11,7 @@ import models
 from conf.schema import Config, UserError
 from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
-from engine.losses import balanced
+from engine.losses import balanced, build_criterion
 from engine.optim import Curve, build_optimizer
 from engine.state import MovingAverage, TrainState, state_bytes
 from pipeline.build import Datasets
@@ -188,6 +188,7 @@ def make_plan(
     """
     images, size = len(datasets.train), config.loader.batch_size
     check_batch(config, images, world)
+    build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     check_steps(config, stop_step)

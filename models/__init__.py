@@ -6,7 +6,6 @@ from models.published import published_model as published_model
 from models.stages import freeze as freeze
 from models.stages import stages as stages
 from models.stages import train_mode as train_mode
-from models.weights import file_fingerprint as file_fingerprint
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file

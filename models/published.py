@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.packages import import_torchvision
-from conf.schema import UserError
 from models.weights import safetensors_metadata
 
 
@@ -24,19 +23,7 @@ class Stated(NamedTuple):
     classes: tuple[str, ...]
 
 
-class Preprocessing(NamedTuple):
-    """Preprocessing of validation images: resize to `short_side`, crop `side`, normalise."""
-
-    image_size: int  # pixels, for which the model is built
-    side: int
-    short_side: int
-    interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...] = ()
-
-
-def published(name: str, path: Path, *, typed: set[str], val_size: int) -> Stated | None:
+def published(name: str, path: Path, *, val_size: int | None = None) -> Stated | None:
     """Return what the library states about a file with weights; None if it states nothing.
 
     timm states it for each model (with its test size, as timm's validate.py); torchvision for each
@@ -45,34 +32,12 @@ def published(name: str, path: Path, *, typed: set[str], val_size: int) -> State
     Args:
         name: of the model, as in `build`.
         path: of the file; `pretrained` stands for the weights that `build` downloads.
-        typed: keys that the user typed; they are not among the values.
-        val_size: side of the validation images, pixels, if the user typed it or data.image_size.
-
-    Raises:
-        UserError: there are no such transforms.
+        val_size: side of the validation images, pixels, if the user chose it; the short side
+            changes with it.
     """
-    found = _of_timm(name) if name.startswith("timm/") else _of_torchvision(name, path)
-    if found is None:
-        return None
-    if not typed & {"data.image_size", "data.val_size"}:
-        val_size = found.side
-    resize: dict[str, Any] = {"size": round(found.short_side * val_size / found.side)}
-    if found.interpolation != "bilinear":
-        resize["interpolation"] = found.interpolation
-    values = {
-        "data.image_size": found.image_size,
-        "data.val_size": val_size,
-        "data.mean": list(found.mean),
-        "data.std": list(found.std),
-        "augment.val": [{"resize": resize}, {"center_crop": {"size": val_size}}],
-    }
-    hidden = typed | {"augment.val"} if "augment" in typed else typed
-    if "augment.val" not in hidden and found.interpolation not in ("bilinear", "bicubic"):
-        raise UserError(
-            f"augment.val: {name} was published with {found.interpolation} preprocessing, which is "
-            "not supported; give augment.val=[...]"
-        )
-    return Stated({k: v for k, v in values.items() if k not in hidden}, found.classes)
+    return (
+        _of_timm(name, val_size) if name.startswith("timm/") else _of_vision(name, path, val_size)
+    )
 
 
 def published_model(path: Path) -> str | None:
@@ -90,26 +55,21 @@ def _torchvision_files() -> dict[str, tuple[str, Any]]:
     }
 
 
-def _of_torchvision(name: str, path: Path) -> Preprocessing | None:
+def _of_vision(name: str, path: Path, val_size: int | None) -> Stated | None:
     vision = import_torchvision().models
     model, entry = _torchvision_files().get(path.name, (name, None))
     if str(path) == "pretrained" and name in vision.list_models(module=vision):
         entry = vision.get_model_weights(name).DEFAULT
     if entry is None or model != name:
         return None
-    made = entry.transforms()
-    return Preprocessing(
-        image_size=made.crop_size[0],
-        side=made.crop_size[0],
-        short_side=made.resize_size[0],
-        interpolation=made.interpolation.value,
-        mean=tuple(made.mean),
-        std=tuple(made.std),
-        classes=tuple(entry.meta["categories"] or ()),  # none for features without a head
-    )
+    transforms = entry.transforms()
+    (side,), (short_side,) = transforms.crop_size, transforms.resize_size
+    values = _preprocessing(side, short_side, transforms.interpolation.value, val_size)
+    values |= {"data.image_size": side, "data.mean": transforms.mean, "data.std": transforms.std}
+    return Stated(values, tuple(entry.meta["categories"] or ()))  # none for features without a head
 
 
-def _of_timm(name: str) -> Preprocessing | None:
+def _of_timm(name: str, val_size: int | None) -> Stated | None:
     if importlib.util.find_spec("timm") is None:
         return None  # `build` explains it
     import_torchvision()
@@ -119,14 +79,25 @@ def _of_timm(name: str) -> Preprocessing | None:
     if about is None:
         return None
     side = (about.test_input_size or about.input_size)[-1]
-    return Preprocessing(
-        image_size=about.input_size[-1],
-        side=side,
-        short_side=math.floor(side / (about.test_crop_pct or about.crop_pct)),
-        interpolation=about.interpolation if about.crop_mode == "center" else about.crop_mode,
-        mean=tuple(about.mean),
-        std=tuple(about.std),
-    )
+    short_side = math.floor(side / (about.test_crop_pct or about.crop_pct))
+    # The check of augment.val refuses what its transforms do not support, such as squash.
+    interpolation = about.interpolation if about.crop_mode == "center" else about.crop_mode
+    values = _preprocessing(side, short_side, interpolation, val_size)
+    values |= {"data.image_size": about.input_size[-1]}
+    values |= {"data.mean": list(about.mean), "data.std": list(about.std)}
+    return Stated(values, ())
+
+
+def _preprocessing(
+    side: int, short_side: int, interpolation: str, val_size: int | None
+) -> dict[str, Any]:
+    """Return keys that resize to `short_side` and crop `side`, or `val_size` in proportion."""
+    size = side if val_size is None else val_size
+    resize: dict[str, Any] = {"size": round(short_side * size / side)}
+    if interpolation != "bilinear":
+        resize["interpolation"] = interpolation
+    transforms = [{"resize": resize}, {"center_crop": {"size": size}}]
+    return {"data.val_size": size, "augment.val": transforms}
 
 
 def exported(path: Path) -> Stated | None:

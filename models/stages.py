@@ -1,18 +1,15 @@
 """The stages of a model, for freezing and for layer-wise learning rates."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 from torch import nn
 
 from conf.schema import UserError, show
 
-
-class Stage(NamedTuple):
-    """Neighbouring layers: the module with most of the parameters, and the parameters' names."""
-
-    name: str
-    parameters: list[str]
+Stage = list[str]
+"""The names of the parameters of neighbouring layers."""
 
 
 def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
@@ -27,14 +24,28 @@ def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
     Args:
         fine: divide stages into blocks, such as `layer2.0`, as timm does for layer-wise decay.
     """
-    grouped = _of_timm(model, fine) if hasattr(model, "group_matcher") else _by_names(model, fine)
-    found = []
-    for group in grouped:
-        sizes: Counter[str] = Counter()
-        for name in group:
-            sizes[_module_of(name, fine)] += model.get_parameter(name).numel()
-        found.append(Stage(sizes.most_common(1)[0][0], group))
+    if hasattr(model, "group_matcher"):
+        return _of_timm(model, fine)
+    parameters = dict(model.named_parameters())
+    found: list[Stage] = []
+    has_weight = False  # whether a stage has begun with the weight of a layer
+    for _, group in groupby(parameters, lambda name: _module_of(name, fine)):
+        names = list(group)
+        begins = any(name.endswith("weight") and parameters[name].ndim >= 2 for name in names)
+        if not found or (begins and has_weight):
+            found.append(names)
+        else:
+            found[-1] += names
+        has_weight |= begins
     return found
+
+
+def stage_name(model: nn.Module, stage: Stage) -> str:
+    """Return the name of the module that has most of the parameters of a stage."""
+    sizes: Counter[str] = Counter()
+    for name in stage:
+        sizes[_module_of(name, fine=False)] += model.get_parameter(name).numel()
+    return sizes.most_common(1)[0][0]
 
 
 def freeze(model: nn.Module, last: int | str | None) -> None:
@@ -49,16 +60,15 @@ def freeze(model: nn.Module, last: int | str | None) -> None:
     if last is None:
         return
     found = stages(model)
-    names = [stage.name for stage in found]
+    names = [stage_name(model, stage) for stage in found]
     count = names.index(last) + 1 if last in names else last
     if not isinstance(count, int) or count >= len(found):
         raise UserError(
             f"model.freeze={show(last)}: the stages are {', '.join(names)}; give the last one to "
             f"freeze, or a number from 1 to {len(found) - 1} (the last stage is always trained)"
         )
-    for stage in found[:count]:
-        for name in stage.parameters:
-            model.get_parameter(name).requires_grad_(False)
+    for name in (name for stage in found[:count] for name in stage):
+        model.get_parameter(name).requires_grad_(False)
     train_mode(model)
 
 
@@ -76,25 +86,7 @@ def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     return model
 
 
-def _by_names(model: nn.Module, fine: bool) -> list[list[str]]:
-    """Group the names of the parameters; a weight of another module begins a group."""
-    groups: list[list[str]] = [[]]
-    current = None  # the module whose weight began the group
-    for name, parameter in model.named_parameters():
-        module = _module_of(name, fine)
-        is_weight = parameter.ndim >= 2 and name.endswith("weight")
-        if is_weight and current not in (None, module):
-            # Also its parameters before the weight, such as a norm at the beginning of a block.
-            begun = [other for other in groups[-1] if _module_of(other, fine) == module]
-            groups[-1] = [other for other in groups[-1] if other not in begun]
-            groups.append(begun)
-        if is_weight:
-            current = module
-        groups[-1].append(name)
-    return groups
-
-
-def _of_timm(model: Any, fine: bool) -> list[list[str]]:
+def _of_timm(model: Any, fine: bool) -> list[Stage]:
     from timm.models import group_parameters
 
     return list(group_parameters(model, model.group_matcher(coarse=not fine)).values())

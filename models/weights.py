@@ -4,7 +4,6 @@ Reading a file never executes code from it.
 """
 
 import argparse
-import hashlib
 import logging
 import math
 import re
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from conf.files import open_regular
 from conf.schema import UserError
-from models.stages import stages
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +75,11 @@ def read_file(path: Path, *, origin: str) -> Any:
             return read_torch_file(path)
         open_regular(path).close()
         return load_file(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"{origin}: no such file or folder; give a checkpoint, the folder of a run, or a file "
-            "with weights (.pth, .pt, .safetensors)"
-        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"{origin}: cannot be read ({reason}); give a state_dict or a checkpoint"
+            f"{origin}: cannot be read ({reason}); give a checkpoint, the folder of a run, or a "
+            "file with weights (.pth, .pt, .safetensors)"
         ) from None
 
 
@@ -148,57 +142,58 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
+    head: list[str] = []  # that keeps its initial weights
     if new_head:
         weights = {name: _resized(name, value, own) for name, value in weights.items()}
+        head = head_of(model)
+        if not all(k not in weights or _other_classes(weights[k], own[k]) for k in head):
+            head = []
+        weights |= {name: own[name] for name in head}
     # The oldest weights of torchvision have no num_batches_tracked.
-    missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
-    unknown = [k for k in weights if k not in own]
-    other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    head = head_of(model) if new_head and (missing or other) else []
-    # The number of classes is the first dimension of the head's tensors.
-    same_features = all(own[name].shape[1:] == weights[name].shape[1:] for name in other)
-    if head and set(other) <= set(head) and same_features and missing in ([], head):
-        logger.warning(
-            "%s: %s keep their initial weights: the file has no head for %d classes",
-            *(origin, ", ".join(head), own[head[0]].shape[0]),
-        )
-        missing, other = [], []
-        weights = {name: value for name, value in weights.items() if name not in head}
-    if missing or unknown or other:
-        found = {"missing": missing, "unknown": unknown, "of another shape": other}
-        kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in found.items() if keys]
+    found = {
+        "missing": [k for k in own if k not in weights and not k.endswith("num_batches_tracked")],
+        "unknown": [k for k in weights if k not in own],
+        "of another shape": [k for k in own if k in weights and own[k].shape != weights[k].shape],
+    }
+    kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in found.items() if keys]
+    if kinds:
         raise UserError(
             f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name and "
             "data.image_size"
+        )
+    if head:
+        logger.warning(
+            "%s: %s keep their initial weights: the file has no head for %d classes",
+            *(origin, ", ".join(head), own[head[0]].shape[0]),
         )
     own.update(weights)  # it has the versions of the layers, which MNASNet requires
     model.load_state_dict(own)
 
 
+def _other_classes(stored: Tensor, own: Tensor) -> bool:
+    """Whether two tensors of a head are for different numbers of classes, their first dimension."""
+    return stored.shape != own.shape and stored.shape[1:] == own.shape[1:]
+
+
 def head_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of the classifier: timm states it, else the last layer."""
-    parameters = dict(model.named_parameters())
     layers = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     if not layers:
-        last = stages(model)[-1].parameters
-        layers = [name.rpartition(".")[0] for name in last if parameters[name].ndim > 1]
-    elif isinstance(layers, str):
-        layers = [layers]
-    return [name for name in parameters if name.rpartition(".")[0] in layers]
+        layers = [name for name, p in model.named_parameters() if p.ndim > 1][-1].rpartition(".")[0]
+    layers = (layers,) if isinstance(layers, str) else layers
+    return [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in layers]
 
 
 def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
     """Return the name of a tensor in the model, if the file has a former one."""
-    if name in own:
-        return name
     names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
-    return next((new for new in names if new in own), name)
+    return name if name in own else next((new for new in names if new in own), name)
 
 
 def _resized(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor of a file; position embeddings with the model's number of tokens."""
     options = POSITIONS.get(name.rpartition(".")[2])
-    if options is None or name not in own or value.ndim != 3 or value.shape == own[name].shape:
+    if options is None or name not in own or value.ndim != 3:
         return value
     return resize_positions(value, own[name].shape[1], **options)
 
@@ -240,19 +235,3 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     """Return the `__metadata__` of a safetensors file."""
     with safe_open(path, "pt") as file:
         return file.metadata() or {}
-
-
-def file_fingerprint(path: Path) -> str:
-    """Identify the content of a weights file, independent of its name.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    try:
-        with open_regular(path) as file:
-            return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model.weights={path}: {getattr(error, 'strerror', None) or error}; give the path of "
-            "the file, which every start reads, even if the run resumes"
-        ) from None

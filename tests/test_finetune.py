@@ -253,10 +253,11 @@ def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
     ("typed", "message"),
     [
         ("model.weights=null", "model.weights is missing: fine-tuning starts from trained "),
-        ("model.weights=gone.pth", "model.weights=gone.pth: no such file"),
+        ("model.weights=gone.pth", "model.weights=gone.pth: cannot be read .No such file"),
         ("model.weights=.", r"\.: holds no checkpoints; give a file or the folder of a run"),
         ("model.name=resnet18", "model.weights=.*: does not fit the model: .* missing, .*"),
         ("model.freeze=layer9", "model.freeze=layer9: the stages are conv1, layer1, .*"),
+        ("train.loss=polly", "train.loss=polly: not allowed; give cross_entropy, bce"),
         ("model.freeze=5", "model.freeze=5: the stages are conv1, layer1, .*"),
     ],
 )

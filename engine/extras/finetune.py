@@ -107,7 +107,8 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         if stored_name is not None and stored_name not in models.available():
             stored_name = f"timm/{stored_name}"  # timm's files name the model without the prefix
         name = models.published_model(path) or stored_name or name
-    stated = models.published(name, path, typed=typed, val_size=config.data.val_size)
+    val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
+    stated = models.published(name, path, val_size=val_size)
     return {"model.name": name} | (stated.values if stated else {})
 
 

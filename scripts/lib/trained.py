@@ -216,14 +216,11 @@ def _open_foreign(
     if not typed & NAMES_A_MODEL:
         raise UserError(f"{path}: {_advice(content)}")
     config = load(overrides, runnable=False)
-    about = models.published(config.model.name, path, typed=typed, val_size=config.data.val_size)
-    if about is not None:
-        stated = dict(about.values)
-        transforms = stated.pop("augment.val", config.augment.val)
-        changed = {key.split(".")[1]: value for key, value in stated.items()}
-        config = replace(config, data=replace(config.data, **changed))
-        config = replace(config, augment=replace(config.augment, val=transforms))
-    return _of_config(path, config, weights, () if about is None else about.classes)
+    val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
+    stated = models.published(config.model.name, path, val_size=val_size)
+    if stated is not None:
+        config = load(overrides, runnable=False, decided={"published": stated.values})
+    return _of_config(path, config, weights, () if stated is None else stated.classes)
 
 
 def _advice(content: Any) -> str:

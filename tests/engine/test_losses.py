@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.schema import Train
+from conf.schema import Train, UserError
 from engine.losses import LOSSES, balanced, build_criterion
 from tests.libraries import timm_module
 
@@ -23,6 +23,11 @@ def mixed() -> Tensor:
     """Targets as from mixup, cutmix and neither."""
     onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
     return onehot.lerp(onehot.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
+
+
+def test_unknown_loss() -> None:
+    with pytest.raises(UserError, match=r"^train\.loss=polly: .* give cross_entropy, bce$"):
+        build_criterion(Train(loss="polly"))
 
 
 @pytest.mark.parametrize("name", LOSSES)

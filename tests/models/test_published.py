@@ -11,10 +11,11 @@ import pytest
 from conf.packages import import_torchvision
 from conf.schema import UserError
 from models.published import Stated, published, published_model
+from pipeline.build import build_transform
 
 
-def stated(name: str, file: str, *typed: str, val_size: int = 0) -> Stated | None:
-    return published(name, Path("/somewhere") / file, typed=set(typed), val_size=val_size)
+def stated(name: str, file: str, val_size: int | None = None) -> Stated | None:
+    return published(name, Path("/somewhere") / file, val_size=val_size)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_every_file_of_torchvision() -> None:
         entries = list(vision.get_model_weights(name))
         for entry in (entries[0], entries[-1]):
             assert stated(name, Path(entry.url).name) is not None
-        assert published(name, Path("pretrained"), typed=set(), val_size=0) is not None
+        assert published(name, Path("pretrained")) is not None
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
@@ -72,15 +73,14 @@ def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
 
 
 def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm rounds the short side down: 224 / 0.9 is 248.9. Typed keys are left out."""
+    """timm rounds the short side down: 224 / 0.9 is 248.9."""
     stub(monkeypatch)
-    found = stated("timm/vit", "x", "data.std")
-    assert found is not None
-    assert (found.values["data.mean"], "data.std" in found.values) == ([0.5] * 3, False)
+    found = stated("timm/vit", "x")
+    assert found is not None and found.values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}
     assert found.values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 224}}]
     stub(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
-    found = stated("timm/resnet50", "x", "data.val_size", val_size=320)
+    found = stated("timm/resnet50", "x", 320)
     assert found is not None and found.values["data.image_size"] == 224
     resize = {"size": 320, "interpolation": "bicubic"}
     assert found.values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 320}}]
@@ -91,8 +91,7 @@ def test_preprocessing_that_is_not_supported(
     monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
 ) -> None:
     stub(monkeypatch, **wrong)
-    with pytest.raises(UserError, match=r"^augment\.val: .*; give augment\.val="):
-        stated("timm/vit", "x")
-    for typed in ("augment", "augment.val"):
-        found = stated("timm/vit", "x", typed)
-        assert found is not None and "augment.val" not in found.values
+    found = stated("timm/vit", "x")
+    assert found is not None
+    with pytest.raises(UserError, match=r"^augment\.val: resize: interpolation"):
+        build_transform(found.values["augment.val"], "augment.val")
