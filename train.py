@@ -33,7 +33,9 @@ from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
 from engine.distributed import World, average_gradients, join_world, share_config, without_sync
 from engine.identity import run_identity
-from engine.log.runlog import RunLog, check_log
+from engine.log.bad_files import too_many_unreadable
+from engine.log.runlog import RunLog, check_log, introduce
+from engine.log.tracker import Tracker
 from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
@@ -70,18 +72,25 @@ def train(config: Config) -> dict[str, Any]:
         run = enter(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
         run.open(state, plan, run_identity(config, datasets, plan))
-        log = enter(RunLog(plan, run, state, world, started=started))
+        introduce(plan, run, state)
         if run.finished is not None:
-            return log.already_finished()
+            return run.finished
 
         feed = enter(open_feed(config, datasets, plan.loader, world))
+        tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         step = enter(build_step(plan, state, world))
-        stop = enter(StopSignal(world, log.failed, unsaved=lambda: state.step != run.step_on_disk))
+        stop = enter(
+            StopSignal(
+                world,
+                lambda: run.failed() or too_many_unreadable(feed.train.loader, config.data),
+                unsaved=lambda: state.step != run.step_on_disk,
+            )
+        )
         enter(out_of_memory_explained(plan, state, world))
         world.set_section("measurement")
         compile_later_sizes(step, feed, plan, state, stop)
-        verdict = tune_loader(feed, step, plan, state, run, stop, log)
-        enter(log.watch(feed, stop, verdict))
+        verdict = tune_loader(feed, step, plan, state, run, stop, tracker)
+        log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
@@ -273,7 +282,7 @@ def validate(
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
-    with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
+    with log.pause("checkpoint", last=bool(stop)), stop.saving(run.checkpoints, state_bytes(state)):
         run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
@@ -369,18 +378,18 @@ def tune_loader(
     state: TrainState,
     run: RunDirectory,
     stop: StopSignal,
-    log: RunLog,
+    tracker: Tracker,
 ) -> Any:
     """Set decoder and workers for loader.workers=auto.
 
     Returns:
-        What judges the speed of the run, for `RunLog.watch`; None without engine/tune.
+        What judges the speed of the run, for `RunLog`; None without engine/tune.
     """
     if not has_room("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader
 
-    return tune_loader(feed, step, plan, state, run, stop, log)
+    return tune_loader(feed, step, plan, state, run, stop, tracker)
 
 
 def main(config: Config) -> int:

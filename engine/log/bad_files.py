@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
+from conf.schema import Data
 from engine.distributed import World
 from engine.log.tracker import Tracker
 from engine.state import TrainingError
 from pipeline.loader import Loader
+
+
+def too_many_unreadable(loader: Loader, data: Data) -> bool:
+    """Return whether this rank alone has met more unreadable images than data.max_bad_fraction."""
+    return len(loader.pool.unreadable) > data.max_bad_fraction * len(loader.dataset)
 
 
 class BadFiles:
@@ -21,51 +27,39 @@ class BadFiles:
             start: files may be repaired before the next.
 
     Attributes:
-        listed: path -> reason, of all starts; complete on rank 0.
+        listed: path -> reason, of all ranks and starts, as of the last `share`.
     """
 
     def __init__(
         self, loader: Loader, world: World, folder: Path, tracker: Tracker, limit: float
     ) -> None:
-        self.world, self.tracker, self.limit = world, tracker, limit
-        self.path, self.dataset = folder / "bad_files.txt", loader.dataset
+        self.loader, self.world, self.tracker, self.limit = loader, world, tracker, limit
+        self.path = folder / "bad_files.txt"
         self.listed: dict[str, str] = {}
-        self._own = loader.pool.unreadable
-        self._all: dict[int, str] = {}  # of all ranks in this start, as of the last `share`
-        self._counted = 0  # of both, when the file was last written
         if world.is_main and self.path.is_file():
             text = self.path.read_text(encoding="utf-8", errors="surrogateescape")
             self.listed = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
 
-    @property
-    def too_many(self) -> bool:
-        """Whether training has to stop, as far as this rank knows."""
-        return max(len(self._own), len(self._all)) > self.limit * len(self.dataset)
-
-    def write(self) -> int:
-        """Add new ones to bad_files.txt; return the number of its lines."""
-        if self._counted != len(self._own) + len(self._all):
-            self._counted = len(self._own) + len(self._all)
-            for index, message in {**self._all, **self._own}.items():
-                path = self.dataset.name(index)
-                self.listed.setdefault(path, " ".join(message.removeprefix(f"{path}: ").split()))
-            lines = (f"{path}\t{reason}\n" for path, reason in self.listed.items())
-            self.tracker.write(self.path.name, "".join(lines))
-        return len(self.listed)
-
     def share(self) -> None:
-        """Tell the other ranks, so that rank 0 lists all and the limit is that of all. Collective.
+        """List those that the ranks have met in this start. Collective.
 
         Raises:
             TrainingError: more than the limit are unreadable; on every rank.
         """
-        for found in self.world.all_gather(dict(self._own)):
-            self._all.update(found)
-        self.write()
-        if self.too_many:
+        found: dict[int, str] = {}
+        for own in self.world.all_gather(dict(self.loader.pool.unreadable)):
+            found |= own
+        if not found:
+            return
+        images = len(self.loader.dataset)
+        for index, message in found.items():
+            path = self.loader.dataset.name(index)
+            self.listed.setdefault(path, " ".join(message.removeprefix(f"{path}: ").split()))
+        lines = (f"{path}\t{reason}\n" for path, reason in self.listed.items())
+        self.tracker.write(self.path.name, "".join(lines))
+        if len(found) > self.limit * images:
             raise TrainingError(
-                f"data.max_bad_fraction={self.limit:g}: {len(self._all):,} of "
-                f"{len(self.dataset):,} training images cannot be read, for example "
-                f"{next(reversed(self._all.values()))}; replace them ({self.path} lists them), or "
-                "raise this limit"
+                f"data.max_bad_fraction={self.limit:g}: {len(found):,} of {images:,} training "
+                f"images cannot be read, for example {next(reversed(found.values()))}; replace "
+                f"them ({self.path} lists them), or raise this limit"
             )

@@ -1,26 +1,27 @@
-"""What is measured while a run trains: values of the steps, times, GPU, memory, and the verdict."""
+"""What is measured in the steps of a run: the means of their values, their speed, lost time."""
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.compute import peak_rate
 from engine.distributed import World
-from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.plan import Plan
 from engine.state import TrainState
-from pipeline.clock import StepClock
-from pipeline.feed import Feed
+from pipeline.clock import StepClock, Timing
 
-LOST = ("validation", "checkpoint", "start", "profile")
 # Of Timing, under the same name in a log row.
-FRACTIONS = ("late_fraction", "copy_fraction", "compute_fraction")
-TIMES = ("copy_ms", "step_ms", "step_worst_ms")
+LOGGED = (
+    *("late_fraction", "copy_fraction", "compute_fraction"),
+    *("copy_ms", "step_ms", "step_worst_ms"),
+)
+TIME = ("data_wait_fraction", "ranks_wait_fraction", *LOGGED)  # TensorBoard's group `time`
+LOST = ("validation", "checkpoint", "start", "profile")  # kinds of seconds that are not training
 
 
 @dataclass(frozen=True)
@@ -71,102 +72,85 @@ class Meter:
         return Interval(step, steps, dict(zip(self._names, means, strict=True)))
 
 
-class Measurements(AbstractContextManager["Measurements"]):
-    """Measures from the first to the last step of a start, and sums over all starts of the run.
+def train_row(interval: Interval, timing: Timing, plan: Plan) -> dict[str, Any]:
+    """Return the log row of an interval, without the figures of the GPU and the memory."""
+    step, rate = interval.step, timing.batches * plan.batch_size / timing.seconds
+    row = {
+        "step": step,
+        "epoch": plan.epoch(step),
+        "split": "train",
+        **interval.values,
+        "lr": plan.curve.at(step - 1),
+        "images_per_second": rate,
+        "data_wait_fraction": timing.wait_fraction,
+        **{name: getattr(timing, name) for name in LOGGED},
+        "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
+    }
+    if plan.world_size > 1:
+        row["ranks_wait_fraction"] = timing.ranks_fraction
+    peak = peak_rate(
+        plan.device,
+        precision=plan.precision,
+        flops_per_image=plan.flops(step - 1),
+        ranks=plan.world_size,
+    )
+    if peak:
+        row["mfu"] = rate / peak
+    return row
+
+
+class RunTimes:
+    """Seconds and numbers of images by kind, summed over all starts of a run.
+
+    All time counts as `start`, with compilation, until the first step has ended, and as `training`
+    later, except in `lost`.
 
     Args:
-        state: its `totals` hold seconds and numbers of images by kind, and is modified.
-        verdict: judges the speed, see engine/tune/verdict.py; None without that room.
+        totals: `TrainState.totals`, kind -> sum. Modified; each checkpoint stores it.
+        first_step: where this start begins.
         began: time.monotonic() when the program began.
     """
 
-    def __init__(
-        self, feed: Feed, verdict: Any, plan: Plan, state: TrainState, world: World, *, began: float
-    ) -> None:
-        self.feed, self.plan, self.world = feed, plan, world
-        self._verdict, self._totals = verdict, state.totals
-        self._first_step = self._step = state.step
-        self._kind = "start"  # of the time outside of `lost`
+    def __init__(self, totals: dict[str, float], *, first_step: int, began: float) -> None:
+        self._totals, self._first_step = totals, first_step
+        self._kind = "start"
         self._counted = began  # until when the totals are complete
         self._add("starts", 1)
-        self._open = ExitStack()
-        self._monitor = self._open.enter_context(GpuMonitor(world.device))
-        if world.size > 1:
-            self._open.enter_context(step_points(state, feed.train.clock))
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def started(self) -> None:
-        """The first step is done: the time until then, with compilation, is the cost of a start."""
+    def end_first_step(self) -> None:
+        """Count the time until now as the cost of a start."""
         self._count(self._kind)
         self._kind = "training"
 
     @contextmanager
     def lost(self, kind: str) -> Iterator[None]:
-        """Seconds that pass inside are not training."""
+        """Count the seconds of the `with` block as this kind."""
         self._count(self._kind)  # the totals are now complete, for a checkpoint
         try:
             yield
         finally:
             self._count(kind)
 
-    def row(self, interval: Interval) -> dict[str, Any]:
-        """Return the log row of an interval."""
-        plan, step = self.plan, interval.step
-        timing = self.feed.train.clock.timing(interval.steps)
-        assert timing is not None, "every step of an interval has been ended"
-        if self._verdict is not None:
-            self._verdict.add(timing)
-        images = timing.batches * plan.batch_size
-        # The first interval compiles, and in the first epoch, files are not in the page cache yet.
-        kind = "first epoch" if self._step * plan.batch_size < plan.train_images else "later"
-        if self._step == self._first_step:
+    def add_interval(self, interval: Interval, timing: Timing, plan: Plan) -> None:
+        """Add images and seconds of an interval."""
+        before = interval.step - interval.steps
+        # In the first epoch, files are not in the page cache yet, and the first interval compiles.
+        kind = "first epoch" if before * plan.batch_size < plan.train_images else "later"
+        if before == self._first_step:
             kind = "starting"
-        self._add(f"{kind} images", images)
+        self._add(f"{kind} images", timing.batches * plan.batch_size)
         self._add(f"{kind} seconds", timing.seconds)
-        self._step, rate = step, images / timing.seconds
-        row = {
-            "step": step,
-            "epoch": plan.epoch(step),
-            "split": "train",
-            **interval.values,
-            "lr": plan.curve.at(step - 1),
-            "images_per_second": rate,
-            "data_wait_fraction": timing.wait_fraction,
-            **{name: getattr(timing, name) for name in FRACTIONS + TIMES},
-            "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
-        }
-        if self.world.size > 1:
-            row["ranks_wait_fraction"] = timing.ranks_fraction
-        peak = peak_rate(
-            plan.device,
-            precision=plan.precision,
-            flops_per_image=plan.flops(step - 1),
-            ranks=plan.world_size,
-        )
-        if peak:
-            row["mfu"] = rate / peak
-        pids = self.feed.train.loader.pool.pids
-        return row | self._monitor.read() | memory_figures(pids, self.world.device)
-
-    def verdict(self, period: Literal["epoch", "run"]) -> list[str]:
-        """Return what limits the speed, in an epoch or in this start. Collective."""
-        if self._verdict is None:
-            return []
-        slowdowns = self._monitor.slowdowns(of_epoch=period == "epoch")
-        return list(self._verdict.sentences(period, slowdowns=slowdowns))
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says about speed and time over all starts. Collective.
+        """Return what summary.json says about speed and time.
 
         `images_per_second` excludes the first epoch and the first interval of each start. If
         nothing else is left, it includes them. `effective_time` is training's share of the time.
         """
         self._count(self._kind)
         kinds = ("later", "first epoch", "starting")
-        spent = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
-        lost = {kind: value for kind, value in spent.items() if value or kind != "profile"}
+        seconds = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
+        lost = {kind: value for kind, value in seconds.items() if value or kind != "profile"}
         training = self._totals.get("training", 0.0)
         total = training + sum(lost.values())
         return {
@@ -176,12 +160,10 @@ class Measurements(AbstractContextManager["Measurements"]):
             "seconds_lost": lost,
             "starts": int(self._totals["starts"]),
             "effective_time": training / max(total, 1e-9),
-            "workers": self.feed.train.loader.pool.active,
-            "verdict": self.verdict("run"),
         }
 
     def _count(self, kind: str) -> None:
-        """Count the time that is not in the totals yet."""
+        """Add the time that is not in the totals yet."""
         now = time.monotonic()
         self._add(kind, now - self._counted)
         self._counted = now

@@ -6,9 +6,9 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 from torch import Tensor
@@ -19,10 +19,11 @@ from conf.rooms import has_room, require_room
 from conf.schema import Config
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
-from engine.log.console import Console
-from engine.log.measurements import Measurements, Meter
+from engine.log.console import HEADER, outcome, print_lines, train_line, val_line
+from engine.log.measurements import Meter, RunTimes, step_points, train_row
 from engine.log.pictures import tiles
 from engine.log.predictions import Predictions
+from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory
@@ -47,30 +48,62 @@ def check_log(config: Config) -> None:
         require_room("engine.extras.profiler", f"profile.steps={steps}")
 
 
-class RunLog:
-    """Reports a run while the loop trains.
+def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
+    """Print what the run will do, or the summary of an earlier start that finished it."""
+    if not run.world.is_main:
+        return
+    resumed = ""
+    if run.resumed is not None:
+        resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
+    print_lines(
+        *plan.lines(),
+        f"run      {run.path}{resumed}",
+        *(f"history  {line}" for line in state.history),
+        *(f"changed  {change}" for change in run.changes),
+    )
+    if run.finished is not None:
+        more = "a larger train.max_steps to continue, "
+        print_lines(
+            f"this run is finished after {state.step:,} steps: give "
+            f"{more if state.step < plan.schedule_steps else ''}another run.name to train again, "
+            "or checkpoint.resume=never to start over in this directory",
+            *outcome(run.path, run.finished, resumes=False),
+        )
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """Reports a run while the loop trains, from the first step to the last.
 
     Args:
         state: read for the reports; only `totals`, the seconds by kind, are modified.
+        verdict: judges the speed, see engine/tune/verdict.py; None without that room.
         started: time.monotonic() when the program began.
     """
 
     def __init__(
-        self, plan: Plan, run: RunDirectory, state: TrainState, world: World, *, started: float
+        self,
+        plan: Plan,
+        run: RunDirectory,
+        state: TrainState,
+        feed: Feed,
+        tracker: Tracker,
+        verdict: Any,
+        *,
+        started: float,
     ) -> None:
-        self.plan, self.run, self.state, self.world = plan, run, state, world
-        self._started, config = started, plan.config
-        self.console = Console(world.is_main, config.train.epochs)
-        self.say = self.console.say
-        self.tracker = Tracker(
-            run.path if world.is_main and run.finished is None else None,
-            start_step=state.step,
-            trackers=config.log.trackers,
-            config=config,
-        )
-        self.meter = Meter(world)
-        self.bad_files: BadFiles | None = None
+        config = plan.config
+        self.plan, self.run, self.state, self.world = plan, run, state, run.world
+        self.feed, self.tracker, self.verdict = feed, tracker, verdict
+        self.started = started
+        self.meter = Meter(self.world)
+        self.times = RunTimes(state.totals, first_step=state.step, began=started)
+        self.monitor = GpuMonitor(self.world.device)
         self._first_step = self._last_step = state.step
+        self._stack = ExitStack()
+        self.bad_files: BadFiles | None = None
+        if config.data.on_error == "skip":
+            limit = config.data.max_bad_fraction
+            self.bad_files = BadFiles(feed.train.loader, self.world, run.path, tracker, limit)
         self.expectation: Any = None
         if config.expect is not None and has_room("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
@@ -78,70 +111,36 @@ class RunLog:
             data = plan.num_classes, plan.train_images, plan.val_images
             self.expectation = Expectation(config, data, continues=bool(state.history))
         self.profiler: Any = None
-        if config.profile.steps and world.is_main:
+        if config.profile.steps and self.world.is_main:
             from engine.extras.profiler import StepProfiler
 
             path = run.path / "profile"
-            self.profiler = StepProfiler(config.profile.steps, path, world.device, self.say)
-
-    def __exit__(self, *error: Any) -> None:
-        self.tracker.__exit__(*error)
+            self.profiler = StepProfiler(
+                config.profile.steps, path, self.world.device, tracker.print
+            )
 
     def __enter__(self) -> "RunLog":
-        """Say what the run will do, and which keys differ from the resumed checkpoint's config."""
-        run, resumed = self.run, ""
-        if run.resumed is not None:
-            name = run.resumed if run.is_first_start else run.resumed.name
-            resumed = f", resumed from {name}"
-        self.say(
-            *self.plan.lines(),
-            f"run      {run.path}{resumed}",
-            *(f"history  {line}" for line in self.state.history),
-            *(f"changed  {change}" for change in run.changes),
-        )
-        if run.is_first_start:
+        self._stack.enter_context(self.monitor)
+        if self.world.size > 1:
+            self._stack.enter_context(step_points(self.state, self.feed.train.clock))
+        if self.run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
+        self.tracker.print(HEADER)
         return self
 
-    def already_finished(self) -> dict[str, Any]:
-        """Say that an earlier start finished this run; return its summary."""
-        summary = self.run.finished
-        assert summary is not None
-        step = self.state.step
-        more = "a larger train.max_steps to continue, " if step < self.plan.schedule_steps else ""
-        self.say(
-            f"this run is finished after {step:,} steps: give {more}another run.name to train "
-            "again, or checkpoint.resume=never to start over in this directory"
-        )
-        self.console.outcome(self.run.path, summary, resumes=False)
-        return summary
-
-    @contextmanager
-    def watch(self, feed: Feed, stop: StopSignal, verdict: Any) -> Iterator[None]:
-        """Observe the training steps of the `with` block. For `verdict`, see `Measurements`."""
-        self.feed, self._stop = feed, stop
-        data, world, loader = self.plan.config.data, self.world, feed.train.loader
-        if data.on_error == "skip":
-            limit = data.max_bad_fraction
-            self.bad_files = BadFiles(loader, world, self.run.path, self.tracker, limit)
-        with Measurements(
-            feed, verdict, self.plan, self.state, world, began=self._started
-        ) as self.measured:
-            try:
-                yield
-            finally:
-                # After an error, others may end while rank 0 still writes.
-                world.set_section(None)
-                if self.profiler is not None:
-                    self.profiler.close()
-                self.tracker.flush()  # before the feed is closed: after a crash, that may hang
+    def __exit__(self, *_: object) -> None:
+        # After an error, others may end while rank 0 still writes.
+        self.world.set_section(None)
+        if self.profiler is not None:
+            self.profiler.close()
+        self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
         """Start the profiler or draw the run's first batch, if either is due."""
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
         if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.measured.lost("profile"):
+            with self.times.lost("profile"):
                 self.profiler.start(batch.step)
             train.clock.skip()
         if self.run.is_first_start and batch.step == self._first_step:
@@ -165,37 +164,35 @@ class RunLog:
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         if step == self._first_step + 1:
-            self.measured.started()
+            self.times.end_first_step()
         if self.profiler is not None and self.profiler.ends(step, last=self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
 
-    def failed(self) -> bool:
-        """Whether this rank cannot continue; `save` in train.py or `finish` raises the error."""
-        return self.run.failed() or (self.bad_files is not None and self.bad_files.too_many)
-
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
         with self.pause("training"):
-            lines = self.measured.verdict("epoch")
-            self.say(*(f"verdict  {line}" for line in lines))
+            lines = self._verdict("epoch")
+            self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
     @contextmanager
-    def pause(self, kind: str) -> Iterator[None]:
+    def pause(self, kind: str, *, last: bool = False) -> Iterator[None]:
         """Count the block neither in images/s nor in the time of a step, but in the seconds lost.
+
+        Waits for the current step.
 
         Args:
             kind: of the seconds; "training" counts as no loss.
+            last: no step follows, so the steps since the last log row get a row, too.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
         self.state.divergence.send(self.state.step)
-        # Waits for this step. A signal may have ended training between two rows.
-        self._report(rest=bool(self._stop))
-        with self.feed.train.pause(), self.measured.lost(kind):
+        self._report(last=last)
+        with self.feed.train.pause(), self.times.lost(kind):
             yield
             if kind == "checkpoint" and self.bad_files is not None:
                 self.bad_files.share()  # later starts do not repeat the steps before it
@@ -217,12 +214,12 @@ class RunLog:
         found = Predictions.gather(each, self.world)
         if not self.world.is_main:
             return
-        self.console.val_row(row, best=best)
+        self.tracker.print(val_line(row, self.plan.config.train.epochs, best=best))
         if self.expectation is not None:
             columns, warning = self.expectation.judge(row, previous, self.plan)
             row = row | columns
             if warning:
-                self.say(f"warning  {warning}")
+                self.tracker.print(f"warning  {warning}")
         self.tracker.row(row)
         classes, step = self.plan.classes, self.state.step
         content = {"step": step, "classes": found.per_class(classes)}
@@ -230,26 +227,44 @@ class RunLog:
         dataset = self.feed.val.loader.dataset
         self.tracker.pictures(partial(found.draw, classes, dataset), step)
 
-    def _report(self, *, rest: bool = False) -> None:
-        """Write a log row if an interval of steps was sent; with `rest`, of the last steps, too."""
+    def _report(self, *, last: bool = False) -> None:
+        """Write a log row if an interval of steps was sent, or with `last` if there were steps.
+
+        Raises:
+            TrainingError: a gradient or the mean loss is not finite.
+        """
         interval, found = self.meter.read(), self.state.divergence.read()
-        if interval is None and self.meter.steps and (rest or found is not None):
+        if interval is None and self.meter.steps and (last or found is not None):
             self.meter.send(self._last_step)
             interval = self.meter.read()
+        loader = self.feed.train.loader
         if interval is not None:
-            row = self.measured.row(interval)
+            timing = self.feed.train.clock.timing(interval.steps)
+            assert timing is not None, "every step of an interval has been ended"
+            self.times.add_interval(interval, timing, self.plan)
+            if self.verdict is not None:
+                self.verdict.add(timing)
+            row = train_row(interval, timing, self.plan) | self.monitor.read()
+            row |= memory_figures(loader.pool.pids, self.world.device)
             if self.bad_files is not None:
-                row["data/unreadable_images"] = self.bad_files.write()
+                row["data/unreadable_images"] = len(self.bad_files.listed)
             self.tracker.row(row)
-            self.console.train_row(row, interval.values)
+            self.tracker.print(train_line(row, interval.values, self.plan.config.train.epochs))
         if found is not None:
-            loader, path = self.feed.train.loader, self.run.path / "diverged.json"
+            path = self.run.path / "diverged.json"
             content, reason = describe_divergence(*found, self.plan, loader, self.world)
             self.tracker.record(path.name, content)
             raise diverged(f"{reason} ({path} lists them)")
         if interval is not None and not math.isfinite(loss := interval.values["loss"]):
             # It may overflow with finite gradients.
             raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
+
+    def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
+        """Return what limits the speed, in an epoch or in this start. Collective."""
+        if self.verdict is None:
+            return []
+        slowdowns = self.monitor.slowdowns(of_epoch=period == "epoch")
+        return list(self.verdict.sentences(period, slowdowns=slowdowns))
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -259,31 +274,33 @@ class RunLog:
         Raises:
             TrainingError, CheckpointError: it could not be written, or too many images are bad.
         """
-        state, plan, path = self.state, self.plan, self.run.path
+        state, plan, run = self.state, self.plan, self.run
         # Not what follows: wandb may take longer than the disk.
-        with stop.saving(path, state_bytes(state)):
-            self._report(rest=True)
-            with self.measured.lost("checkpoint"):
-                self.run.wait()
+        with stop.saving(run.path, state_bytes(state)):
+            self._report(last=True)
+            with self.times.lost("checkpoint"):
+                run.wait()
             stop.poll()
-            if stop.number == stop.FAILED and self.bad_files is not None:
+            if self.bad_files is not None:
                 self.bad_files.share()
-            signal_number = stop.number
             summary = {
-                "status": "interrupted" if signal_number else "finished",
-                "signal": signal_number,  # the exit status follows from it
+                "status": "interrupted" if stop else "finished",
+                "signal": stop.number,  # the exit status follows from it
                 **results(state, plan, self.expectation),
-                "seconds": time.monotonic() - self._started,
-                **self.measured.summary(),
+                "seconds": time.monotonic() - self.started,
+                **self.times.summary(),
+                "workers": self.feed.train.loader.pool.active,
+                "verdict": self._verdict("run"),
                 "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
             }
             if self.world.is_main:
-                self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        if not signal_number and self.world.is_main and state.sample_losses is not None:
+                run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
+        if self.world.is_main and state.sample_losses is not None and not stop:
             table = state.sample_losses.csv(self.feed.train.loader.dataset, plan.classes)
             if table:  # nothing was counted in a short run
-                self.run.write("suspects.csv", table)
-        self.console.outcome(path, summary, resumes=plan.config.checkpoint.resume == "auto")
+                run.write("suspects.csv", table)
+        resumes = plan.config.checkpoint.resume == "auto"
+        self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
 
 

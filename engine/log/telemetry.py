@@ -62,26 +62,30 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
         self._slow: Counter[str] = Counter()  # samples by reason, and all of them, since the start
         self._slow_before: Counter[str] = Counter()  # at the end of the last epoch
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        if device.type != "cuda":
-            return
+
+    def __enter__(self) -> "GpuMonitor":
+        if self.device.type != "cuda":
+            return self
         try:
             import pynvml
 
             pynvml.nvmlInit()
-            gpu = find_gpu(pynvml, device)
+            gpu = find_gpu(pynvml, self.device)
         except Exception as error:
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
             logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
-            return
+            return self
         self._thread = threading.Thread(
             target=self._sample, args=(pynvml, gpu), daemon=True, name="telemetry"
         )
         self._thread.start()
+        return self
 
     def _sample(self, nvml: Any, gpu: Any) -> None:
         """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""

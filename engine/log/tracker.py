@@ -1,4 +1,4 @@
-"""The files of a run directory for its user: metrics.jsonl, JSON files, and TensorBoard's.
+"""What rank 0 reports to its user: console, metrics.jsonl, JSON files and TensorBoard's files.
 
 A full disk or a missing TensorBoard causes one warning; training continues.
 """
@@ -18,16 +18,15 @@ from PIL import Image
 from conf import strict_json
 from conf.rooms import require_room
 from conf.schema import Config
-from engine.checkpoint import replace_file, write_json
-from engine.log.measurements import FRACTIONS, TIMES
+from engine.checkpoint import replace_file
+from engine.log.console import print_lines
+from engine.log.measurements import TIME
 
 logger = logging.getLogger(__name__)
 
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
-IN_TIME = ("data_wait_fraction", "ranks_wait_fraction", *FRACTIONS, *TIMES)
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
-TAGS |= {key: f"time/{key}" for key in IN_TIME}
-PHOTOS = ("train/images", "val/worst")
+TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 # CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
 LOSS, TOP = r"(train|val)/loss(_raw)?$", r"(train|val)/(reference_)?top[15](_raw|_min|_max)?$"
@@ -35,24 +34,17 @@ LAYOUT = {"learning": {"loss": ["Multiline", [LOSS]], "top-1 and top-5, %": ["Mu
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Writes rows to metrics.jsonl, JSON files, and curves and pictures for TensorBoard.
+    """Prints lines, and writes rows, JSON files, curves and pictures into a run directory.
 
     Args:
-        folder: the run directory; None to write nothing, as on other ranks than 0.
+        folder: the run directory; None to report nothing, as on other ranks than 0.
+        config: log.trackers says whether to write for TensorBoard; wandb reads what is written for
+            TensorBoard, and shows the config.
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
             and TensorBoard hides the later values of earlier starts: no step has two.
-        trackers: see log.trackers. wandb reads what is written for TensorBoard.
-        config: shown by wandb.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        *,
-        start_step: int = 0,
-        trackers: Sequence[str] = ("tensorboard",),
-        config: Config | None = None,
-    ) -> None:
+    def __init__(self, folder: Path | None, config: Config, *, start_step: int = 0) -> None:
         self.folder = folder
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None
@@ -60,6 +52,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._open = ExitStack()
         if folder is None:
             return
+        trackers = config.log.trackers
         self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
             open_wandb = wandb_board(trackers).open_wandb
@@ -98,6 +91,11 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._open.callback(self._guard, "TensorBoard", board.close)
         self._board = board
 
+    def print(self, *lines: str) -> None:
+        """Print lines."""
+        if self.folder is not None:
+            print_lines(*lines)
+
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row. A key with / is a tag of TensorBoard; metrics.jsonl has _ instead."""
         if self._rows is not None:
@@ -123,7 +121,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Draw pictures for TensorBoard, if it is in use.
 
         Args:
-            draw: returns tag -> picture. PHOTOS become JPEG, a tenth of the size and time of PNG.
+            draw: returns tag -> picture.
         """
 
         def add(board: Any) -> None:
@@ -132,8 +130,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             # SummaryWriter.add_image would take 1.1 s for 64 photographs of 224 px.
             for tag, picture in draw().items():
                 file = io.BytesIO()
-                format = "JPEG" if tag in PHOTOS else "PNG"
-                picture.save(file, format, quality=90, compress_level=3)
+                # A tenth of the size and time of PNG. Text is legible without chroma subsampling.
+                picture.save(file, "JPEG", quality=90, subsampling=0)
                 content = Summary.Image(
                     height=picture.height,
                     width=picture.width,
@@ -148,8 +146,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
-        if self.folder is not None:
-            self._guard(name, write_json, self.folder / name, content)
+        self.write(name, strict_json.dumps(content, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a text file into the run directory."""

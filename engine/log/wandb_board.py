@@ -10,9 +10,8 @@ import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from conf.schema import RESULT, Config, UserError, in_effect, walk
+from conf.schema import RESULT, Config, UserError, affecting
 from engine.checkpoint import replace_file
 
 logger = logging.getLogger(__name__)
@@ -44,16 +43,12 @@ def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     limits = {"init_timeout": WAIT_SECONDS, "finish_timeout": WAIT_SECONDS}
     settings = wandb.Settings(silent=True, console="off", **limits)
     wandb.setup(settings=settings)
-    values: dict[str, Any] = {"recipe": config.recipe}
-    for name, field, value in walk(config):
-        if field.metadata["affects"] & RESULT and in_effect(config, field):
-            values[name] = value
     run = wandb.init(
         dir=str(folder),
         id=path.read_text().strip(),
         name=folder.resolve().name,
         resume="allow",
-        config=values,
+        config={"recipe": config.recipe, **affecting(config, RESULT)},
         allow_val_change=True,  # keys that may change when a run resumes
         sync_tensorboard=True,
         settings=settings,

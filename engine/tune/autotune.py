@@ -32,7 +32,7 @@ from conf.files import default_cache_dir
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine import checkpoint
 from engine.distributed import World
-from engine.log.runlog import RunLog
+from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainState, untouched
@@ -104,13 +104,13 @@ def tune_loader(
     state: TrainState,
     run: RunDirectory,
     stop: StopSignal,
-    log: RunLog,
+    tracker: Tracker,
 ) -> Verdict:
     """Set decoder, workers and prefetch factor of the feed for loader.workers=auto.
 
     The measured steps do not change `state`. The decoder becomes part of the identity of `run`.
-    The result is measured, or remembered from an earlier start on this machine; `log` prints it and
-    writes it to autotune.json.
+    The result is measured, or remembered from an earlier start on this machine; `tracker` prints
+    it and writes it to autotune.json.
 
     Returns:
         What judges the speed of the run.
@@ -126,10 +126,10 @@ def tune_loader(
             run.set_pixels(pixels_of(feed.decoder))
         except StoppedError:
             lines = ["not measured: interrupted by a signal"]
-    log.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
+    tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
     if tuned is not None:
-        log.tracker.record("autotune.json", asdict(tuned))
-        log.tracker.text("autotune", "\n".join(lines))
+        tracker.record("autotune.json", asdict(tuned))
+        tracker.text("autotune", "\n".join(lines))
     # Progressive sizes change the rate of the step.
     alone = 0.0 if tuned is None or plan.config.data.sizes else tuned.demand
     return Verdict(plan, feed, step, run.world, stop, alone)

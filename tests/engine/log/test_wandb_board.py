@@ -62,8 +62,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def start(folder: Path, start_step: int = 0) -> None:
     folder.mkdir(exist_ok=True)
-    config = load(["recipe=demo", f"run.dir={folder}"])
-    with Tracker(folder, trackers=["wandb"], config=config, start_step=start_step) as tracker:
+    config = load(["recipe=demo", "log.trackers=[wandb]"])
+    with Tracker(folder, config, start_step=start_step) as tracker:
         tracker.row({"step": start_step + 10, "epoch": 1.0, "split": "train", "loss": 1.0})
 
 

@@ -23,7 +23,7 @@ from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.prefetcher import Batch
-from tests.engine.log.test_measurements import WAITED
+from tests.timings import WAITED
 
 
 class FakeClock:
