@@ -10,11 +10,11 @@ SOURCE is recognised by its files:
       ILSVRC2012_devkit_t12.tar.gz, in one folder
   Kaggle's ImageNet, unpacked or the zip file: .../CLS-LOC/train and val, LOC_val_solution.csv
   Parquet files, as Hugging Face stores datasets (needs pip install pyarrow)
-  WebDataset shards: tar files with key.jpg and key.cls, key.json or key.txt
+  WebDataset shards: tar files with key.jpg and key.cls or key.json
   a folder, tar or zip file with train/<class>/ and val/<class>/, or only <class>/; train.tar and
       val.tar, or .zip
-  lists: a .csv, .tsv or .txt file with a path and a label in every line (a header may name the
-      columns path, label and split), or a folder with train.csv and val.csv
+  a list: a .csv or .tsv file whose first line names the columns, such as path,label or
+      file_name,class,split; or a folder with train.csv and val.csv
 
 Without a validation split, 10 % of the images of each class become one (--val-fraction), those of
 data.val_fraction. A test split is only used if there is no validation split.
@@ -22,15 +22,13 @@ data.val_fraction. A test split is only used if there is no validation split.
 In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
 on the same file system. Otherwise, images are copied byte for byte. --format tar writes train.tar
 and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the members
-<class>/<name>. Opening a million files is slow on a network file system; opening two is not.
-data.root takes these files as it takes folders.
+<class>/<name>. data.root takes these files as it takes folders.
 
 --side N makes images smaller, so that they are faster to read and decode: one whose short side is
-longer than N pixels is decoded in full, resized with antialiasing like validation images, and saved
-as a baseline RGB JPEG of quality 90, 4:2:0, without EXIF data and ICC profile, which the trainer
-ignores. So is a file named .jpg or .jpeg that is not an RGB or grey JPEG. Other images, and files
-with other names (.png, ...), are kept. Names and labels do not change. docs/performance.md compares
-sizes.
+longer than N pixels is resized with antialiasing and saved as a baseline RGB JPEG of quality 90,
+4:2:0, without EXIF data and ICC profile, which the trainer ignores. So is a file named .jpg or
+.jpeg that is not an RGB or grey JPEG. Other images, and files with other names (.png, ...), are
+kept. Names and labels do not change. docs/performance.md compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
@@ -56,44 +54,29 @@ if __name__ == "__main__":
 from conf import cli
 from conf.schema import MAX_PIXELS, UserError
 
-SCRIPT = "prepare.py"
 FORMATS = ("folder", "tar", "zip")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UserError: an argument is wrong or missing.
-    """
-    usage = "python scripts/prepare.py SOURCE --to DIR [--format folder|tar|zip] [--side N]"
-    parser = cli.option_parser(__doc__, usage=usage, exit_on_error=False)
-    parser.add_argument("--to", help="output folder: new, empty, or started by the same command")
-    parser.add_argument("--format", default="folder", choices=FORMATS, help="folder, tar or zip")
-    parser.add_argument("--side", type=int, help="longest short side in pixels (any)")
-    parser.add_argument(
-        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of a readable image ({MAX_PIXELS:,})"
-    )
-    parser.add_argument("--val-fraction", type=float, help="validation part of each class (0.1)")
-    try:
-        options, rest = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name}: {error.message}; see --help") from None
-    if len(rest) != 1 or rest[0].startswith("-") or not options.to:
-        raise UserError(f"{' '.join(words)}: give one SOURCE, and a folder with --to; see --help")
+    """Read the command line. A mistake ends the program with status 2."""
+    parser = cli.option_parser(__doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder or a file")
+    add("--to", required=True, help="output folder: new, empty, or started by the same command")
+    add("--format", default="folder", choices=FORMATS, help="folder, tar or zip")
+    add("--side", type=int, help="longest short side in pixels (any)")
+    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image ({MAX_PIXELS:,})")
+    add("--val-fraction", type=float, help="validation part of each class (0.1)")
+    options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
-        raise UserError(f"--side {options.side}: give 8 to 8192")
+        parser.error(f"--side {options.side}: give 8 to 8192")
     if options.val_fraction is not None and not 0 < options.val_fraction < 1:
-        raise UserError(f"--val-fraction {options.val_fraction}: give a number between 0 and 1")
-    options.source = rest[0]
+        parser.error(f"--val-fraction {options.val_fraction}: give a number between 0 and 1")
     return options
 
 
 if __name__ == "__main__":
-    try:
-        OPTIONS = arguments(sys.argv[1:])
-    except UserError as mistake:
-        cli.fail(str(mistake), SCRIPT)
+    OPTIONS = arguments(sys.argv[1:])
 
 import hashlib
 import io
@@ -102,10 +85,11 @@ import shlex
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,20 +102,21 @@ from scripts.lib.sources.layouts import read, recognise
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
-RESUME = "run the same command again to resume"
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
 CHUNK = 256  # images that are in memory, about 30 MB
 QUALITY = 90
 # The end of a complete file; cameras append up to some hundred bytes.
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 1024
+OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 
 
-class Made(NamedTuple):
-    """What became of an image: linked, copied, encoded, done_earlier or unreadable.
+class Result(NamedTuple):
+    """What became of an image.
 
     Attributes:
-        data: what is to be added to a container.
+        outcome: one of OUTCOMES.
+        data: what is to be added to a tar or zip file.
         size: bytes that were written.
         problem: why it is unreadable.
     """
@@ -184,35 +169,34 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
     return buffer.getvalue()
 
 
-def make(options: argparse.Namespace, sample: Sample) -> Made:
+def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
     Raises:
         OSError: it cannot be written.
     """
-    place = sample.place
     member = f"{sample.label}/{sample.name}"
     target = os.path.join(options.to, sample.split, member)
     # A power failure can leave a file of 0 bytes.
     if os.path.exists(target) and os.path.getsize(target) > 0:
-        return Made("done_earlier")
+        return Result("done_earlier")
     try:
         if options.format == "zip":
             member.encode()  # fails if the name is not UTF-8
-        data = made = read(place)
+        data = output = read(sample.place)
         if options.side is None:
             check_image(data, options.max_pixels)
         else:
-            made = reencoded(data, sample.name, options.side, options.max_pixels)
+            output = reencoded(data, sample.name, options.side, options.max_pixels)
     except Exception as error:
-        return Made("unreadable", problem=describe(error))
-    outcome = "copied" if made is data else "encoded"
+        return Result("unreadable", problem=describe(error))
+    outcome = "copied" if output is data else "encoded"
     if options.format != "folder":
-        return Made(outcome, made, len(made))
-    if made is data and place.size == WHOLE and linked_to(place.file, target):
-        return Made("linked")
-    write_whole(target, made)
-    return Made(outcome, size=len(made))
+        return Result(outcome, output, len(output))
+    if output is data and sample.place.size == WHOLE and linked_to(sample.place.file, target):
+        return Result("linked")
+    write_whole(target, output)
+    return Result(outcome, size=len(output))
 
 
 def linked_to(file: str, target: str) -> bool:
@@ -227,7 +211,30 @@ def linked_to(file: str, target: str) -> bool:
     return True
 
 
-def make_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
+def results(options: argparse.Namespace, samples: list[Sample]) -> Iterator[tuple[Sample, Result]]:
+    """Convert all images in threads; yield the results in order and show the progress."""
+    began = shown = time.monotonic()
+    new = 0
+    pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
+    try:
+        for start in range(0, len(samples), CHUNK):
+            chunk = samples[start : start + CHUNK]
+            for sample, result in zip(
+                chunk, pool.map(partial(convert, options), chunk), strict=True
+            ):
+                new += result.outcome != "done_earlier"
+                yield sample, result
+            if time.monotonic() - shown > 5:
+                shown, done = time.monotonic(), start + len(chunk)
+                rate = max(1, new) / (shown - began)
+                left = timedelta(seconds=round((len(samples) - done) / rate))
+                text = f"{done:,} of {len(samples):,} images, {rate:,.0f} images/s, {left} left"
+                print(text, file=sys.stderr, flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
     """Write all images.
 
     Returns:
@@ -246,39 +253,22 @@ def make_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counte
         else:
             path = os.path.join(options.to, f"{split}.{options.format}")
             containers[split] = Container(path)
-    began = shown = time.monotonic()
-    pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
-    try:
-        for start in range(0, len(samples), CHUNK):
-            chunk = samples[start : start + CHUNK]
-            answers = pool.map(partial(make, options), chunk)
-            for sample, made in zip(chunk, answers, strict=True):
-                if made.data:
-                    containers[sample.split].add(f"{sample.label}/{sample.name}", made.data)
-                counts[made.outcome] += 1
-                counts["bytes"] += made.size
-                if made.problem:
-                    name = os.path.join(sample.split, sample.label, sample.name)
-                    unreadable.append(f"{name}\t{' '.join(made.problem.split())}")
-            if time.monotonic() - shown > 5:
-                shown = time.monotonic()
-                show_progress(start + len(chunk), len(samples), counts, shown - began)
-        for container in containers.values():
-            container.finish()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for sample, result in results(options, samples):
+        member = f"{sample.label}/{sample.name}"
+        if result.data:
+            containers[sample.split].add(member, result.data)
+        counts[result.outcome] += 1
+        counts["bytes"] += result.size
+        if result.problem:
+            unreadable.append(f"{sample.split}/{member}\t{' '.join(result.problem.split())}")
+    for container in containers.values():
+        container.finish()
     return counts, sorted(unreadable)
-
-
-def show_progress(done: int, total: int, counts: Counter[str], seconds: float) -> None:
-    rate = (done - counts["done_earlier"]) / seconds
-    left = f", {timedelta(seconds=round((total - done) / rate))} left" if rate else ""
-    print(f"{done:,} of {total:,} images, {rate:,.0f} images/s{left}", file=sys.stderr, flush=True)
 
 
 def settings(
     options: argparse.Namespace, samples: list[Sample], notes: list[str]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return what determines the output; a change of the images in SOURCE changes `samples`."""
     digest = hashlib.sha256()
     for sample in samples:
@@ -295,11 +285,11 @@ def settings(
     }
 
 
-def run(options: argparse.Namespace) -> list[str]:
+def run(options: argparse.Namespace) -> int:
     """Recognise the source, write the dataset and the report, and print the summary.
 
     Returns:
-        The lines of unreadable.txt.
+        The exit status.
 
     Raises:
         UserError: the source or the destination cannot be used; nothing was created.
@@ -313,59 +303,51 @@ def run(options: argparse.Namespace) -> list[str]:
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
     samples, notes = recognise(options.source, options.val_fraction)
-    determined = settings(options, samples, notes)
+    fixed = settings(options, samples, notes)
     torch.set_num_threads(1)  # every thread of the pool has a core
-    with open_destination(options.to, MARKER, determined):
-        counts, unreadable = make_all(options, samples)
-        listed = Path(options.to, UNREADABLE)
-        listed.unlink(missing_ok=True)
-        if unreadable:
-            write_whole(str(listed), os.fsencode("\n".join([*unreadable, ""])))
-        classes = len({sample.label for sample in samples})
-        command = shlex.join(["python", "train.py", f"data.root={options.to}"])
-        names = ("linked", "copied", "encoded", "done_earlier", "unreadable", "bytes")
-        report = {
-            "settings": determined,
-            "classes": classes,
-            "images": len(samples),
-            **{name: counts[name] for name in names},
-            "seconds": round(time.monotonic() - began, 3),
-            "train_with": command,
-        }
-        text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
-        write_whole(os.path.join(options.to, MARKER), text.encode(errors="surrogateescape"))
-    images = determined["images"]
-    assert isinstance(images, dict)
+    open_destination(options.to, MARKER, fixed)
+    counts, unreadable = write_all(options, samples)
+    listed = Path(options.to, UNREADABLE)
+    listed.unlink(missing_ok=True)
+    if unreadable:
+        write_whole(str(listed), os.fsencode("\n".join([*unreadable, ""])))
+    report = {
+        "settings": fixed,
+        "classes": len({sample.label for sample in samples}),
+        "images": len(samples),
+        **{name: counts[name] for name in (*OUTCOMES, "bytes")},
+        "seconds": round(time.monotonic() - began, 3),
+        "train_with": shlex.join(["python", "train.py", f"data.root={options.to}"]),
+    }
+    text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
+    write_whole(os.path.join(options.to, MARKER), text.encode(errors="surrogateescape"))
+    images = fixed["images"]
     print(
-        f"{classes:,} classes, {images['train']:,} training, {images['val']:,} validation images",
+        f"{report['classes']:,} classes, {images['train']:,} training, {images['val']:,} "
+        "validation images",
         *notes,
-        ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in names[:-1])
+        ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",
-        f"train with: {command}",
+        f"train with: {report['train_with']}",
+        *(cli.printable(f"unreadable: {line.replace(chr(9), ': ')}") for line in unreadable[:20]),
         sep="\n",
     )
-    return unreadable
+    if len(unreadable) > 20:
+        print(f"and {len(unreadable) - 20:,} more, see {listed}")
+    return 1 if unreadable else 0
+
+
+def explain(error: BaseException) -> str | None:
+    """Describe an error of a file or a disk."""
+    text = f"{type(error).__name__}: {error}; run the same command again to resume"
+    return text if isinstance(error, OSError) else None
 
 
 def main(options: argparse.Namespace) -> int:
     # A file name may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
-    try:
-        unreadable = run(options)
-    except UserError as error:
-        cli.fail(str(error), SCRIPT)
-    except OSError as error:
-        cli.complain(f"{type(error).__name__}: {error}; {RESUME}", SCRIPT)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{SCRIPT}: interrupted; {RESUME}", file=sys.stderr)
-        return 130
-    for line in unreadable[:20]:
-        print(cli.printable(f"unreadable: {line.replace(chr(9), ': ')}"))
-    if len(unreadable) > 20:
-        print(f"and {len(unreadable) - 20:,} more, see {options.to}/{UNREADABLE}")
-    return 1 if unreadable else 0
+    return cli.exit_status(partial(run, options), "prepare.py", limits=explain)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,12 @@ A run that is killed at any time leaves a destination that the same command comp
 JSON file, contains the settings of the run. A file gets its name when it is complete.
 """
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 import tarfile
 import zipfile
-from contextlib import suppress
-from typing import IO
 
 from conf import strict_json
 from conf.schema import UserError
@@ -54,46 +51,30 @@ class Container:
         os.replace(self.partial, self.path)
 
 
-def open_destination(to: str, marker: str, settings: dict[str, object]) -> IO[str]:
+def open_destination(to: str, marker: str, settings: dict[str, object]) -> None:
     """Create the folder, or check that the same settings started it.
 
     Args:
         marker: name of the JSON file in it that contains the settings.
 
-    Returns:
-        The marker; while it is open, it locks the destination.
-
     Raises:
-        UserError: it contains other files, another process uses it, or other settings started it.
+        UserError: it contains other files, or other settings started it.
         OSError: it cannot be written.
     """
     os.makedirs(to, exist_ok=True)
-    others = sorted(set(os.listdir(to)) - {marker, "lost+found"})
     path = os.path.join(to, marker)
-    if others and not os.path.exists(path):
-        message = f"contains other files ({others[0]}); give a new or an empty folder"
-        raise UserError(f"--to {to}: {message}")
-    file = open(path, "a+")  # noqa: SIM115 - the caller closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--to {to}: another process is writing there; wait for it") from None
-    except OSError:
-        pass  # a file system without locks
-    file.seek(0)
-    text = file.read()
-    if not text and not others:  # new, or killed before its first line
-        file.write(strict_json.dumps({"settings": settings}) + "\n")
-        file.flush()
-        return file
-    found = {}
-    with suppress(ValueError, TypeError, KeyError):
-        found = dict(json.loads(text)["settings"])
+    others = sorted(set(os.listdir(to)) - {marker, "lost+found"})
+    if not os.path.exists(path):
+        if others:
+            message = f"contains other files ({others[0]}); give a new or an empty folder"
+            raise UserError(f"--to {to}: {message}")
+        write_whole(path, (strict_json.dumps({"settings": settings}) + "\n").encode())
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        found = json.load(file)["settings"]
     changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if changed:
         message = f"started with other settings ({'; '.join(changed)})"
         raise UserError(f"--to {to}: {message}; give the same options or another folder")
-    return file
 
 
 def write_whole(target: str, data: bytes) -> None:

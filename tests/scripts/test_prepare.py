@@ -13,7 +13,6 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from pipeline.index import load_index
 from pipeline.splits import load_splits
 from scripts import prepare
 from scripts.lib.destination import open_destination
-from scripts.lib.sources import imagenet, tables
-from scripts.lib.sources.files import read_place, tree_of_folder
+from scripts.lib.sources import imagenet
+from scripts.lib.sources.files import tree_of_folder
 from scripts.lib.sources.layouts import recognise
 from tests.drawings import draw_image
 
@@ -87,41 +86,13 @@ def zipped(path: Path, files: Mapping[str, bytes | str]) -> Path:
     return path
 
 
-# A MAT-file of level 5 with the compressed array of structs that meta.mat of the kit contains.
-
-
-def element(kind: int, data: bytes) -> bytes:
-    if 0 < len(data) <= 4:
-        return struct.pack("<HH4s", kind, len(data), data)
-    return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
-
-
-def matrix(kind: int, shape: tuple[int, int], *parts: bytes, name: str = "") -> bytes:
-    flags = element(6, struct.pack("<II", kind, 0))
-    named = element(1, name.encode())
-    return element(14, flags + element(5, struct.pack("<ii", *shape)) + named + b"".join(parts))
-
-
-def cell(value: float | str) -> bytes:
-    if isinstance(value, str):
-        return matrix(4, (1, len(value)), element(4, value.encode("utf-16-le")))
-    return matrix(
-        6,
-        (1, 1),
-        element(2, bytes([int(value)])) if value < 256 else element(9, struct.pack("<d", value)),
-    )
-
-
 def meta_mat(ids: Mapping[int, str]) -> bytes:
-    names = "ILSVRC2012_ID WNID words gloss num_children children wordnet_height num_train_images"
-    rows: list[list[float | str]] = [[i, w, "words, é", "", 0, 0, 0, 1300] for i, w in ids.items()]
-    rows.append([len(ids) + 1, PARENT, "entity", "gloss", len(ids), 1, 9, 0])
-    fields = b"".join(name.encode().ljust(32, b"\0") for name in names.split())
-    cells = b"".join(cell(value) for row in rows for value in row)
-    parts = element(5, struct.pack("<i", 32)), element(1, fields), cells
-    array = zlib.compress(matrix(2, (len(rows), 1), *parts, name="synsets"))
-    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack("<HH", 0x0100, 0x4D49)
-    return header + struct.pack("<II", 15, len(array)) + array
+    """Return a MAT-file: in its compressed table, a character takes one byte or two."""
+    rows = [
+        f"{i} {wnid} words, é".encode("utf-8" if i % 2 else "utf-16-le") for i, wnid in ids.items()
+    ]
+    array = zlib.compress(b"\0\x0e".join([*rows, PARENT.encode()]))
+    return b"MATLAB 5.0 MAT-file".ljust(128) + struct.pack("<II", 15, len(array)) + array
 
 
 def devkit(ids: Mapping[int, str] = IDS, truth: list[int] = VAL) -> bytes:
@@ -203,9 +174,8 @@ def containers(root: Path) -> Path:
 
 
 def zip_and_tar(root: Path) -> Path:
-    root.mkdir()
-    zipped(root / "val.zip", VAL_FILES)
-    return write(root, {"train.tar": tar(TRAIN)})
+    zipped(write(root, {"train.tar": tar(TRAIN)}) / "val.zip", VAL_FILES)
+    return root
 
 
 def shards(root: Path) -> Path:
@@ -222,14 +192,14 @@ def shards(root: Path) -> Path:
 
 
 def lists(root: Path) -> Path:
-    """train.csv with a header, val.txt without, and images elsewhere."""
-    rows = {"train": "path,label,note\n", "val": ""}
+    """train.csv and val.tsv, and images elsewhere."""
+    rows = {"train": "note,Path,label\n", "val": "label\timage_id\n"}
     for name in EXPECTED:
         split, wnid, file = name.split("/")
-        comma = "," if split == "train" else " "
-        rows[split] += f"all images/{file}{comma}{wnid}{',x' if comma == ',' else ''}\n"
+        path = f"all images/{file}"
+        rows[split] += f"x,{path},{wnid}\n" if split == "train" else f"{wnid}\t{path}\n"
     images = {f"all images/{name.split('/')[2]}": data for name, data in EXPECTED.items()}
-    return write(root, {**images, "train.csv": rows["train"], "val.txt": rows["val"]})
+    return write(root, {**images, "train.csv": rows["train"], "val.tsv": rows["val"]})
 
 
 def one_list(root: Path) -> Path:
@@ -314,8 +284,7 @@ def test_every_format_gives_the_same_folders(tmp_path: Path, source: Source) -> 
     assert report["settings"]["images"] == {"train": 6, "val": 6}
 
 
-@pytest.mark.parametrize("kind", ["tar", "zip"])
-@pytest.mark.parametrize("source", [official, kaggle_zip, lists])
+@pytest.mark.parametrize(("source", "kind"), [(official, "tar"), (kaggle_zip, "zip")])
 def test_containers(tmp_path: Path, source: Source, kind: str) -> None:
     to = tmp_path / "to"
     assert run(source(tmp_path / "source"), to, "--format", kind) == 0
@@ -361,40 +330,6 @@ def test_numbers_as_labels_keep_their_order(tmp_path: Path) -> None:
     assert notes == ["The test split is the validation split."]
 
 
-def with_links(files: dict[str, bytes], links: dict[str, tuple[bytes, str]]) -> bytes:
-    """Return a tar file: name -> kind of a link and where it leads."""
-    buffer = io.BytesIO(tar(files))
-    with tarfile.open(fileobj=buffer, mode="a") as archive:
-        for name, (kind, target) in links.items():
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, target
-            archive.addfile(info)
-    return buffer.getvalue()
-
-
-def test_links_in_tar_files_are_images(tmp_path: Path) -> None:
-    """Also in the tar file of a class, which starts inside that of all classes."""
-    source = official(tmp_path)
-    inner = {
-        f"{wnid}.tar": with_links(
-            {f"{wnid}_1.JPEG": jpeg(n)},
-            {
-                f"{wnid}_2.JPEG": (tarfile.LNKTYPE, f"{wnid}_1.JPEG"),
-                f"{wnid}_3.JPEG": (tarfile.SYMTYPE, f"./{wnid}_1.JPEG"),
-            },
-        )
-        for n, wnid in enumerate(IDS.values())
-    }
-    write(source, {"ILSVRC2012_img_train.tar": tar(inner)})
-    samples, _ = recognise(str(source))
-    found = {s.name: read_place(s.place) for s in samples if s.split == "train"}
-    assert found == {
-        f"{w}_{i}.JPEG": jpeg(n) for n, w in enumerate(IDS.values()) for i in (1, 2, 3)
-    }
-    write(tmp_path / "2", {"all.tar": with_links(IMAGES, {"a/x.jpg": (tarfile.SYMTYPE, "/x.jpg")})})
-    assert "a/x.jpg is a link to x.jpg, which is not in it" in refused(tmp_path / "2")
-
-
 # Parquet.
 
 
@@ -430,12 +365,11 @@ def hugging_face(root: Path) -> Path:
     return write(root, {"README.md": "text", ".cache/huggingface/x.parquet": "no"})
 
 
-@pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_parquet_of_hugging_face(tmp_path: Path, kind: str) -> None:
+def test_parquet_of_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     to = tmp_path / "to"
-    assert run(hugging_face(tmp_path / "source"), to, "--format", kind) == 0
-    assert written(to, kind) == {
+    assert run(hugging_face(tmp_path / "source"), to) == 0
+    assert laid_out(to) == {
         f"{Path(name).parent}/{Path(name).stem}_{Path(name).parent.name}.JPEG": data
         for name, data in EXPECTED.items()
     }
@@ -470,9 +404,10 @@ def test_damaged_and_unclear_parquet(tmp_path: Path) -> None:
     path.write_bytes(whole[:-100])
     assert f"{path}: is damaged or incomplete (" in refused(source)
     path.write_bytes(whole)
-    parquet(source / "320px" / "train-0.parquet", {"image": [b""], "label": [0]})
+    image = [{"bytes": b"", "path": None}]
+    parquet(source / "320px" / "train-0.parquet", {"image": image, "label": [0]})
     assert "several datasets (320px, data); give the folder of" in refused(source)
-    parquet(tmp_path / "x.parquet", {"image": [b""], "caption": ["a"]})
+    parquet(tmp_path / "x.parquet", {"image": image, "caption": ["a"]})
     assert "has 0 columns of labels in image, caption; write" in refused(tmp_path / "x.parquet")
 
 
@@ -483,28 +418,18 @@ def classes_only(root: Path, counts: Mapping[str, int]) -> Path:
     return write(root, {f"{c}/{i:02d}.jpg": jpeg(i) for c, n in counts.items() for i in range(n)})
 
 
-def test_a_split_is_stratified(tmp_path: Path) -> None:
-    source = classes_only(tmp_path / "source", {"train set": 2, "b": 20, "c": 35})
-    first = listed(source, val_fraction=0.2)
-    count = Counter(tuple(name.split("/")[:2]) for name in first)
-    assert [count["val", label] for label in ("train set", "b", "c")] == [1, 4, 7]
-    assert listed(source, val_fraction=0.2) == first
-    shutil.rmtree(source / "c")  # the other classes keep their split
-    assert listed(source, val_fraction=0.2) == [name for name in first if "/c/" not in name]
-    assert sum(name.startswith("val") for name in listed(source)) == 1 + 2
-
-
 def test_the_split_is_that_of_data_val_fraction(tmp_path: Path) -> None:
-    source = classes_only(tmp_path / "source", {"a": 12, "b": 20})
-    assert run(source, tmp_path / "to", "--val-fraction", "0.25") == 0
+    source = classes_only(tmp_path / "source", {"train set": 2, "b": 20, "c": 35})
+    assert run(source, tmp_path / "to", "--val-fraction", "0.2") == 0
     _, prepared = load_splits(Data(root=str(tmp_path / "to")))
-    _, held_out = load_splits(Data(root=str(source), val_fraction=0.25))
-    assert prepared.fingerprint() == held_out.fingerprint()
+    _, held_out = load_splits(Data(root=str(source), val_fraction=0.2))
+    assert prepared.fingerprint() == held_out.fingerprint() and len(prepared) == 1 + 4 + 7
+    assert sum(name.startswith("val") for name in listed(source)) == 1 + 2 + 4
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
     source = classes_only(tmp_path, {"train": 4, "bus": 4, "test": 4})
-    write(source, {"train_notes.txt": "text", "train-labels.csv": "path,label\n"})  # are no lists
+    write(source, {"train-labels.csv": "path,label\n"})  # is no list
     assert {name.split("/")[1] for name in listed(source)} == {"train", "bus", "test"}
 
 
@@ -542,7 +467,7 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
     [
         ({"ILSVRC2012_devkit_t12.tar.gz": None}, "the labels of the validation images are missing"),
         ({"ILSVRC2012_img_val.tar": None}, "ILSVRC2012_img_val.tar is missing"),
-        ({"ILSVRC2012_devkit_t12.tar.gz": devkit()[:300]}, "devkit_t12.tar.gz: is damaged"),
+        ({"ILSVRC2012_devkit_t12.tar.gz": devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
         (
             {"ILSVRC2012_devkit_t12.tar.gz": devkit(truth=[3, 1, 2, 2, 3, 3])},
             "the classes do not have the same number of validation images",
@@ -550,10 +475,6 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
         (
             {"ILSVRC2012_devkit_t12.tar.gz": devkit(truth=VAL * 2)},
             "validation image ILSVRC2012_val_00000007.JPEG is missing (6 in all)",
-        ),
-        (
-            {"ILSVRC2012_devkit_t12.tar.gz": devkit({**IDS, 3: "n01443538"})},
-            "only train has images of n01443537, val has none",
         ),
         (
             {"ILSVRC2012_img_val.tar": tar({**FLAT, "ILSVRC2012_val_00000007.JPEG": jpeg(7)})},
@@ -573,12 +494,11 @@ def test_incomplete_official_files(
     assert message in refused(source)
 
 
-@pytest.mark.parametrize("kept", [0, 5_000, 0.9, -2048])
-def test_a_cut_training_tar_is_named(tmp_path: Path, kept: float) -> None:
+@pytest.mark.parametrize("kept", [0, 5_000, -2048])
+def test_a_cut_training_tar_is_named(tmp_path: Path, kept: int) -> None:
     source = official(tmp_path / "source")
     path = source / "ILSVRC2012_img_train.tar"
-    data = path.read_bytes().rstrip(b"\0") + bytes(2048)
-    path.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
+    path.write_bytes((path.read_bytes().rstrip(b"\0") + bytes(2048))[:kept])
     assert refused(source).startswith(f"{path}: ")
 
 
@@ -638,7 +558,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--format", "tar"), ("--format", "zip", "--side", "24")])
+@pytest.mark.parametrize("options", [(), ("--format", "zip", "--side", "24")])
 def test_a_killed_process_resumes(tmp_path: Path, options: tuple[str, ...]) -> None:
     source, to = tmp_path / "source", tmp_path / "to"
     data = jpeg(0) + bytes(900)
@@ -842,19 +762,23 @@ def refused(source: Path, **options: Any) -> str:
                 )
                 for n in range(2)
             },
+            "the names of the tar files do not contain train or val; rename them",
+        ),
+        (
+            {f"train-{n}.tar": tar(IMAGES) for n in range(2)} | {"val.tar": tar(IMAGES)},
             "is the name of 2 images",
         ),
-        ({"train.csv": "x.jpg,a\n"}, "line 1: "),
-        ({"train.csv": "x.jpg\n"}, "line 1 is not a path and a label"),
-        ({"train.csv": "x.jpg,a\nx.jpg,b\n", "x.jpg": b""}, "line 2: x.jpg is in a line above"),
-        ({"train.csv": "x.jpg,3\ny.jpg,03\n", "x.jpg": b"", "y.jpg": b""}, "'3' and '03' would"),
+        ({"train.csv": "x.jpg,a\n"}, "train.csv: the first line does not name the columns"),
+        ({"train.csv": "file,cls\nx.jpg,a\n"}, "line 2: no such file "),
+        ({"train.csv": "file,cls\nx.jpg,\n"}, "line 2: is not a path and a label"),
+        ({"train.csv": "file,cls\nx.jpg,a\nx.jpg,b\n", "x.jpg": b""}, "line 3: names x.jpg again"),
         (
             {"val.tar": tar({"a.jpg": b"", "a.cls": "1"})},
             "only val has images of 1, train has none",
         ),
         (
             {"train.tar": tar({f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"})},
-            "a has no label; add a.cls",
+            "train/a.jpg has no label; add train/a.cls",
         ),
         ({"train.tar": tar({"a.jpg": jpeg(1), "a.json": "{}"})}, "a.json contains no label"),
         ({"train.tar.gz": tar({"a/a.jpg": jpeg(1)}, "w:gz")}, "is compressed; run gunzip"),
@@ -868,22 +792,11 @@ def refused(source: Path, **options: Any) -> str:
             {"train.tsv": "file\tlabel\tsplit\nx.jpg\ta\tother", "x.jpg": jpeg(1)},
             "line 2: the split is not train, val or test",
         ),
-        ({"train.csv": "path,width\na/0.jpg,a"}, "has 0 columns of label, not one: path,"),
-        ({"train.csv": "file,label,path\na/0.jpg,a"}, "has 2 columns of path, not one: file,"),
-        (
-            {"a/1.jpg": b"", "a/2.jpg": b"", f"b/{'x' * 250}.jpg": b"", "b/3.jpg": b""},
-            "of more than 255",
-        ),
     ],
 )
 def test_what_is_wrong_and_what_to_do(
     tmp_path: Path, files: dict[str, bytes | str], message: str
 ) -> None:
-    if "of more" in message:  # no file can have this name, but a member of a zip file can
-        assert message in refused(
-            zipped(tmp_path / "x.zip", {f"{n}{'y' * 9}.jpg": d for n, d in files.items()})
-        )
-        return
     assert message in refused(write(tmp_path / "source", files))
 
 
@@ -907,21 +820,6 @@ def test_members_outside_the_class_folders_are_not_written(tmp_path: Path) -> No
     assert run(tmp_path / "zip", tmp_path / "to2") == 0
     assert {n: d for n, d in laid_out(tmp_path / "to2").items() if n in EXPECTED} == EXPECTED
     assert sorted(os.listdir(tmp_path)) == ["tar", "to", "to2", "zip"]
-
-
-@pytest.mark.parametrize("header", ["path,width,label", "label,path", "split,class,x,file_name"])
-def test_a_header_names_the_columns(tmp_path: Path, header: str) -> None:
-    values = {"width": "3", "x": "", "split": "train"}
-    rows = [
-        ",".join(
-            name if column in ("path", "file_name") else values.get(column, name[0])
-            for column in header.split(",")
-        )
-        for name in IMAGES
-    ]
-    write(tmp_path, {**IMAGES, "list.csv": "\n".join([header, *rows])})
-    samples = tables.read_list(str(tmp_path / "list.csv"), "train")
-    assert [(sample.label, sample.name) for sample in samples] == [(n[0], n) for n in IMAGES]
 
 
 def test_class_names_need_not_be_utf8_except_in_a_zip_file(
@@ -965,7 +863,7 @@ def test_only_files_are_listed(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(tmp_path: Path, words: list[str]) -> None:
-    with pytest.raises(UserError, match=r"^[^\n]+[:;] [^\n]+$"):
+    with pytest.raises(SystemExit, match="2"):
         prepare.arguments([w.format(s=tmp_path, to=tmp_path / "to") for w in words])
 
 
@@ -974,8 +872,7 @@ def test_a_destination_in_the_source_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     source = folders(tmp_path / "source")
-    with pytest.raises(SystemExit, match="2"):
-        run(source, source / place)
+    assert run(source, source / place) == 2
     assert "contain each other; give another folder" in capsys.readouterr().err
     assert laid_out(source).keys() == EXPECTED.keys() | {"train/n02119789/notes.md"}
 
@@ -983,12 +880,11 @@ def test_a_destination_in_the_source_is_refused(
 def test_another_use_of_a_destination_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other files, other images, another size, and a concurrent run."""
+    """Other files, other images and another size."""
     source, to = folders(tmp_path / "source"), write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
     def error(*options: str) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            run(source, to, *options)
+        assert run(source, to, *options) == 2
         return capsys.readouterr().err
 
     assert error() == (
@@ -997,19 +893,18 @@ def test_another_use_of_a_destination_is_refused(
     shutil.rmtree(to)
     assert run(source, to) == 0
     assert "started with other settings (side None, not 64); give the same" in error("--side", "64")
-    with open_destination(str(to), "prepare.json", report_of(to)["settings"]):
-        assert "another process is writing there" in error()
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error()
     assert laid_out(to) == EXPECTED
 
 
 def test_an_unfinished_destination_keeps_its_settings(tmp_path: Path) -> None:
-    open_destination(str(tmp_path / "to"), "prepare.json", {"side": None}).close()
+    open_destination(str(tmp_path / "to"), "prepare.json", {"side": None})
     with pytest.raises(UserError, match="side None, not 64"):
         open_destination(str(tmp_path / "to"), "prepare.json", {"side": 64})
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     """As a user types it, and with a mistake."""
     command = [sys.executable, "scripts/prepare.py", tmp_path / "none", "--to", tmp_path / "to"]
@@ -1017,7 +912,3 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and "no such file or folder; give" in done.stderr
     assert not (tmp_path / "to").exists()
-    command[2] = folders(tmp_path / "source")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"train with: python train.py data.root={tmp_path / 'to'}" in done.stdout

@@ -15,7 +15,7 @@ from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
 # Endings of the files in a tar file that matter: images, labels and tar files of classes.
-USED = (*IMAGES, ".cls", ".json", ".txt", ".csv", ".tar", ".tar.gz")
+USED = (*IMAGES, ".cls", ".json", ".csv", ".tar", ".tar.gz")
 # Words in the names of files and folders -> split.
 SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
@@ -77,11 +77,11 @@ def tree_of_folder(root: str) -> Tree:
     found, seen, folders = {}, set(), [""]
     while folders:
         below = folders.pop()
-        info = os.stat(os.path.join(root, below))
-        if (info.st_dev, info.st_ino) in seen:
+        real = os.path.realpath(os.path.join(root, below))
+        if real in seen:
             continue
-        seen.add((info.st_dev, info.st_ino))
-        with os.scandir(os.path.join(root, below)) as scan:
+        seen.add(real)
+        with os.scandir(real) as scan:
             entries = [entry for entry in scan if not is_hidden(entry.name)]
         for entry in entries:
             path = os.path.join(below, entry.name)
@@ -94,24 +94,23 @@ def tree_of_folder(root: str) -> Tree:
 
 
 def tree_of_file(path: str) -> Tree:
-    """List the files in a zip file or in a tar file, except hidden ones.
+    """List the files in a zip or tar file, except hidden ones.
 
     Raises:
         UserError: it is damaged, or compressed as a whole.
         OSError: it cannot be read.
     """
-    found = tree_of_zip(path) if path.lower().endswith(".zip") else tree_of_tar(path)
+    try:
+        found = tree_of_zip(path) if path.lower().endswith(".zip") else tree_of_tar(path)
+    except (zipfile.BadZipFile, NotImplementedError, tarfile.TarError, struct.error) as error:
+        raise damaged(path, error) from None
     return {name: place for name, place in sorted(found.items()) if not is_hidden(name)}
 
 
 def tree_of_zip(path: str) -> Tree:
-    try:
-        infos = open_zip(path).infolist()
-    except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise damaged(path, error) from None
     return {
         inside(info.filename): Place(path, 0, info.file_size, info.filename)
-        for info in infos
+        for info in open_zip(path).infolist()
         if not info.is_dir()
     }
 
@@ -121,10 +120,7 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     with open(path, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
             raise UserError(f"{path}: is compressed; run gunzip on it and start again")
-    try:
-        members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
-    except (tarfile.TarError, struct.error) as error:
-        raise damaged(path, error) from None
+    members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
     found: Tree = {}
     for member, place in members.items():
         name = inside(os.fsdecode(member))

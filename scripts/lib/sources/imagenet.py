@@ -37,12 +37,12 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
         UserError: the labels are missing, or they do not belong to these images.
     """
     labels = val_labels(source, tree)
-    for some, others, problem in ((images, labels, "has no label"), (labels, images, "is missing")):
-        if wrong := sorted(set(some) - set(others)):
-            raise UserError(
-                f"{source}: validation image {wrong[0]} {problem} ({len(wrong):,} in all); give "
-                f"all validation images and the {SOLUTION} or {DEVKIT} that belongs to them"
-            )
+    if wrong := sorted(images.keys() ^ labels.keys()):
+        problem = "has no label" if wrong[0] in images else "is missing"
+        raise UserError(
+            f"{source}: validation image {wrong[0]} {problem} ({len(wrong):,} in all); give all "
+            f"validation images and the {SOLUTION} or {DEVKIT} that belongs to them"
+        )
     return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
 

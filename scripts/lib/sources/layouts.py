@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from conf.schema import UserError
 from pipeline.splits import chosen
@@ -15,8 +16,6 @@ from scripts.lib.sources.files import (
     Place,
     Sample,
     Tree,
-    inside,
-    is_hidden,
     is_image,
     read_place,
     split_of,
@@ -24,24 +23,14 @@ from scripts.lib.sources.files import (
     tree_of_folder,
 )
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
-from scripts.lib.sources.tables import (
-    LABELS,
-    LISTS,
-    read_list,
-    read_parquet,
-    read_row,
-    split_of_list,
-)
+from scripts.lib.sources.tables import LABELS, LISTS, read_list, read_parquet, read_row
 
 WHAT = (
     "give ImageNet's official tar files, Kaggle's folder or zip file, Parquet files, WebDataset "
-    "shards, a folder with one folder per class, or a list (.csv, .tsv, .txt) of paths and labels"
+    "shards, a folder with one folder per class, or a list (.csv, .tsv) of paths and labels"
 )
-CONTAINERS = (".tar", ".tar.gz", ".tgz", ".zip")
-LABEL_FILES = ("cls", "json", "txt")  # of a WebDataset sample; the first one counts
 VAL_FRACTION = 0.1
 OTHER = "other"  # split of images that are left out
-LONGEST = 255  # bytes, the name of a file or folder on Linux
 
 
 def read(place: Place) -> bytes:
@@ -67,152 +56,131 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
 
     Raises:
         UserError: the format is unknown, ambiguous or incomplete, or a file is damaged.
+        OSError: a folder or a file cannot be read.
     """
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
-    try:
-        samples = list_images(source)
-    except OSError as error:
-        message = f"cannot be read ({error}); check the permissions and the file system"
-        raise UserError(f"{source}: {message}") from None
+    samples = list_images(source)
     if not samples:
         raise UserError(f"{source}: holds no images; {WHAT}")
     # No slash in the name of a class, and no dot at its start, which hides a folder.
     safe = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
-    samples = renamed(source, samples, safe)
+    samples = [sample._replace(label=safe[sample.label]) for sample in samples]
     samples, notes = with_validation(source, samples, val_fraction)
     check(source, samples)
     return samples, notes
 
 
 def list_images(source: str) -> list[Sample]:
-    """Recognise the format by the names of the files; a split can be missing.
-
-    Raises:
-        UserError: see `recognise`.
-        OSError: the source cannot be read.
-    """
-    if os.path.isfile(source) and source.endswith(LISTS):
-        return with_record_names(source, read_list(source, ""))
+    """Recognise the format by the names of the files; a split can be missing."""
     is_folder = os.path.isdir(source)
     tree = tree_of_folder(source) if is_folder else {os.path.basename(source): Place(source)}
-    samples: list[Sample] = []
-    if parquet := [path for path in tree if path.endswith(".parquet")]:
-        for path, split in split_files(source, parquet):
-            samples += read_parquet(path, tree[path].file, split)
-        return with_record_names(source, samples)
-    lists = {path: split for path in tree if (split := split_of_list(path))}
-    if "train" in lists.values():
-        for path, split in lists.items():
-            samples += read_list(tree[path].file, split)
-        return with_record_names(source, samples)
-    image = next(filter(is_image, tree), "")
+    records: list[Sample] = []
+    for path, split in split_files(source, [path for path in tree if path.endswith(".parquet")]):
+        records += read_parquet(path, tree[path].file, split)
+    names = [f"{name}{ending}" for name in ("train", "val") for ending in LISTS]
+    lists = names if is_folder else [path for path in tree if path.endswith(LISTS)]
+    for path in [] if records else filter(tree.__contains__, lists):
+        records += read_list(tree[path].file, split_of(path) if is_folder else "")
+    if records:
+        return with_record_names(records)
     containers = list(filter(is_container, tree))
-    tar = next((path for path in containers if not path.endswith(".zip")), "")
-    if image and tar:  # a zip file next to images is what they were unpacked from
-        raise UserError(f"{source}: holds images ({image}) and tar files ({tar}); give one of them")
+    image = next(filter(is_image, tree), "")
     if containers and not image:
-        return read_containers(source, tree, containers)
-    return read_folder(source, tree)
+        return list_containers(source, tree, containers)
+    # A zip file next to images is what they were unpacked from.
+    if tar := next((path for path in containers if not path.endswith(".zip")), ""):
+        message = f"holds images ({image}) and tar files ({tar}); give one of them"
+        raise UserError(f"{source}: {message}")
+    return read_folder(source, tree, SPLITS)
+
+
+def list_containers(source: str, tree: Tree, containers: list[str]) -> list[Sample]:
+    """List the images in tar and zip files: WebDataset shards, or folders of each file's split."""
+    records: list[Sample] = []
+    splits = {}
+    for path, split in split_files(source, containers):
+        folder = path.replace("/", "_").rpartition(".")[0]
+        splits[folder.lower()] = split
+        members = tree_of_file(tree.pop(path).file)
+        tree |= {f"{folder}/{name}": place for name, place in members.items()}
+        records += shard_samples(folder, members, split)
+    unlabelled = [sample.name for sample in records if not sample.label]
+    if len(unlabelled) == len(records):
+        if len(splits) > 1 and not all(splits.values()):
+            message = "the names of the tar files do not contain train or val; rename them"
+            raise UserError(f"{source}: {message}")
+        return read_folder(source, tree, SPLITS | splits)
+    if unlabelled:
+        label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
+        raise UserError(f"{source}: {unlabelled[0]} has no label; add {label} to the shard")
+    return with_record_names(records)
 
 
 def is_container(path: str) -> bool:
     """Tell whether a file may hold images: ImageNet's boxes, kits and test images do not matter."""
     name = os.path.basename(path)
     others = name.startswith("ILSVRC2012_") and name not in (TRAIN_TAR, VAL_TAR)
-    return name.endswith(CONTAINERS) and not others
+    return name.endswith((".tar", ".tar.gz", ".tgz", ".zip")) and not others
 
 
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """Return the files of a dataset and the split that the path of each states.
 
     Raises:
-        UserError: there are several datasets, or the split of a file is not clear.
+        UserError: there are several datasets, the split of a file is not clear, or ImageNet's
+            validation images are missing.
     """
     words = rf"\b({'|'.join(SPLITS)})\b"
-    folders = {os.path.dirname(path): path for path in paths}
+    folders = {os.path.dirname(path) for path in paths}
     if len({re.sub(words, "", folder.lower()) for folder in folders}) > 1:
         names = ", ".join(sorted(folder or "." for folder in folders))
         raise UserError(f"{source}: holds several datasets ({names}); give the folder of one")
     files = [(path, split_of(path)) for path in paths]
-    splits = {split for _, split in files}
-    if "" in splits and len(splits) > 1:
-        path = next(path for path, split in files if not split)
+    unclear = [path for path, split in files if not split]
+    if 0 < len(unclear) < len(files):
         problem = "the name does not contain train or val, as those of other files do"
-        raise UserError(f"{source}: {path}: {problem}; rename or remove it")
+        raise UserError(f"{source}: {unclear[0]}: {problem}; rename or remove it")
+    if [os.path.basename(path) for path in paths] == [TRAIN_TAR]:
+        raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
     return files
 
 
-def read_containers(source: str, tree: Tree, paths: list[str]) -> list[Sample]:
-    """List the images in tar and zip files, in a single one as in a folder.
-
-    Raises:
-        UserError: a file is damaged, compressed or missing, or an image has no label.
-    """
-    names = {os.path.basename(path) for path in paths}
-    if TRAIN_TAR in names and VAL_TAR not in names:
-        raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
-    samples: list[Sample] = []
-    records: list[Sample] = []
-    for path, split in split_files(source, paths):
-        file = tree[path].file
-        members = tree_of_file(file)
-        if shard := shard_samples(file, members, split):
-            records += shard
-        elif len(paths) == 1:
-            return read_folder(file, members, split)
-        else:
-            samples += class_samples(file, members, split, tree)
-    return samples + with_record_names(source, records)
-
-
-def shard_samples(path: str, members: Tree, split: str) -> list[Sample]:
-    """List the images of a WebDataset shard, in which an image and its label have the same key.
-
-    Returns:
-        Nothing if no image has a label.
-
-    Raises:
-        UserError: only some images have one.
-    """
+def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
+    """List the images of a WebDataset shard, in which an image and its label have the same key."""
     records: dict[str, Tree] = defaultdict(dict)
     for name, place in members.items():
         folder, file = os.path.split(name)
         key, _, extension = file.partition(".")
         records[os.path.join(folder, key)][extension.lower()] = place
-    shard = os.path.splitext(os.path.basename(path))[0]
-    samples, unlabelled = [], []
+    samples = []
     for key, parts in records.items():
-        kind = next((kind for kind in LABEL_FILES if kind in parts), "")
+        label = record_label(f"{shard}: {key}", parts)
         for extension in [e for e in parts if is_image(f".{e}")]:
-            if kind:
-                label = record_label(path, f"{key}.{kind}", parts[kind])
-                samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
-            else:
-                unlabelled.append(key)
-    if samples and unlabelled:
-        key = unlabelled[0]
-        raise UserError(f"{path}: {key} has no label; add {key}.cls to the shard")
+            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
     return samples
 
 
-def record_label(path: str, name: str, place: Place) -> str:
-    text = read_place(place).decode(errors="replace").strip()
-    if not name.endswith(".json"):
-        return text
+def record_label(key: str, parts: Tree) -> str:
+    """Return the label in key.cls or key.json; "" if there is none of them."""
+    if "cls" in parts or "json" not in parts:
+        return read_place(parts["cls"]).decode(errors="replace").strip() if "cls" in parts else ""
     try:
-        record = json.loads(text)
-        return str(next(record[key] for key in LABELS if key in record))
+        record = json.loads(read_place(parts["json"]))
+        return str(next(record[name] for name in LABELS if name in record))
     except (ValueError, TypeError, StopIteration):
         message = 'contains no label, as {"label": 3} does; add one'
-        raise UserError(f"{path}: {name} {message}") from None
+        raise UserError(f"{key}.json {message}") from None
 
 
-def read_folder(source: str, tree: Tree, split: str = "") -> list[Sample]:
+def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
+    Folders in a class are part of the name. The labels of ImageNet's validation images, which are
+    not in class folders, are in other files of the tree.
+
     Args:
-        split: of class folders.
+        splits: name of a folder -> split.
 
     Raises:
         UserError: an image is not in a class folder.
@@ -223,53 +191,34 @@ def read_folder(source: str, tree: Tree, split: str = "") -> list[Sample]:
             break
         images = {path.partition("/")[2]: place for path, place in images.items()}
     # A class may be called train: a split holds folders of classes.
+    classes = {path.split("/")[0] for path in images if path.count("/") == 1}
     tops = {path.split("/")[0] for path in images if path.count("/") > 1}
-    splits = {SPLITS[top.lower()] for top in tops if top.lower() in SPLITS}
-    if "train" not in splits:
-        return class_samples(source, images, split, tree)
-    groups: dict[str, Tree] = defaultdict(dict)
+    found = {splits.get(top.lower(), "") for top in tops}
+    for top in sorted(tops - classes):
+        if split_of(top) and not ("train" in found and split_of(top) in found):
+            message = "holds folders and looks like a split; put train/ and val/ into one folder or"
+            raise UserError(f"{source}: {top}/ {message} file, or rename it if it is a class")
+    samples: list[Sample] = []
+    flat: Tree = {}
     for path, place in images.items():
-        top, _, name = path.partition("/")
-        if top in tops and split_of(top) not in (*splits, ""):
-            raise looks_like_a_split(source, top)
-        groups[SPLITS.get(top.lower(), OTHER)][name or path] = place
-    return [s for part, found in groups.items() for s in class_samples(source, found, part, tree)]
-
-
-def class_samples(source: str, images: Tree, split: str, tree: Tree) -> list[Sample]:
-    """List the images in <class>/ or <split>/<class>/; folders in a class are part of the name.
-
-    Args:
-        tree: may hold the labels of ImageNet's validation images.
-    """
-    samples = []
-    flat = {}
-    for path, place in images.items():
-        top, _, name = path.partition("/")
-        if SPLITS.get(top.lower()) == split and "/" in name:
-            top, _, name = name.partition("/")
-        if not is_image(path):
-            continue
+        top, _, rest = path.partition("/")
+        split = splits.get(top.lower(), OTHER) if "train" in found else ""
+        label, _, name = (rest if split else path).partition("/")
         if split == OTHER or (split == "test" and not name):
             samples.append(Sample(OTHER, "", path, place))
         elif name:
-            samples.append(Sample(split, top, name, place))
-        elif split == "val" and VAL_NAME.fullmatch(path):
-            flat[path] = place
+            samples.append(Sample(split, label, name, place))
+        elif split == "val" and VAL_NAME.fullmatch(label):
+            flat[label] = place
         else:
             raise UserError(f"{source}: {path} is not in a class folder; move it into one")
     return samples + (val_samples(source, tree, flat) if flat else [])
 
 
-def looks_like_a_split(source: str, folder: str) -> UserError:
-    message = "holds folders and looks like a split; put train/ and val/ into one folder or file"
-    return UserError(f"{source}: {folder}/ {message}, or rename it if it is a class")
-
-
 # What holds for all formats.
 
 
-def with_record_names(source: str, samples: list[Sample]) -> list[Sample]:
+def with_record_names(samples: list[Sample]) -> list[Sample]:
     """Name the classes and files of tables and shards: a label may be a number, a name a path.
 
     Where the names of the files contain ImageNet's WordNet ids, these are the classes. Other
@@ -291,30 +240,14 @@ def with_record_names(source: str, samples: list[Sample]) -> list[Sample]:
         name = os.path.basename(sample.name)
         if counts[sample.split, sample.label, name] > 1:
             name = sample.name.lstrip("./").replace("/", "_")
-        named.append(sample._replace(name=name))
-    return renamed(source, named, names)
-
-
-def renamed(source: str, samples: list[Sample], names: dict[str, str]) -> list[Sample]:
-    """Rename the classes.
-
-    Raises:
-        UserError: two of them get the same name, as 3 and 03, or a/b and a_b.
-    """
-    first: dict[str, str] = {}
-    for label, name in names.items():
-        if first.setdefault(name, label) != label:
-            message = f"the classes {first[name]!r} and {label!r} would share the folder {name}"
-            raise UserError(f"{source}: {message}; rename one")
-    return [sample._replace(label=names[sample.label]) for sample in samples]
+        named.append(sample._replace(label=names[sample.label], name=name))
+    return named
 
 
 def with_validation(
     source: str, samples: list[Sample], fraction: float | None
 ) -> tuple[list[Sample], list[str]]:
-    """Choose the validation images, the same fraction of every class, if there are none.
-
-    The choice is that of data.val_fraction.
+    """Choose the validation images, those of data.val_fraction, if there are none.
 
     Returns:
         The samples of train and val, and what was decided, in sentences.
@@ -326,14 +259,14 @@ def with_validation(
     notes = []
     if counts[OTHER]:
         notes.append(f"Images without a split or a class were left out: {counts[OTHER]:,}.")
-    if counts["test"]:
-        left_out = "was left out" if counts["val"] else "is the validation split"
-        notes.append(f"The test split {left_out}.")
-    used = {"train": "train", "": "train", "val": "val"} | (
-        {} if counts["val"] else {"test": "val"}
-    )
+    used = {"train": "train", "": "train", "val": "val"}
+    if counts["test"] and counts["val"]:
+        notes.append("The test split was left out.")
+    elif counts["test"]:
+        notes.append("The test split is the validation split.")
+        used["test"] = "val"
     samples = [s._replace(split=used[s.split]) for s in samples if s.split in used]
-    if any(sample.split == "val" for sample in samples):
+    if counts["val"] or counts["test"]:
         if fraction is not None:
             raise UserError(f"{source}: has a validation split; leave out --val-fraction")
         return samples, notes
@@ -353,19 +286,15 @@ def with_validation(
 
 
 def check(source: str, samples: list[Sample]) -> None:
-    """Refuse names that cannot be written, splits with different classes, and a single class.
+    """Refuse two images of one name, splits with different classes, and a single class.
 
     Raises:
         UserError: names the classes or the image.
     """
-    names = Counter(sample[:3] for sample in samples)
-    for (_, label, name), count in names.items():
-        if problem := problem_of(label, name, count):
-            raise UserError(f"{source}: {label}/{name} {problem}; rename it")
+    for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
+        if count > 1:
+            raise UserError(f"{source}: {label}/{name} is the name of {count} images; rename it")
     train, val = ({s.label for s in samples if s.split == split} for split in ("train", "val"))
-    for label in filter(split_of, train):
-        if all("/" in sample.name for sample in samples if sample.label == label):
-            raise looks_like_a_split(source, label)
     if extra := sorted(train ^ val):
         here, there = ("train", "val") if extra[0] in train else ("val", "train")
         message = f"only {here} has images of {extra[0]}, {there} has none ({len(extra):,} classes)"
@@ -373,14 +302,3 @@ def check(source: str, samples: list[Sample]) -> None:
     if len(train) == 1:
         message = f"all images have the class {train.pop()}; a classifier needs two or more"
         raise UserError(f"{source}: {message}, each in its folder")
-
-
-def problem_of(label: str, name: str, count: int) -> str:
-    """Return why an image cannot have this name in the output, which `count` images have."""
-    if count > 1:
-        return f"is the name of {count} images"
-    if name != inside(name) or is_hidden(name):
-        return "is hidden or leads out of its folder"
-    if max(len(os.fsencode(part)) for part in (label, *name.split("/"))) > LONGEST:
-        return f"has a part of more than {LONGEST} bytes"
-    return ""
