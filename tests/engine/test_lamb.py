@@ -18,12 +18,8 @@ BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
 
 
 def groups_of(model: nn.Module) -> list[dict[str, object]]:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    return [
-        {"params": decayed, "weight_decay": DECAY},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    decayed = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY}
+    return [decayed, {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0}]
 
 
 def network() -> nn.Sequential:

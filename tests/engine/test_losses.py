@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Train, UserError
-from engine.losses import LOSSES, balanced, build_criterion
+from engine.losses import LOSSES, Criterion, balanced, build_criterion
 from tests.libraries import timm_module
 
 CLASSES, COUNT = 7, 12
@@ -30,20 +30,21 @@ def test_unknown_loss() -> None:
         build_criterion(Train(loss="polly"))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_and_batches(name: str, smoothing: float) -> None:
-    """Labels equal one-hot targets; the loss of a batch is the mean of its halves.
-
-    Micro-batches and ranks rely on it.
-    """
-    criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
-    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
-    torch.testing.assert_close(criterion(logits(), labels()), criterion(logits(), onehot))
+def check_halves(criterion: Criterion) -> None:
+    """The loss of a batch is the mean of its halves: micro-batches and ranks rely on it."""
     for targets in (labels(), mixed()):
         pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
         halves = torch.stack([criterion(*pair) for pair in pairs])
         torch.testing.assert_close(criterion(logits(), targets), halves.mean())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_equal_one_hot_targets(name: str, smoothing: float) -> None:
+    criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
+    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
+    torch.testing.assert_close(criterion(logits(), labels()), criterion(logits(), onehot))
+    check_halves(criterion)
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -62,9 +63,7 @@ def test_class_weights_are_torchs(smoothing: float) -> None:
     for targets in (labels(), mixed()):
         expected = theirs(logits(), targets) / COUNT
         torch.testing.assert_close(criterion(logits(), targets), expected)
-        pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
-        halves = torch.stack([criterion(*pair) for pair in pairs])
-        torch.testing.assert_close(criterion(logits(), targets), halves.mean())
+    check_halves(criterion)
 
 
 def test_bce_by_its_formula() -> None:
