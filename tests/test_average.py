@@ -21,14 +21,8 @@ def test_average_and_raw_model_are_validated(
     image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each result equals an evaluation of the stored weights, one image at a time."""
-    config = compose(
-        image_root,
-        tmp_path,
-        "loader.workers=0",
-        "train.epochs=3",
-        "train.ema_decay=0.9999",
-        "log.trackers=[tensorboard]",
-    )
+    options = ["loader.workers=0", "train.ema_decay=0.9999", "log.trackers=[tensorboard]"]
+    config = compose(image_root, tmp_path, "train.epochs=3", *options)
     summary = train.train(config)
     row, state = rows(tmp_path, "val")[-1], stored(tmp_path)
     assert state["best"]["top1"] == pytest.approx(
@@ -36,28 +30,23 @@ def test_average_and_raw_model_are_validated(
     )
 
     datasets = build_datasets(config)
-    mean = torch.tensor(config.data.mean)
-    std = torch.tensor(config.data.std)
+    mean, std = torch.tensor(config.data.mean), torch.tensor(config.data.std)
     samples = [datasets.val[i] for i in range(len(datasets.val))]
-    images = torch.stack(
-        [(torch.from_numpy(pixels) / 255 - mean) / std for pixels, _ in samples]
-    ).permute(0, 3, 1, 2)
+    normalised = [(torch.from_numpy(pixels) / 255 - mean) / std for pixels, _ in samples]
+    images = torch.stack(normalised).permute(0, 3, 1, 2)
     labels = torch.tensor([label for _, label in samples])
     for weights, suffix in (("ema", ""), ("model", "_raw")):
         model = resnet_tiny(3, 32).eval()
         model.load_state_dict(state[weights])
         with torch.no_grad():
             logits = torch.cat([model(image[None]) for image in images])
+        loss = nn.functional.cross_entropy(logits, labels).item()
         top1 = 100 * (logits.argmax(1) == labels).float().mean().item()
         for reported in (row, summary):
-            assert reported["loss" + suffix] == pytest.approx(
-                nn.functional.cross_entropy(logits, labels).item(), rel=1e-3
-            )
+            assert reported["loss" + suffix] == pytest.approx(loss, rel=1e-3)
             assert reported["top1" + suffix] == pytest.approx(top1, abs=1e-3)
             assert reported["top5" + suffix] == 100  # of 3 classes
-    assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2), (
-        "the two models have the same loss"
-    )
+    assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2)
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("val/top1_raw")] == pytest.approx(

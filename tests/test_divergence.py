@@ -42,15 +42,9 @@ def test_divergence_between_log_rows(
 
     monkeypatch.setattr(train, "train_step", diverge)
     monkeypatch.setattr(runlog, "CHECK_STEPS", 5)
-    options = [
-        "train.epochs=4",
-        "train.validate_every_epochs=4",
-        "checkpoint.every_steps=4",
-        "checkpoint.keep=9",
-        "log.every_steps=1000",
-        "loader.workers=0",
-        "train.ema_decay=0.9",
-    ]
+    options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
+    options += ["checkpoint.keep=9", "log.every_steps=1000", "loader.workers=0"]
+    options += ["train.ema_decay=0.9"]
     assert train.main(compose(image_root, folder, *options)) == 1
     error = capfd.readouterr().err
     names = sorted(path.name for path in (folder / "checkpoints").glob("*.pt"))

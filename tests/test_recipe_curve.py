@@ -82,20 +82,11 @@ def expect(references: list[Path]) -> Expect:
     return Expect.parse({**node["expect"], **added})
 
 
-@pytest.fixture(scope="module")
-def narrow(expect: Expect) -> Expect:
-    """The same as if of 20 runs: with few classes, chance is not far below a good run."""
-    assert expect.reference is not None
-    return replace(expect, reference=replace(expect.reference, runs=20))
-
-
 def go(
     expect: Expect, capsys: pytest.CaptureFixture[str], root: Path, folder: Path, *overrides: str
 ) -> str:
-    """Train as if the recipe had this expectation and these keys; return the output."""
+    """Train as if the recipe had this expectation; return the output."""
     config = replace(compose(root, folder, *overrides), expect=asdict(expect), changed={})
-    if "optim.lr=2" in overrides:
-        config.changed["optim.lr"] = "2"
     capsys.readouterr()
     train.train(config)
     return capsys.readouterr().out
@@ -134,27 +125,19 @@ def test_a_good_run(
 
 
 def test_shuffled_labels(
-    narrow: Expect, shuffled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    expect: Expect, shuffled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One warning by each start: the newest checkpoint holds the validation before."""
-    first = go(narrow, capsys, shuffled, tmp_path / "run", "train.max_steps=18")  # 2 epochs
+    # As if of 20 runs: with few classes, chance is not far below a good run.
+    assert expect.reference is not None
+    expect = replace(expect, reference=replace(expect.reference, runs=20))
+    first = go(expect, capsys, shuffled, tmp_path / "run", "train.max_steps=18")  # 2 epochs
     assert first.count("warning  top1 ") == 1 and " after epoch 2 is " in first
-    again = go(narrow, capsys, shuffled, tmp_path / "run", "train.max_steps=27")
+    again = go(expect, capsys, shuffled, tmp_path / "run", "train.max_steps=27")
     assert again.count("warning  top1 ") == 1 and " after epoch 3 is " in again
     assert "recipe    accuracy" not in first + again  # the schedule has not ended
-    last = go(narrow, capsys, shuffled, tmp_path / "run")
+    last = go(expect, capsys, shuffled, tmp_path / "run")
     assert "points below" in last.partition("recipe    accuracy ")[2]
-
-
-def test_a_learning_rate_that_is_too_high(
-    narrow: Expect, tinted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is not the recipe, so nothing is said at the end."""
-    out = go(narrow, capsys, tinted, tmp_path / "run", "optim.lr=2")
-    assert "check the labels and what differs from the recipe (optim.lr=2)" in out
-    assert "recipe    accuracy" not in out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["expectation"] is None
 
 
 @pytest.mark.parametrize(
