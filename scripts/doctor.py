@@ -31,12 +31,8 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
-    for wrong, message in (
-        (OPTIONS.sample < 1, f"--sample {OPTIONS.sample}: give 1 or more, or --all"),
-        (OPTIONS.ranks < 1, f"--ranks {OPTIONS.ranks}: give 1 or more"),
-    ):
-        if wrong:
-            cli.fail(message, "doctor.py")
+    if OPTIONS.sample < 1 or OPTIONS.ranks < 1:
+        cli.fail("--sample and --ranks: give 1 or more; --all decodes every file", "doctor.py")
 
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +43,7 @@ from engine import checkpoint
 from pipeline.decode import describe
 from scripts.lib import data_checks, machine_checks
 from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
+from scripts.lib.trained import exit_status
 
 NAMED = 10  # files per row on the console
 # The order matters: later checks use earlier results.
@@ -75,42 +72,27 @@ def lines(row: Row) -> Iterator[str]:
     """Format a row for the console: the remedy and up to NAMED details are indented below it."""
     width = max(map(len, CHECKS))
     yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
-    indent = " " * (width + 8)
-    if row.do:
-        yield f"{indent}-> {row.do}"
-    yield from (f"{indent}{detail}" for detail in row.details[:NAMED])
+    below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:NAMED])
     if len(row.details) > NAMED:
-        yield f"{indent}and {len(row.details) - NAMED:,} more: --json FILE lists all"
+        below.append(f"and {len(row.details) - NAMED:,} more: --json FILE lists all")
+    yield from (" " * (width + 8) + text for text in below)
 
 
 def main() -> int:
     # A file name may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    cli.log_to_stderr()
     rows: list[Row] = []
-    case = Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks)
-    try:
-        for row in check(case):
-            rows.append(row)
-            print("\n".join(map(cli.printable, lines(row))), flush=True)
-    except KeyboardInterrupt:
-        print("doctor.py: interrupted", file=sys.stderr)
-        return 130
+    for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks)):
+        rows.append(row)
+        print("\n".join(map(cli.printable, lines(row))), flush=True)
     counts = Counter(row.status for row in rows)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     if OPTIONS.json:
-        content = {
-            "counts": counts,
-            "rows": [asdict(row) for row in rows],
-            "made_by": checkpoint.provenance(),
-        }
-        try:
-            checkpoint.write_json(OPTIONS.json, content)
-        except OSError as error:
-            cli.complain(f"--json {OPTIONS.json}: cannot be written: {error.strerror}", "doctor.py")
-            return 1
+        tables = [asdict(row) for row in rows]
+        content = {"counts": counts, "rows": tables, "made_by": checkpoint.provenance()}
+        checkpoint.write_json(OPTIONS.json, content)
     return 1 if counts["fail"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, "doctor.py"))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from conf.schema import Config
 from engine.plan import Plan
 from pipeline import machine
@@ -44,26 +46,23 @@ class Row:
 ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
 
 
-@dataclass(frozen=True)
-class Opened:
-    """An examined file.
+@dataclass
+class Examined:
+    """An image file that was read and decoded.
 
     Attributes:
-        size: width and height, pixels.
         odd: keys of data_checks.ODD.
         problem: why training cannot read it, or "".
         seconds: to read it, without decoding.
-        mean, square: mean of each channel and of its square, of pixels in [0, 1].
+        moments: float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1].
     """
 
     row: int
     path: str
-    size: tuple[int, int] = (0, 0)
     odd: tuple[str, ...] = ()
     problem: str = ""
     seconds: float = 0.0
-    mean: tuple[float, ...] = ()
-    square: tuple[float, ...] = ()
+    moments: np.ndarray | None = None
 
 
 @dataclass
@@ -73,14 +72,14 @@ class Case:
     Attributes:
         sample: number of files to decode per split, or None for all.
         ranks: that are to run on this machine.
-        opened: files of each split.
+        examined: files of each split.
     """
 
     config: Config
     sample: int | None = 2000
     ranks: int = 1
     datasets: Datasets | None = None
-    opened: dict[str, list[Opened]] = field(default_factory=dict)
+    examined: dict[str, list[Examined]] = field(default_factory=dict)
     plan: Plan | None = None
 
     def splits(self) -> dict[str, Index]:
@@ -103,14 +102,12 @@ class Case:
         return self.plan
 
 
-def in_threads(
-    workers: int, function: Callable[[int], T], rows: Sequence[int], what: str
-) -> Iterator[T]:
+def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) -> Iterator[T]:
     """Yield the results in order; a terminal shows the progress."""
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(rows), CHUNK):
             if sys.stderr.isatty():
-                text = f"\r{what}: {start:,} of {len(rows):,}\x1b[K\r"
+                text = f"{start:,} of {len(rows):,} files\x1b[K\r"
                 print(text, end="", file=sys.stderr, flush=True)
             yield from pool.map(function, rows[start : start + CHUNK])
 
@@ -119,6 +116,14 @@ def few(names: Iterable[Any], count: int = 5) -> str:
     names = [str(name) for name in names]
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def spread(count: int, number: int | None, seed: int) -> list[int]:
+    """Draw `number` positions below `count`, one from each of `number` equal intervals."""
+    if number is None or number >= count:
+        return list(range(count))
+    edges = np.arange(number + 1) * count // number
+    return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
 
 
 def usable_cores() -> int:

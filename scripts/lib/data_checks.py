@@ -20,19 +20,19 @@ from pipeline.index import Index
 from pipeline.loader import SLOW_SAMPLE_SECONDS
 from scripts.lib.checks import (
     Case,
+    Examined,
     NotChecked,
-    Opened,
     Row,
     fail,
     few,
     in_threads,
     ok,
+    spread,
     usable_cores,
     warn,
 )
 
 THREADS = 16  # comparing waits for storage, not for a core
-END_BYTES = 4096  # different images of equal size differ in their first or last bytes
 LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
 ORIENTATION = 0x0112  # EXIF tag
@@ -72,16 +72,11 @@ def class_order(case: Case) -> Iterator[Row]:
     if names == tuple(imagenet_names()):
         yield ok(f"the 1,000 of ImageNet-1k in order, {span}: labels match published weights")
     elif ids:
-        yield warn(
-            f"{len(ids):,} WordNet IDs of {len(names):,} classes, {span}: not the 1,000 of "
-            "ImageNet-1k",
-            "add missing classes, if any; published weights predict other classes",
-        )
+        text = f"{len(ids):,} WordNet IDs of {len(names):,} classes, {span}: not ImageNet-1k's"
+        yield warn(text, "add missing classes, if any; published weights predict other classes")
     elif all(name.isdecimal() for name in names) and list(names) != sorted(names, key=int):
-        yield warn(
-            f"numbers sorted as text: {few(names)}",
-            "label 2 is not folder 2: pad the names with zeros",
-        )
+        cure = "label 2 is not folder 2: pad the names with zeros"
+        yield warn(f"numbers sorted as text: {few(names)}", cure)
     else:
         yield ok(f"by name, {span}: label i is the i-th class")
 
@@ -91,12 +86,13 @@ def readable(case: Case) -> Iterator[Row]:
     for name, index in case.splits().items():
         rows = spread(len(index), case.sample, case.config.train.seed)
         look = partial(examine, index, decode.resolve("auto"), config.max_pixels)
-        opened = list(in_threads(usable_cores(), look, rows, f"opening files of {name}"))
-        case.opened[name] = opened
+        files = case.examined[name] = list(in_threads(usable_cores(), look, rows))
         count = count_of(case, name)
-        skips = name == "train" and config.on_error == "skip"
-        bad = tuple(f"{o.path}: {' '.join(o.problem.split())}" for o in opened if o.problem)
+        bad = tuple(
+            f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem
+        )
         if bad:
+            skips = name == "train" and config.on_error == "skip"
             few_enough = skips and len(bad) <= config.max_bad_fraction * len(rows)
             cure = "replace or remove them"
             cure += ", or set data.on_error=skip" if name == "train" else ""
@@ -105,36 +101,35 @@ def readable(case: Case) -> Iterator[Row]:
             yield (warn if few_enough else fail)(text, cure, bad)
         else:
             yield ok(f"{name}: {count} decoded without errors")
-        slow = sorted(
-            (o for o in opened if o.seconds > SLOW_SAMPLE_SECONDS), key=lambda o: -o.seconds
-        )
+        slow = [file for file in files if file.seconds > SLOW_SAMPLE_SECONDS]
         if slow:
             yield warn(
                 f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read",
                 "copy them again or to another disk, or check the storage",
-                tuple(f"{o.path}: {o.seconds:.1f} s" for o in slow),
+                tuple(f"{file.path}: {file.seconds:.1f} s" for file in slow),
             )
 
 
-def examine(index: Index, decoder: str, max_pixels: int, row: int) -> Opened:
+def examine(index: Index, decoder: str, max_pixels: int, row: int) -> Examined:
     """Decode a file in full, as training does, and find what is unusual about it."""
-    path, began = index.path(row), time.perf_counter()
-    seconds = 0.0
+    found, began = Examined(row, index.path(row)), time.perf_counter()
+    content = b""
     try:
         content = index.read(row)
-        seconds = time.perf_counter() - began
+        found.seconds = time.perf_counter() - began
         with decode.open_image(content, max_pixels) as image:
-            size, odd = image.size, tuple(oddities(image))
+            found.odd = tuple(oddities(image))
         pixels = decode.open_picture(content, decoder, max_pixels).pixels()
     except UnidentifiedImageError:
-        problem = f"not an image, begins with {content[:16]!r}" if content else "empty, 0 bytes"
-        return Opened(row, path, problem=problem, seconds=seconds)
+        begin = f"not an image, begins with {content[:16]!r}"
+        found.problem = begin if content else "empty, 0 bytes"
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
-        return Opened(row, path, problem=describe(error), seconds=seconds)
-    step = max(1, min(size) // GRID)
-    grid = pixels[::step, ::step].reshape(-1, 3) / 255
-    mean, square = (tuple(values.mean(0).tolist()) for values in (grid, grid**2))
-    return Opened(row, path, size, odd, seconds=seconds, mean=mean, square=square)
+        found.problem = describe(error)
+    else:
+        step = max(1, min(pixels.shape[:2]) // GRID)
+        grid = pixels[::step, ::step].reshape(-1, 3) / 255
+        found.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
+    return found
 
 
 def oddities(image: Image.Image) -> Iterator[str]:
@@ -151,15 +146,15 @@ def oddities(image: Image.Image) -> Iterator[str]:
 
 
 def odd_files(case: Case) -> Iterator[Row]:
-    opened = good_files(case, "train") + good_files(case, "val")
-    counts = Counter(kind for o in opened for kind in o.odd)
+    files = good_files(case, "train") + good_files(case, "val")
+    counts = Counter(kind for file in files for kind in file.odd)
     details = tuple(
-        f"{count:,} {kind}: {ODD[kind]}: {few((o.path for o in opened if kind in o.odd), 2)}"
+        f"{count:,} {kind}: {ODD[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
         for kind, count in counts.most_common()
     )
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common()) or "none"
-    text = f"of {len(opened):,} images: {kinds}"
-    if any(count > MOST_ODD * len(opened) for count in counts.values()):
+    text = f"of {len(files):,} images: {kinds}"
+    if any(count > MOST_ODD * len(files) for count in counts.values()):
         cure = "training accepts them; scripts/prepare.py --side converts them to RGB JPEGs"
         yield warn(text, cure, details)
     else:
@@ -168,11 +163,10 @@ def odd_files(case: Case) -> Iterator[Row]:
 
 def duplicates(case: Case) -> Iterator[Row]:
     train, val = case.splits().values()
-    rows = [opened.row for opened in case.opened.get("val", [])]
+    rows = [file.row for file in case.examined.get("val", [])]
     pairs = duplicates_of(val, rows, train)
-    text = (
-        f"{len(pairs):,} of {count_of(case, 'val')} validation images are copies of training images"
-    )
+    count = count_of(case, "val")
+    text = f"{len(pairs):,} of {count} validation images are copies of training images"
     details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
     labels, others = val.labels.array, train.labels.array
     elsewhere = sum(labels[a] != others[b] for a, b in pairs)
@@ -190,20 +184,20 @@ def duplicates(case: Case) -> Iterator[Row]:
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
     """Find pairs of samples with the same bytes: of these rows of val, and of any row of train.
 
-    Compares sizes, then the ends of files of equal size, then whole files.
+    Compares sizes, then the content of files of equal size.
     """
-    groups: dict[object, tuple[list[int], list[int]]] = {0: (rows, list(range(len(train))))}
-    keys: tuple[Callable[[Index, int], object], ...] = (size, ends, content)
+    groups: list[tuple[list[int], list[int]]] = [(rows, list(range(len(train))))]
+    keys: tuple[Callable[[Index, int], object], ...] = (size, content)
     for key in keys:
         finer: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for old, group in groups.items():
+        for number, group in enumerate(groups):
             for side, index in enumerate((val, train)):
-                values = in_threads(THREADS, partial(key, index), group[side], "comparing files")
+                values = in_threads(THREADS, partial(key, index), group[side])
                 for row, value in zip(group[side], values, strict=True):
                     if value:
-                        finer[old, value][side].append(row)
-        groups = {both: group for both, group in finer.items() if group[0] and group[1]}
-    return sorted((row, group[1][0]) for group in groups.values() for row in group[0])
+                        finer[number, value][side].append(row)
+        groups = [group for group in finer.values() if group[0] and group[1]]
+    return sorted((row, group[1][0]) for group in groups for row in group[0])
 
 
 def size(index: Index, row: int) -> int:
@@ -214,14 +208,6 @@ def size(index: Index, row: int) -> int:
     return 0
 
 
-def ends(index: Index, row: int) -> bytes:
-    """Return the ends of a file; b"" if it cannot be read."""
-    with suppress(OSError):
-        data = index.read(row)
-        return data[:END_BYTES] + data[-END_BYTES:]
-    return b""
-
-
 def content(index: Index, row: int) -> bytes:
     """Return a hash of a file; b"" if it cannot be read."""
     with suppress(OSError):
@@ -230,9 +216,10 @@ def content(index: Index, row: int) -> bytes:
 
 
 def colours(case: Case) -> Iterator[Row]:
-    config, good = case.config.data, good_files(case, "train")
-    mean = np.mean([o.mean for o in good], axis=0)
-    std = np.sqrt(np.maximum(0, np.mean([o.square for o in good], axis=0) - mean**2))
+    config = case.config.data
+    moments = [file.moments for file in good_files(case, "train") if file.moments is not None]
+    mean, square = np.mean(moments, axis=0)
+    std = np.sqrt(np.maximum(0, square - mean**2))
     measured = (
         f"data.mean=[{','.join(f'{v:.3f}' for v in mean)}] "
         f"data.std=[{','.join(f'{max(v, 0.001):.3f}' for v in std)}]"
@@ -254,25 +241,17 @@ def colours(case: Case) -> Iterator[Row]:
         yield warn(f"{text}: far from 0 and 1", cure)
 
 
-def good_files(case: Case, name: str) -> list[Opened]:
+def good_files(case: Case, name: str) -> list[Examined]:
     case.splits()
-    good = [opened for opened in case.opened.get(name, []) if not opened.problem]
+    good = [file for file in case.examined.get(name, []) if not file.problem]
     if not good:
         raise NotChecked("needs readable files, see readable")
     return good
 
 
 def count_of(case: Case, name: str) -> str:
-    opened, total = len(case.opened.get(name, [])), len(case.splits()[name])
-    return f"all {total:,}" if opened == total else f"{opened:,} sampled of {total:,}"
-
-
-def spread(count: int, number: int | None, seed: int) -> list[int]:
-    """Draw `number` positions below `count`, one from each of `number` equal intervals."""
-    if number is None or number >= count:
-        return list(range(count))
-    edges = np.arange(number + 1) * count // number
-    return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
+    examined, total = len(case.examined.get(name, [])), len(case.splits()[name])
+    return f"all {total:,}" if examined == total else f"{examined:,} sampled of {total:,}"
 
 
 CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {

@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -20,21 +19,19 @@ import torch
 import train
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
-from engine.plan import Plan, make_plan
+from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.containers import Container
 from pipeline.decode import ON_GPU, describe
 from pipeline.index import Index
-from pipeline.loader_plan import worker_limit
 from scripts import bench
-from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, usable_cores, warn
-from scripts.lib.data_checks import spread
+from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, spread, warn
 
 GIB = 1 << 30
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before the soft limit is raised
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
 PROBE_BYTES = 64 << 20  # to measure the speed of the disk
+NVLINKS = 18  # of a Hopper or Blackwell GPU
 # A measurement of reading takes READ_SECONDS at most, or READ_FILES files; one of the step, twice
 # STEP_SECONDS and the time to compile it.
 READ_SECONDS = 2.0
@@ -47,9 +44,9 @@ def gpu(case: Case) -> Iterator[Row]:
     choice = case.config.train.device
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        driver = os.path.exists("/proc/driver/nvidia/version")
-        there = " although there is an NVIDIA driver" if driver else ""
-        text = f"training will run on the CPU: torch {torch.__version__} {why}{there}"
+        text = f"training will run on the CPU: torch {torch.__version__} {why}"
+        if os.path.exists("/proc/driver/nvidia/version"):
+            text += " although there is an NVIDIA driver"
         cure = "sufficient for a small run; otherwise install a driver and PyTorch with CUDA"
         yield fail(text, cure) if choice == "cuda" else warn(text, cure)
         return
@@ -84,11 +81,10 @@ def ask(nvml: Any, gpu: Any, call: str, *arguments: Any) -> Any:
         return None
 
 
-def gpu_rows(get: Callable[..., Any]) -> Iterator[Row]:
-    """Yield what is wrong with a GPU, or that it is in order."""
+def gpu_rows(get: Callable[..., Any]) -> list[Row]:
+    """Return what is wrong with a GPU, or that it is in order."""
     found = []
-    others = get("ComputeRunningProcesses") or []
-    memory = get("MemoryInfo")
+    others, memory = get("ComputeRunningProcesses") or [], get("MemoryInfo")
     used = memory.total - memory.free if memory else 0
     if others or (memory and used > max(GIB, 0.05 * memory.total)):
         text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
@@ -98,16 +94,10 @@ def gpu_rows(get: Callable[..., Any]) -> Iterator[Row]:
     if width and widest and width < widest:
         cure = "copies are slower on a narrow link: reseat the card or try another slot"
         found.append(warn(f"PCIe x{width} of x{widest}", cure))
-    links = [get("NvLinkState", link) for link in range(18)]  # of a Hopper or Blackwell GPU
+    links = [get("NvLinkState", link) for link in range(NVLINKS)]
     if torch.cuda.device_count() > 1 and 0 in links:
         text = f"{links.count(0)} of {len(links) - links.count(None)} NVLinks are not active"
         found.append(warn(text, "the all-reduce is slower: see nvidia-smi nvlink --status"))
-    errors, remapping = get("TotalEccErrors", 1, 0), get("RemappedRows") or (0, 0, False, False)
-    if remapping[3]:
-        found.append(fail("row remapping failed", "replace this GPU"))
-    elif errors or remapping[2]:
-        text = f"{errors or 0} uncorrected ECC errors; row remapping pending: {bool(remapping[2])}"
-        found.append(warn(text, "reset the GPU first: nvidia-smi --gpu-reset"))
     mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
     reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
     limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
@@ -116,7 +106,7 @@ def gpu_rows(get: Callable[..., Any]) -> Iterator[Row]:
     if reasons:
         cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
         found.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
-    yield from found or [ok("memory, links, clocks and ECC are in order")]
+    return found or [ok("memory, links and clocks are in order")]
 
 
 def plan(case: Case) -> Iterator[Row]:
@@ -126,15 +116,15 @@ def plan(case: Case) -> Iterator[Row]:
         raise NotChecked("needs the data, see data")
     if config.adapt:  # the size of the images may follow from the weights
         case.datasets = build_datasets(config)
-    made = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
-    case.plan = made
-    for note in made.notes:
+    plan = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
+    case.plan = plan
+    for note in plan.notes:
         if note not in config.notes:
             yield warn(note, "training still starts")
     yield ok(
-        f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} "
-        f"classes; {made.stop_step:,} steps of {made.batch_size} images of {made.image_size} px on "
-        f"{made.device}"
+        f"{config.model.name}, {plan.parameters / 1e6:.2f} M parameters, {plan.num_classes:,} "
+        f"classes; {plan.stop_step:,} steps of {plan.batch_size} images of {plan.image_size} px on "
+        f"{plan.device}"
     )
 
 
@@ -150,10 +140,6 @@ def cores(case: Case) -> Iterator[Row]:
         yield warn(text, cure)
     else:
         yield ok(text)
-    soft, hard = OPEN_FILES
-    text = f"{soft:,} open files (up to {hard:,}) allow {worker_limit():,} workers"
-    few_files = worker_limit() < usable_cores() // case.ranks
-    yield warn(text, "raise ulimit -n: fewer workers than cores") if few_files else ok(text)
     have, chosen = decode.installed(), case.config.loader.decoder
     best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
     text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
@@ -184,13 +170,12 @@ def disk(case: Case) -> Iterator[Row]:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             written = file.write(os.urandom(PROBE_BYTES))
             os.fsync(file.fileno())
-        rate = written / (time.perf_counter() - began)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
-        text = f"{folder}: cannot be written: {error.strerror}"
-        yield fail(text, "give a run.dir with free space and write permission")
+        cure = "give a run.dir with free space and write permission"
+        yield fail(f"{folder}: cannot be written: {error.strerror}", cure)
         return
-    size = case.planned().state_bytes
+    rate = written / (time.perf_counter() - began)
+    free, size = shutil.disk_usage(folder).free, case.planned().state_bytes
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
     text = (
         f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s with fsync; {number} "
@@ -208,48 +193,34 @@ def disk(case: Case) -> Iterator[Row]:
 
 def storage(case: Case) -> Iterator[Row]:
     """Compare the bytes/s that the GPUs need with those that the storage delivers."""
-    index, made = case.splits()["train"], case.planned()
-    threads = max(1, made.loader.workers) * case.ranks
+    index, planned = case.splits()["train"], case.planned()
+    threads = max(1, planned.loader.workers) * case.ranks
     rows = spread(len(index), READ_FILES, case.config.train.seed + 1)
     rate, each = read_rate(index, rows, threads)
     reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"
-    if made.device == "cpu":
+    if planned.device == "cpu":
         yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
     one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
     fake = replace(one, adapt=False, data=replace(one.data, source="fake"))
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
-    yield compare_storage(made, step.rate * case.ranks, rate, each, len(index), reads)
-
-
-def compare_storage(
-    made: Plan, step: float, rate: float, each: float, images: int, reads: str
-) -> Row:
-    """Return the row.
-
-    Args:
-        step: images/s of the step on all GPUs.
-        rate: bytes/s from storage.
-        each: mean bytes of a file.
-        reads: the measurement of reading in words.
-    """
+    needed = step.rate * case.ranks
     text = (
-        f"{made.config.model.name} needs {step:,.0f} img/s x {each / 1e3:,.0f} kB = "
-        f"{step * each / 1e6:,.0f} MB/s; storage {reads}"
+        f"{planned.config.model.name} needs {needed:,.0f} img/s x {each / 1e3:,.0f} kB = "
+        f"{needed * each / 1e6:,.0f} MB/s; storage {reads}"
     )
-    if rate >= step * each:
-        return ok(text)
-    fits = images * each < made.loader.free_bytes
+    if rate >= needed * each:
+        yield ok(text)
+        return
+    fits = len(index) * each < planned.loader.free_bytes
     when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
     cure = "copy the images to a local disk, or make them smaller with scripts/prepare.py --side"
-    return warn(f"{text}: the GPU waits {when}", cure)
+    yield warn(f"{text}: the GPU waits {when}", cure)
 
 
 def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float]:
-    """Measure bytes/s from storage: read whole files in threads.
-
-    Where the system can, copies in the page cache are dropped first.
+    """Measure reading whole files in threads, without the page cache where the system can.
 
     Returns:
         Bytes/s, and the mean bytes of a file.
