@@ -40,7 +40,10 @@ def check_rows(several: Path, one: Path) -> None:
 def test_losses_are_those_of_one_process(
     size: int, image_root: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Samples, augmentation, mixing partners and their draws are the same."""
+    """Samples, augmentation, mixing partners and their draws are the same.
+
+    The ranks share a directory, although `${now:}` is another instant on each of them.
+    """
     options = [
         *OPTIONS,
         "loader.batch_size=16",
@@ -49,10 +52,12 @@ def test_losses_are_those_of_one_process(
         "train.validate_every_epochs=4",
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, {random_erasing: {p: 0.5}}]",
     ]
-    result = ranks.run(command(image_root, tmp_path / "several", *options), size)
+    several = tmp_path / "several" / "${now:%H-%M-%S-%f}"
+    result = ranks.run(command(image_root, several, *options), size)
     assert result.returncode == 0, result.stderr
     run(image_root, tmp_path / "one", *options)
-    check_rows(tmp_path / "several", tmp_path / "one")
+    (folder,) = several.parent.iterdir()
+    check_rows(folder, tmp_path / "one")
 
 
 @SLOW

@@ -3,8 +3,7 @@
 import gzip
 import json
 import os
-import shutil
-import subprocess
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,8 +17,6 @@ import models
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import FORMAT, CheckpointError, load, load_newest, save
-
-ROOT = Path(__file__).parents[2]
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
@@ -127,12 +124,9 @@ def test_kill_before_best_json_is_written(folder: Path, missing: bool) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "flipped bit": lambda path: flip(path, 2000),
-    "truncated": lambda path: os.truncate(path, 100),
-    "empty": lambda path: os.truncate(path, 0),
-    "manifest is no JSON": lambda path: path.write_text("{"),
-    "manifest is a list": lambda path: path.write_text("[]"),
-    "manifest with another hash": lambda path: checkpoint.write_json(path, {"sha256": "x"}),
+    "step-00000020.pt": lambda path: os.truncate(path, 0),
+    "step-00000020.json": lambda path: path.write_text("[]"),
+    "step-00000020.json, another hash": lambda path: checkpoint.write_json(path, {"sha256": "x"}),
 }
 
 
@@ -140,10 +134,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 def test_damage_is_detected_and_the_previous_checkpoint_used(
     folder: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = folder / "step-00000020.pt"
-    DAMAGES[damage](path.with_suffix(".json") if "manifest" in damage else path)
-    with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged"):
-        load(path)
+    """tests/reliability/test_checkpoints.py has random damages."""
+    DAMAGES[damage](folder / damage.partition(",")[0])
     assert newest(folder) == 10
     (record,) = caplog.records
     assert "step-00000020.pt: damaged" in record.getMessage()
@@ -178,12 +170,9 @@ class Evil:
         return Path.touch, (self.mark,)
 
 
-@pytest.mark.parametrize("with_manifest", [True, False])
-def test_pickled_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
+def test_pickled_code_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     path = save(tmp_path, {**content(5), "evil": Evil(mark)}, keep=1)
-    if not with_manifest:
-        path.with_suffix(".json").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000005\.pt: cannot be read as a checkpoint"):
         load(path)
     assert not mark.exists()
@@ -191,9 +180,7 @@ def test_pickled_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
     assert mark.exists()  # without weights_only, the code runs
 
 
-@pytest.mark.parametrize(
-    "other", [{"format": "2"}, {"step": 1}, {"format": 2, "step": 1}, [1], torch.zeros(3)]
-)
+@pytest.mark.parametrize("other", [{"format": "2"}, {"format": 2, "step": 1}, torch.zeros(3)])
 def test_files_of_another_kind_are_refused(tmp_path: Path, other: Any) -> None:
     torch.save(other, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"other\.pt: not a checkpoint of this program"):
@@ -245,11 +232,7 @@ def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = checkpoint.provenance()
     assert versions["torch"] == str(torch.__version__)
     assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    ask = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    head = b""
-    if shutil.which("git"):
-        head = subprocess.run(ask, capture_output=True, check=False).stdout.strip()
-    assert versions["git_commit"].removesuffix("-dirty") == (head.decode() or "unknown")
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", versions["git_commit"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert checkpoint.provenance()["git_commit"] == "unknown"
 

@@ -93,9 +93,8 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
 def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
     """Types, shapes, strides and ties."""
     tied = torch.randn(7, device=device)
-    image = torch.randn(4, 3, 5, 5, device=device)
     tensors = {
-        "channels_last": image.to(memory_format=torch.channels_last),
+        "channels_last": torch.randn(4, 3, 5, 5).to(device, memory_format=torch.channels_last),
         "transposed": torch.randn(2, 3, device=device).t(),
         "bfloat16": torch.randn(5, device=device).bfloat16(),
         "bool": torch.tensor([True, False], device=device),

@@ -17,17 +17,17 @@ from torch import nn
 from conf import cli
 from conf.schema import UserError
 from conf.signals import STOPS
-from engine.distributed import RankError, World, _lost_ranks_explained, join_world, resolve_device
+from engine.distributed import RankError, _lost_ranks_explained, join_world, resolve_device
 from engine.heartbeat import Heartbeat, Peer
 from engine.plan import make_plan
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from pipeline.worker import LoaderError
+from tests.engine.plans import ALONE
 from tests.ranks import Ranks
 from train import build_state
 
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 CLOSED = "[../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 LATE = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
 
@@ -169,7 +169,7 @@ def test_repeated_and_ignored_signals() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
-    with StopSignal(replace(ALONE, size=2)) as stop:  # torchrun and the terminal send it
+    with StopSignal(replace(ALONE, size=2)):  # torchrun and the terminal send it
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 

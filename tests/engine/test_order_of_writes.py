@@ -6,8 +6,7 @@ A power cut keeps synced data and may lose all other data. Each call is recorded
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,43 +70,41 @@ def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
     assert not any(kind == "unlink" for kind, *_ in calls[:-2])
 
 
-# Imports torch once. For each number N that it reads, a child saves step 20 again and then step 30
-# as the best, and is killed before the Nth call.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from tests.engine import test_order_of_writes as writes
-
-def killed_before(number):
+def killed_before(number: int) -> None:
+    """Kill this process before its Nth call, or after it has written half of a checkpoint."""
     remaining = [number]
-    def counted(call):
-        def inner(*arguments, **named):
+    torch_save = torch.save
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*arguments: Any, **named: Any) -> Any:
             remaining[0] -= 1
             if remaining[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **named)
+
         return inner
-    def partly_written(content, file):
+
+    def partly_written(content: Any, file: Any) -> None:
         remaining[0] -= 1
-        save(content, file)
+        torch_save(content, file)
         if remaining[0] == 0:
             file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-    save, torch.save = torch.save, partly_written
+
+    torch.save = partly_written
     for name in ("fsync", "replace", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
 
-for line in sys.stdin:
+
+def killed_saves(folder: Path, number: int) -> int:
+    """Save step 20 again, then 30 as the best, in a process that is killed; return its status."""
     child = os.fork()
     if child == 0:
-        killed_before(int(line))
-        folder = Path(sys.argv[1]) / line.strip()
-        writes.save(folder, 20, best_step=10)
-        writes.save(folder, 30, best_step=30)
+        killed_before(number)
+        save(folder, 20, best_step=10)
+        save(folder, 30, best_step=30)
         os._exit(0)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
+    return os.waitpid(child, 0)[1]
 
 
 def test_kill_before_any_call(tmp_path: Path) -> None:
@@ -115,37 +112,22 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
     before = tmp_path / "before"
     for step in (10, 20):
         save(before, step, keep=2, best_step=10)
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
     newest: list[int] = []
-    with subprocess.Popen(
-        command,
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        ended = False
-        while not ended:
-            folder = tmp_path / str(len(newest) + 1)
-            shutil.copytree(before, folder)
-            process.stdin.write(f"{folder.name}\n")
-            status = int(process.stdout.readline())
-            assert status in (0, signal.SIGKILL)
-            ended = status == 0
-            found = checkpoint.load_newest(folder)
-            assert found is not None
-            assert found[0].name == f"step-{found[1]['step']:08d}.pt"
-            checkpoint.load(checkpoint.find(folder / "best.json"))
-            newest.append(found[1]["step"])
-            save(folder, 40)
-            assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
-            assert {path.name for path in folder.glob("step-*.*[nt]")} == {
-                "step-00000040.pt",
-                "step-00000040.json",
-            }
-        process.stdin.close()
+    status = int(signal.SIGKILL)
+    while status:
+        folder = tmp_path / str(len(newest) + 1)
+        shutil.copytree(before, folder)
+        status = killed_saves(folder, len(newest) + 1)
+        assert status in (0, signal.SIGKILL)
+        found = checkpoint.load_newest(folder)
+        assert found is not None
+        assert found[0].name == f"step-{found[1]['step']:08d}.pt"
+        checkpoint.load(checkpoint.find(folder / "best.json"))
+        newest.append(found[1]["step"])
+        save(folder, 40)
+        assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
+        left = {path.name for path in folder.glob("step-*.*[nt]")}
+        assert left == {"step-00000040.pt", "step-00000040.json"}
     assert newest == sorted(newest) and set(newest) == {20, 30}
     # Each save writes at least three files, with three calls each.
     assert len(newest) > 25

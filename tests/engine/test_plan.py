@@ -18,13 +18,12 @@ from engine.compute import (
     precision_note,
     resolve_compile,
 )
-from engine.distributed import World, join_world
+from engine.distributed import World
 from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan
 from pipeline.build import build_datasets
-from tests.engine.plans import config, plan
+from tests.engine.plans import ALONE, config, plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL_BATCH = ["data.image_size=32", "loader.batch_size=8", "loader.workers=0", "train.epochs=3"]
 
 
 def steps_where(plan: Plan, test: str) -> list[int]:
@@ -104,17 +103,51 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool) -> None:
         assert not note or note[0].startswith(f"train.precision={choice} is ")
 
 
+FAKE = ("data=fake", "data.fake_images=25", "data.fake_classes=10")
+
+
+def planned(*overrides: str, data: tuple[str, ...] = FAKE) -> Plan:
+    """The plan of a small model, with 25 images of 10 classes."""
+    options = ["model=resnet_tiny", "data.image_size=32", "loader.batch_size=5", "train.epochs=3"]
+    given = cli.load([*data, *options, "data.val_size=32", *overrides])
+    return make_plan(given, build_datasets(given), ALONE)
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("tf32", torch.float32)]
 )
-def test_dtype_of_a_precision(image_root: Path, precision: str, dtype: torch.dtype) -> None:
-    options = [f"data.root={image_root}", *SMALL_BATCH, "train.device=cpu", "model=resnet_tiny"]
-    config = cli.load([*options, f"train.precision={precision}"])
-    with join_world("cpu") as world:
-        given = make_plan(config, build_datasets(config), world)
+def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
+    given = planned(f"train.precision={precision}")
     assert given.loader.dtype == dtype
     with given.autocast():
         assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+def test_class_weights_follow_from_the_images() -> None:
+    """Three images of each of the first five classes, two of the others."""
+    assert planned().class_weights == ()
+    weights = planned("train.class_weights=balanced").class_weights
+    assert weights == pytest.approx([25 / 30] * 5 + [25 / 20] * 5)
+
+
+def test_notes(image_root: Path) -> None:
+    assert planned().notes == ()
+    size = "augment.val=[{center_crop: {size: 48}}]"
+    data = ("data=folder", f"data.root={image_root}", "data.val=train")
+    text = "\n".join(planned(size, "loader.batch_size=36", data=data).lines())
+    for note in (
+        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
+        "loader.batch_size=8 optim.lr=",
+        "augment.val makes images of 48 px although data.val_size=32; write size: "
+        "${data.val_size} in it\n",
+        "data.val holds the training images",
+    ):
+        assert f"note     {note}" in text
+
+
+def test_profile_after_the_end() -> None:
+    with pytest.raises(UserError, match=r"^profile\.steps=\[15, 17\]: the run ends after 15 steps"):
+        planned("profile.steps=[15,17]")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +158,6 @@ def test_dtype_of_a_precision(image_root: Path, precision: str, dtype: torch.dty
         (8_200, True, False, "default"),
         (8_300, True, False, "tuned"),
         (8_300, True, True, "default"),
-        (171, False, False, "off"),
         (8_300, False, False, "default"),
     ],
 )
@@ -218,19 +250,6 @@ def test_batches(batch: int, accumulate: int, ranks: int, message: str) -> None:
         check_batch(given, 100, World(0, ranks, 0, ranks, CPU))
 
 
-def test_class_weights_follow_from_the_images() -> None:
-    """25 images: three of the first five classes, two of the others."""
-    options = ["data=fake", "data.fake_images=25", "data.fake_classes=10", "model=resnet_tiny"]
-    options += ["data.image_size=32", "loader.batch_size=5"]
-    plans = []
-    with join_world("cpu") as world:
-        for more in ([], ["train.class_weights=balanced"]):
-            given = cli.load([*options, *more])
-            plans.append(make_plan(given, build_datasets(given), world))
-    assert plans[0].class_weights == ()
-    assert plans[1].class_weights == pytest.approx([25 / 30] * 5 + [25 / 20] * 5)
-
-
 def test_sync_bn_on_cpus_is_refused() -> None:
     given = dataclasses.replace(config(12), model=Model(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
@@ -255,21 +274,15 @@ def test_lines() -> None:
     assert "device   cpu, fp32, channels_last, compile off" in early
 
 
-def test_sizes(image_root: Path) -> None:
-    """36 images in batches of 8: epoch 1 begins with step 5, epoch 2 with step 9."""
-    sizes = "data.sizes={0: 16, 1: 24, 2: 32}"
-    data = f"data.root={image_root}"
-    config = cli.load(["recipe=demo", "data=folder", data, *SMALL_BATCH, sizes])
-    with join_world("cpu") as world:
-        made = make_plan(config, build_datasets(config), world)
-    assert (
-        "sizes    trained at 16 px from epoch 0 (step 0), 24 px from epoch 1 (step 5), 32 px "
-        in ("\n".join(made.lines()))
-    )
-    assert [made.size(step) for step in (0, 4, 5, 8, 9, 13)] == [16, 16, 24, 24, 32, 32]
-    assert [made.later_sizes(step) for step in (0, 4, 5, 9)] == [[5, 9], [5, 9], [9], []]
-    assert made.flops(9) == made.flops_by_size[32]
-    assert 3.9 * made.flops(0) < made.flops(9) < 4.1 * made.flops(0)
+def test_sizes() -> None:
+    """25 images in batches of 5: epoch 1 begins with step 5, epoch 2 with step 10."""
+    given = planned("data.sizes={0: 16, 1: 24, 2: 32}")
+    sizes = "sizes    trained at 16 px from epoch 0 (step 0), 24 px from epoch 1 (step 5), 32 px "
+    assert sizes in "\n".join(given.lines())
+    assert [given.size(step) for step in (0, 4, 5, 9, 10, 14)] == [16, 16, 24, 24, 32, 32]
+    assert [given.later_sizes(step) for step in (0, 4, 5, 10)] == [[5, 10], [5, 10], [10], []]
+    assert given.flops(10) == given.flops_by_size[32]
+    assert 3.9 * given.flops(0) < given.flops(10) < 4.1 * given.flops(0)
 
     plain = plan()
     assert plain.later_sizes(0) == [] and plain.size(3) == plain.image_size

@@ -1,11 +1,11 @@
 """The run directory: one process at a time; foreign files and refused runs stay unchanged."""
 
 import json
-import os
-import signal
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from engine.rundir import RunDirectory
 from tests.engine.plans import ALONE, plan
 from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, open_run, state_of
 
-ROOT = Path(__file__).parents[2]
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
 
 
@@ -63,8 +62,8 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
 def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     ten = run / "checkpoints" / "step-00000010.pt"
     branch = tmp_path / "branch"
-    assert open_run(branch, str(ten)) == ten
-    assert open_run(branch, str(ten)) == ten  # killed before its first checkpoint
+    for _ in range(2):  # the second time as if it was killed before its first checkpoint
+        assert open_run(branch, str(ten)) == ten
     own = add_checkpoint(branch, 15, origin=str(ten))
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
@@ -178,16 +177,14 @@ def test_changes_and_remedies_are_listed() -> None:
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
     with pytest.raises(UserError) as error:
         compare(stored, now)
-    assert str(error.value) == (
+    assert str(error.value).startswith(
         "cannot resume step-7.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; pixels "
-        "was unused, is cpu; optim.betas was [0.9], is unused; "
-        "these changes affect the result: give run.name=NAME to train in another directory, or "
-        "start over in this one with checkpoint.resume=never (this moves the old run aside), or "
-        "continue from this checkpoint with checkpoint.accept_changes=true"
+        "was unused, is cpu; optim.betas was [0.9], is unused; these changes affect the result: "
     )
+    for remedy in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
+        assert remedy in str(error.value)
     accepted = compare(stored, now, accept=True)
     assert list(accepted) == ["data.val", "optim.lr", "pixels", "optim.betas"]
-    assert accepted["optim.lr"] == "optim.lr was 0.2, is 0.4"
     for name in FIXED:  # tensors would not fit
         with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
             compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)
@@ -207,47 +204,44 @@ def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from tests.engine.plans import plan
-from tests.engine.run_dirs import directory, state_of
-run = directory(Path(sys.argv[1]))
-run.open(state_of(), plan(), {})
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-def start(code: str, *arguments: object, close_fds: bool = True) -> subprocess.Popen[str]:
-    """Start a Python process that ends when its standard input is closed, or before."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, close_fds=close_fds, **pipes)
+def hold(path: Path, connection: Connection) -> None:
+    """Open a run directory in another process, until it is killed."""
+    run = directory(path)
+    run.open(state_of(), plan(), {})
+    connection.send("open")
+    connection.recv()
 
 
 def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path) -> None:
-    with start(HOLDER, tmp_path / "run") as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
-        before = tree(tmp_path)
-        for resume in ("auto", "never"):
-            with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
-                open_run(tmp_path / "run", resume, {})
-        assert tree(tmp_path) == before
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
-        assert open_run(tmp_path / "run", identity={}) is None
+    here, there = multiprocessing.Pipe()
+    arguments = (tmp_path / "run", there)
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
+    holder.start()
+    assert here.recv() == "open"
+    before = tree(tmp_path)
+    for resume in ("auto", "never"):
+        with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
+            open_run(tmp_path / "run", resume, {})
+    assert tree(tmp_path) == before
+    holder.kill()
+    holder.join()
+    assert open_run(tmp_path / "run", identity={}) is None
 
 
 def test_lock_is_not_inherited(run: Path) -> None:
     """A child process that outlives the trainer must not keep the lock."""
     with directory(run) as first:
         first.open(state_of(), plan(stop_step=100), IDENTITY)
-        waits = "import sys; print('ready', flush=True); sys.stdin.read()"
-        with start(waits, close_fds=False) as child:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        with subprocess.Popen(
+            [sys.executable, "-c", "print('ready', flush=True); input()"],
+            close_fds=False,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             first.__exit__(None)
             assert open_run(run) is not None
+            child.communicate(b"\n")
 
 
 COMPLETE = {"status": "finished", "step": 20, "top1": 5.0}

@@ -24,6 +24,7 @@ from engine.state import MovingAverage, TrainState, params_sha256, seed_step, un
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
+from tests.results import same
 
 LOSS = partial(train.training_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
 OPTIMIZERS = {
@@ -59,22 +60,6 @@ def take_step(state: TrainState) -> None:
     train.train_step(state, network, LOSS, batch, lr=lr, clip_norm=5.0)
 
 
-def equal(a: object, b: object) -> bool:
-    """Compare nested containers bit for bit."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
-def validated(state: TrainState) -> nn.Module:
-    """The model that a validation measures first."""
-    return state.model if state.ema is None else state.ema.module
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("ema", [0.9, None])
 def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: float | None) -> None:
@@ -88,17 +73,17 @@ def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: floa
     resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
     fresh = copy.deepcopy(resumed.state_dict())
     resumed.load_state_dict(stored)
-    assert equal(resumed.state_dict(), straight.state_dict())
+    assert same(resumed.state_dict(), straight.state_dict())
     assert (resumed.step, resumed.best, resumed.last) == (3, straight.best, straight.last)
     advance(straight, 3)
     advance(resumed, 3)
-    assert equal(resumed.state_dict(), straight.state_dict())
+    assert same(resumed.state_dict(), straight.state_dict())
     # Without one part, the state differs: this test can detect it.
     for part in ("model", "optimizer", "step", *(("ema", "ema_steps") if ema else ())):
         resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
         resumed.load_state_dict({**stored, part: 99 if part == "step" else fresh[part]})
         advance(resumed, 3)
-        assert not equal(resumed.state_dict(), straight.state_dict()), part
+        assert not same(resumed.state_dict(), straight.state_dict()), part
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 0.9), (0.9, None)])
@@ -109,9 +94,11 @@ def test_average_switched_at_a_resume(before: float | None, after: float | None)
     state = new_state(OPTIMIZERS["sgd"], seed=1, ema=after)
     state.load_state_dict(first.state_dict())
     assert params_sha256(state.model) == params_sha256(first.model)
-    assert params_sha256(validated(state)) == params_sha256(first.model)
-    advance(state, 2)
-    assert (params_sha256(validated(state)) != params_sha256(state.model)) == (after is not None)
+    assert (state.ema is not None) == (after is not None)
+    if state.ema is not None:
+        assert params_sha256(state.ema.module) == params_sha256(first.model)
+        advance(state, 2)
+        assert params_sha256(state.ema.module) != params_sha256(state.model)
 
 
 def test_average_by_hand() -> None:
@@ -231,28 +218,18 @@ def test_seed_of_a_step() -> None:
 
 def test_resumed_optimizer_uses_the_options_of_the_current_config() -> None:
     """Momentum buffers come from the checkpoint; weight decay and momentum from the config."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    before = TrainState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    )
+    model = nn.Linear(4, 2)
+    sgd = partial(torch.optim.SGD, [*model.parameters()], lr=0.1)
+    before = TrainState(model, sgd(momentum=0.9, weight_decay=1e-4))
     model(torch.ones(1, 4)).sum().backward()
     before.optimizer.step()
-    after = TrainState(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.3, nesterov=True),
-    )
+    after = TrainState(model, sgd(momentum=0.5, weight_decay=0.3, nesterov=True))
     after.load_state_dict(before.state_dict())
     group = after.optimizer.param_groups[0]
     assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.5, 0.3, True)
     for p in model.parameters():
-        assert torch.equal(
-            after.optimizer.state[p]["momentum_buffer"],
-            before.optimizer.state[p]["momentum_buffer"],
-        )
-
-
-# Steps whose effects are undone.
+        first, second = (one.optimizer.state[p]["momentum_buffer"] for one in (before, after))
+        assert torch.equal(first, second)
 
 
 PLAIN_SGD = Optim(name="sgd", lr=0.1, momentum=0, weight_decay=5e-4)
@@ -265,9 +242,10 @@ def changing(state: TrainState) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize("ema", [0.9, None], ids=["average", "no average"])
 @pytest.mark.parametrize(
-    "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
+    ("optim", "ema"),
+    [*((optim, 0.9) for optim in OPTIMIZERS.values()), (PLAIN_SGD, None)],
+    ids=[*OPTIMIZERS, "sgd without momentum and average"],
 )
 def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
     """All values are restored, bit for bit and in place, also if the block raises."""
@@ -288,39 +266,16 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
             state.model(torch.ones(1, 3, 16, 16)).sum().backward()  # leaves gradients
             changed = state.state_dict()
             for part in ("model", "optimizer", *(("ema", "ema_steps") if ema else ())):
-                assert not equal(changed[part], before[part]), part
+                assert not same(changed[part], before[part]), part
             assert not torch.equal(torch.get_rng_state(), random)
             if error is not None:
                 raise error
-        assert equal(state.state_dict(), before)
+        assert same(state.state_dict(), before)
         assert [t.data_ptr() for t in changing(state)] == addresses
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in state.model.parameters())
         assert state.optimizer.param_groups[0]["lr"] == 0.0123
         assert state.model.training
-
-
-@pytest.mark.parametrize(
-    "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
-)
-def test_untouched_steps_do_not_change_the_training(optim: Optim) -> None:
-    straight, measured, touched = (new_state(optim) for _ in range(3))
-    advance(straight, 4)
-    for place in range(4):
-        if place != 1:  # before the first step, and later
-            with untouched(measured):
-                for _ in range(2):
-                    take_step(measured)
-        advance(measured, 1)
-    assert equal(measured.state_dict(), straight.state_dict())
-    assert params_sha256(measured.model) == params_sha256(straight.model)
-    assert params_sha256(validated(measured)) == params_sha256(validated(straight))
-
-    take_step(touched)
-    advance(touched, 4)
-    assert params_sha256(touched.model) != params_sha256(straight.model), (
-        "the comparison does not detect an additional step"
-    )
 
 
 def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:
