@@ -45,22 +45,18 @@ class Container:
     """A tar or zip file. Each process opens it once, when it reads the first member.
 
     Threads and forked processes may share it, because `pread` uses no file position.
-
-    Args:
-        path: the file.
-        stamp: its mtime (ns) and its size (bytes) when its members were listed.
     """
 
-    def __init__(self, path: str, stamp: tuple[int, int]) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.stamp = stamp
         self._file: FileIO | None = None
 
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        file = self._file or self._open()
+        # Of two threads, one may replace the file of the other, which is then closed.
+        file = self._file = self._file or FileIO(self.path)
         try:
             data = os.pread(file.fileno(), length, start)
         except OSError:
@@ -70,20 +66,12 @@ class Container:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
 
-    def _open(self) -> FileIO:
-        file = FileIO(self.path)
-        info = os.fstat(file.fileno())
-        if (info.st_mtime_ns, info.st_size) != self.stamp:
-            raise OSError(f"{self.path} has changed since the start; start again")
-        self._file = file  # of two threads, one may replace the other's, which is then closed
-        return file
-
     def __reduce__(self) -> tuple[Any, ...]:  # an open file means nothing in another process
-        return Container, (self.path, self.stamp)
+        return Container, (self.path,)
 
 
-def list_members(path: str, key: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a tar or zip file; `key` is the config key of the file, for messages.
+def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:
+    """List the files in a tar or zip file; `given` is what the user gave, key=value, for messages.
 
     Raises:
         UserError: the file is damaged, or a wanted member cannot be read in place.
@@ -92,8 +80,8 @@ def list_members(path: str, key: str, wanted: Callable[[bytes], bool]) -> Member
         return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
     except (tarfile.TarError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise UserError(
-            f"{key}={path}: {error}; it may be damaged or compressed: copy it again, or pack it "
-            "again without compression (zip -0) and without links (tar --dereference)"
+            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
+            "again, or pack it again without compression (zip -0) and links (tar --dereference)"
         ) from None
 
 
@@ -159,7 +147,7 @@ def _inside(name: bytes) -> bytes:
     return posixpath.normpath(name).lstrip(b"/")
 
 
-def read_list(path: str, key: str) -> tuple[str, dict[str, list[bytes]]]:
+def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
     """Read a CSV file with one image per line: path and label.
 
     A first line `path,label` is optional. A path is absolute or relative to the file's folder. If
@@ -179,20 +167,19 @@ def read_list(path: str, key: str) -> tuple[str, dict[str, list[bytes]]]:
                     continue
                 if len(cells) != 2 or not all(cells):
                     raise UserError(
-                        f"{key}={path}: line {rows.line_num} is not path,label; write one image "
-                        "per line"
+                        f"{given}: line {rows.line_num} is not path,label; write one image per line"
                     )
                 name, label = os.fsencode(os.path.normpath(cells[0])), os.fsencode(cells[1])
                 classes.setdefault(label, []).append(name)
-    except (OSError, csv.Error) as error:
-        raise UserError(f"{key}={path}: cannot be read ({error}); correct it") from None
+    except csv.Error as error:
+        raise UserError(f"{given}: line {rows.line_num}: {error}; correct it") from None
     if not classes:
-        raise UserError(f"{key}={path}: holds no images; write one image per line: path,label")
+        raise UserError(f"{given}: holds no images; write one image per line: path,label")
     folder = path.removesuffix(".csv")
     prefix = os.fsencode(os.path.basename(folder)) + b"/"
     if not all(name.startswith(prefix) for names in classes.values() for name in names):
         folder, prefix = os.path.dirname(path), b""
     return folder, {
-        os.fsdecode(label): sorted(name.removeprefix(prefix) for name in classes[label])
-        for label in sorted(classes)
+        label: sorted(name.removeprefix(prefix) for name in names)
+        for label, names in sorted(classes.items())
     }

@@ -11,16 +11,18 @@ import errno
 import hashlib
 import logging
 import os
+import posixpath
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -33,9 +35,8 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
-KINDS = (".tar", ".zip", ".csv")
 SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
-CACHE_FORMAT = 6  # a scan of another format is not read
+CACHE_FORMAT = 7  # a scan of another format is not read
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -79,7 +80,7 @@ class Index:
             source: reads them.
             files: class name -> sorted paths below the source; the classes are sorted too.
         """
-        return _index(source.path, tuple(files), (source,), _packed(list(files.values())))
+        return _index(source.path, tuple(files), (source,), _packed(files.values()))
 
     def __len__(self) -> int:
         return len(self.labels.array)
@@ -121,6 +122,9 @@ class Index:
         return digest.hexdigest()
 
 
+Arrays = dict[str, np.ndarray]
+
+
 def joined(
     indexes: Sequence[Index], classes: tuple[str, ...], rows: np.ndarray, labels: np.ndarray
 ) -> Index:
@@ -144,17 +148,15 @@ def joined(
     return _index(", ".join(index.root for index in indexes), classes, tuple(sources), arrays)
 
 
-Arrays = dict[str, np.ndarray]
-
-
-def _packed(classes: Sequence[Sequence[bytes]]) -> Arrays:
+def _packed(classes: Iterable[Sequence[bytes]]) -> Arrays:
     """Pack the paths of each class into the paths, offsets and labels of an Index."""
+    counts = [len(names) for names in classes]
     files = list(chain.from_iterable(classes))
     lengths = np.fromiter(map(len, files), np.int64, len(files))
     return {
         "paths": np.frombuffer(b"".join(files), np.uint8),
         "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        "labels": np.repeat(np.arange(len(classes)), list(map(len, classes))).astype(np.int64),
+        "labels": np.repeat(np.arange(len(counts)), counts).astype(np.int64),
     }
 
 
@@ -166,7 +168,7 @@ def _index(
     return Index(root, classes, sources, **shared)
 
 
-def stored_as(place: str) -> dict[str, list[str]]:
+def find_storage(place: str) -> dict[str, list[str]]:
     """Find what holds a split: its name for messages -> the folder or the files.
 
     `/data/train` is a folder, train.tar, train.zip, train.csv, or shards train-00000.tar,
@@ -180,7 +182,7 @@ def stored_as(place: str) -> dict[str, list[str]]:
     found = {f"{name}/": [path]} if os.path.isdir(path) else {}
     if place.endswith("/"):
         return found
-    found |= {name + kind: [path + kind] for kind in KINDS if os.path.isfile(path + kind)}
+    found |= {name + kind: [path + kind] for kind in SCANS if os.path.isfile(path + kind)}
     for each in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
         match = SHARD.fullmatch(each)
         if match and match[1] == name:
@@ -189,91 +191,90 @@ def stored_as(place: str) -> dict[str, list[str]]:
     return found
 
 
-def _storage(place: str, key: str) -> tuple[str, list[str]]:
-    """Return the only entry of `stored_as`, complete if it is shards."""
-    stored = stored_as(place)
-    if len(stored) > 1:
-        raise UserError(
-            f"{key}={place}: there are {' and '.join(stored)}, which may hold different images; "
-            "move all but one away, or give the name of one"
-        )
-    name, files = next(iter(stored.items()), ("", []))
-    if not name.endswith(("/", *KINDS)):
-        raise UserError(f"{key}={place}: no such folder; it must hold one folder per class")
-    shards = [match for match in map(SHARD.fullmatch, files) if match and "*" in name]
-    numbers = sorted(int(match[2]) for match in shards)
-    count = max((int(match[4] or len(files)) for match in shards), default=0)
-    if numbers not in (list(range(count)), list(range(1, count + 1))):
-        raise UserError(
-            f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
-            f"numbered {numbers[0]} to {numbers[-1]}; copy the missing ones"
-        )
-    return name, files
-
-
-def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
+def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
     Links are followed; a class counts each folder once.
 
     Args:
-        folder: holds one folder per class; or what `stored_as` finds under this name.
+        folder: holds one folder per class; or what `find_storage` finds under this name.
         key: its config key, for messages.
-        cache_dir: of the cached scans; None is the user's cache directory.
 
     Raises:
         UserError: the split is missing, damaged or cannot be read, or a class holds no images.
     """
-    name, files = _storage(os.fspath(folder), key)
-    if name.endswith(".csv"):
-        base, listed = read_list(files[0], key)
-        return Index.of_files(Folder(base), listed)
-    is_folder = name.endswith("/")
-    root = files[0] if is_folder else os.path.join(os.path.dirname(files[0]), name)
+    stored = find_storage(os.fspath(folder))
+    if len(stored) > 1:
+        raise UserError(
+            f"{key}={folder}: there are {' and '.join(stored)}, which may hold different images; "
+            "move all but one away, or give the name of one"
+        )
+    name, files = next(iter(stored.items()), ("", []))
+    kind = next((kind for kind in SCANS if name.endswith(kind)), None)
+    if kind is None:
+        raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
+    if "*" in name:
+        _check_shards(files, f"{key}={folder}")
+    root = files[0] if len(files) == 1 else os.path.join(os.path.dirname(files[0]), name)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
+    cache = default_cache_dir() / f"{digest[:24]}.npz"
     scan = _read_cache(cache)
     if scan is None:
         started = time.time()
         try:
-            scan = _scan_folder(root, key) if is_folder else _scan_containers(root, files, key)
+            scan = SCANS[kind](files, f"{key}={root}")
         except OSError as error:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
         if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    classes = tuple(map(os.fsdecode, scan["classes"].tolist()))
-    if is_folder:
-        return _index(root, classes, (Folder(root),), scan)
-    machine.spare_files()  # raises the limit: each worker keeps all shards open
-    stamps = map(tuple, scan["stamps"].tolist())
-    containers = tuple(Container(file, stamp) for file, stamp in zip(files, stamps, strict=True))
-    return _index(root, classes, containers, scan)
+    if "places" in scan:
+        machine.spare_files()  # raises the limit: each worker keeps all shards open
+    source = Container if "places" in scan else Folder
+    sources = tuple(source(os.fsdecode(path)) for path in scan["sources"].tolist())
+    return _index(root, tuple(map(os.fsdecode, scan["classes"].tolist())), sources, scan)
 
 
-def _scan_folder(root: str, key: str) -> Arrays:
+def _check_shards(files: Sequence[str], given: str) -> None:
+    """Refuse shards whose numbers, from 0 or 1, have a gap, or that are fewer than they state."""
+    matches = [match for match in map(SHARD.fullmatch, files) if match]
+    numbers = sorted(int(match[2]) for match in matches)
+    count = max(int(match[4] or len(files)) for match in matches)
+    if numbers not in (list(range(count)), list(range(1, count + 1))):
+        raise UserError(
+            f"{given}: some of the shards are missing: there are {len(files)}, numbered "
+            f"{numbers[0]} to {numbers[-1]}; copy the missing ones"
+        )
+
+
+# How to list the images of a split: functions of the folder or files, and of key=value for
+# messages. They return the arrays of an Index and of its cache:
+#   classes, sources: names and paths, bytes; `places` only if the sources are containers.
+#   files, stamps: the files and folders that were listed; int64 [n, 2], see `_stamps`.
+
+
+def _scan_folder(files: Sequence[str], given: str) -> Arrays:
     """List the images in class folders."""
-    base = os.fsencode(root)
+    base = os.fsencode(files[0])
     with os.scandir(base) as entries:
         names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
     if not names:
         raise UserError(
-            f"{key}={root}: no class folders in it; it must hold one folder per class: "
+            f"{given}: no class folders in it; it must hold one folder per class: "
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(partial(_scan_class, base), names))
     classes = {name: images for name, (images, _) in zip(names, found, strict=True)}
-    empty = [os.fsdecode(name) for name, images in classes.items() if not images]
-    if empty:
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise UserError(
-            f"{key}={root}: class folder {empty[0]}{more} holds no images "
-            f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
-        )
+    for name, images in classes.items():
+        if not images:
+            raise UserError(
+                f"{given}: class folder {os.fsdecode(name)} holds no images "
+                f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
+            )
     folders = [base, *chain.from_iterable(folders for _, folders in found)]
-    return _scan(classes, folders)
+    return _scan(classes, [base], folders, _stamps(folders))
 
 
 def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
@@ -284,56 +285,51 @@ def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
     """
     images: list[bytes] = []
     folders: dict[tuple[int, int], bytes] = {}  # device and inode -> the first of its paths
-    waiting = [name]
-    while waiting:
-        folder = waiting.pop()
-        info = os.stat(os.path.join(base, folder))
+    start = len(os.path.join(base, b""))
+    top = os.path.join(base, name)
+    for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
+        info = os.stat(folder)
         if (info.st_dev, info.st_ino) in folders:
+            inner.clear()
             continue
-        folders[info.st_dev, info.st_ino] = os.path.join(base, folder)
-        inner = []
-        with os.scandir(os.path.join(base, folder)) as entries:
-            for entry in entries:
-                if entry.is_dir() and not entry.name.startswith(b"."):
-                    inner.append(os.path.join(folder, entry.name))
-                elif entry.name.lower().endswith(EXTENSIONS):
-                    images.append(os.path.join(folder, entry.name))
-        waiting += sorted(inner, reverse=True)
+        folders[info.st_dev, info.st_ino] = folder
+        inner[:] = sorted(each for each in inner if not each.startswith(b"."))
+        found = (each for each in names if each.lower().endswith(EXTENSIONS))
+        images += [os.path.join(folder, each)[start:] for each in found]
     return sorted(images), list(folders.values())
 
 
-def _scan_containers(root: str, files: Sequence[str], key: str) -> Arrays:
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     """List the images in tar or zip files."""
-    logger.info("listing the images in %s; the list is cached", root)
+    logger.info("%s: listing the images; the list is cached", given)
     names = list(map(os.fsencode, files))
-    stamps = _stamps(names)  # before the listing: `Container` refuses a file that changes later
+    stamps = _stamps(names)  # before the listing: a file that changes meanwhile is listed again
     with ThreadPoolExecutor(THREADS) as pool:
-        tables = list(pool.map(partial(list_members, key=key, wanted=_is_image), files))
+        tables = list(pool.map(partial(list_members, given=given, wanted=_is_image), files))
     found: dict[bytes, tuple[int, int, int]] = {}
     for number, members in enumerate(tables):
         for twice in found.keys() & members.keys():
-            raise UserError(
-                f"{key}={root}: {os.fsdecode(twice)} is in two of its files; remove one of them"
-            )
+            raise UserError(f"{given}: {os.fsdecode(twice)} is in two of its files; remove one")
         found |= {name: (number, *place) for name, place in members.items()}
     paths = sorted(path for path in found if b"/" in path)
     if not paths:
         raise UserError(
-            f"{key}={root}: holds no images in class folders; each image must be <class>/<name>"
+            f"{given}: holds no images in class folders; each image must be <class>/<name>"
         )
     # Folders around all class folders, such as train/, are left out.
-    first, last = paths[0].split(b"/"), paths[-1].split(b"/")
-    fewest = min(path.count(b"/") for path in paths) - 1
-    around = 0
-    while around < fewest and first[around] == last[around]:
-        around += 1
+    outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
+    depth = len(outer.split(b"/")) if outer else 0
     classes: dict[bytes, list[bytes]] = {}
     for path in paths:
-        classes.setdefault(path.split(b"/", around + 1)[around], []).append(path)
+        classes.setdefault(path.split(b"/", depth + 1)[depth], []).append(path)
     classes = dict(sorted(classes.items()))  # `-` sorts before `/`, so a-b/ comes before a/
-    inner = {name: [p.split(b"/", around)[-1] for p in classes[name]] for name in classes}
+    inner = {name: [p.split(b"/", depth)[-1] for p in classes[name]] for name in classes}
     places = [found[path] for path in chain.from_iterable(classes.values())]
-    return {**_scan(inner, names), "stamps": stamps, "places": np.array(places, np.int64)}
+    return {**_scan(inner, names, names, stamps), "places": np.array(places, np.int64)}
 
 
 def _is_image(member: bytes) -> bool:
@@ -346,10 +342,31 @@ def _is_image(member: bytes) -> bool:
     return name.lower().endswith(EXTENSIONS) and not hidden
 
 
-def _scan(classes: Mapping[bytes, Sequence[bytes]], files: Sequence[bytes]) -> Arrays:
-    """Make the arrays of a cache file of the classes' sorted paths, and the files scanned."""
-    names = {"classes": np.array(list(classes)), "files": np.array(files)}
-    return {**names, "stamps": _stamps(files), **_packed(list(classes.values()))}
+def _scan_list(files: Sequence[str], given: str) -> Arrays:
+    """Read the images in a CSV file."""
+    names = list(map(os.fsencode, files))
+    stamps = _stamps(names)
+    folder, classes = read_list(files[0], given)
+    return _scan(classes, [os.fsencode(folder)], names, stamps)
+
+
+SCANS: dict[str, Callable[[Sequence[str], str], Arrays]] = {
+    "/": _scan_folder,
+    ".tar": _scan_containers,
+    ".zip": _scan_containers,
+    ".csv": _scan_list,
+}
+
+
+def _scan(
+    classes: Mapping[bytes, Sequence[bytes]],
+    sources: Sequence[bytes],
+    files: Sequence[bytes],
+    stamps: np.ndarray,
+) -> Arrays:
+    names = {"classes": list(classes), "sources": sources, "files": files}
+    arrays = {name: np.array(values) for name, values in names.items()}
+    return {**arrays, "stamps": stamps, **_packed(classes.values())}
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:

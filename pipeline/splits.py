@@ -5,14 +5,14 @@ import os
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from conf.schema import Data, UserError, did_you_mean, show
-from pipeline.index import Index, joined, load_index, stored_as
+from pipeline.index import Index, find_storage, joined, load_index
 
 # A folder with one of these words in its name may be a split.
 SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
@@ -30,7 +30,7 @@ def has_split(data: Data, split: str) -> bool:
 
 
 def _holds(root: str | Path, split: str) -> bool:
-    return bool(stored_as(os.path.join(root, split)))
+    return bool(find_storage(os.path.join(root, split)))
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -45,12 +45,11 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     splits = [data.train, data.val]
     if data.val_fraction and not has_split(data, data.train):
         splits.append("")  # the root itself holds the class folders
-    inner = os.path.realpath(output)
-    for place in (os.path.join(root, split) for root in roots_of(data) for split in splits):
-        split = os.path.realpath(place)
-        if os.path.commonpath([split, inner]) == split:
+    inner = Path(output).resolve()
+    for place in (Path(root, split).resolve() for root in roots_of(data) for split in splits):
+        if inner.is_relative_to(place):
             raise UserError(
-                f"{given}: is inside {split}, where every folder is a class of images; "
+                f"{given}: is inside {place}, where every folder is a class of images; "
                 "give a folder outside it"
             )
 
@@ -66,34 +65,50 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     """
     roots = roots_of(data)
     if data.val_fraction:
-        whole = _united([_whole(root, data) for root in roots], "data.root")
-        _refuse_splits_as_classes(whole, f"data.val_fraction={data.val_fraction:g}")
-        return hold_out(_of_classes(whole, data.classes), data.val_fraction)
+        return hold_out(_with_val(roots, data), data.val_fraction)
     for root in roots:
         if not _holds(root, data.train) and not _holds(root, data.val):
             raise UserError(_missing(root, data.train, data))
     for split in (data.train, data.val):
         if not has_split(data, split):
-            several = f"data.root={show(roots)}: no folder holds {split}; add one"
-            raise UserError(several if len(roots) > 1 else _missing(roots[0], split, data))
+            raise UserError(_missing(roots[0], split, data))
     train, val = (
         _of_classes(_united([os.path.join(root, split) for root in roots], key), data.classes)
         for key, split in (("data.train", data.train), ("data.val", data.val))
     )
-    check_splits(train, val)
+    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
+        extra = sorted(set(here.classes) - set(there.classes))
+        if extra:  # the same label would mean different classes
+            raise UserError(
+                f"data.{other}={there.root}: has no class {', '.join(extra[:5])}, which {name} has "
+                f"({len(extra)} in all); both splits need the same classes"
+            )
     return train, val
 
 
-def check_splits(train: Index, val: Index) -> None:
-    """Refuse splits with different classes: their labels would not mean the same."""
-    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
-        extra = sorted(set(here.classes) - set(there.classes))
-        if extra:
-            more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
+def _with_val(roots: Sequence[str], data: Data) -> Index:
+    """Scan all images, of which some are to be held out for validation."""
+    given, places = f"data.val_fraction={data.val_fraction:g}", []
+    for root in roots:
+        if _holds(root, data.val):
             raise UserError(
-                f"data.{other}={there.root}: has no class {', '.join(extra[:5])}{more}, which "
-                f"{name} has; both splits need the same classes"
+                f"{given}: there is a validation split, {os.path.join(root, data.val)}; write "
+                "data.val_fraction=0 to use it, or move it away"
             )
+        if _holds(root, data.train):
+            places.append(os.path.join(root, data.train))
+        else:  # with a slash, a folder, even if there is a tar of the same name
+            places.append(root if os.path.isfile(root) else os.path.join(root, ""))
+    index = _united(places, "data.root")
+    for label, name in enumerate(index.classes):
+        first = index.name(int(np.searchsorted(index.labels.array, label)))
+        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
+            raise UserError(
+                f"{given}: {index.root} holds {name}, which is a split and not a class: its images "
+                "are in folders inside it; write data.train=FOLDER and, if there is a validation "
+                "split, data.val=FOLDER"
+            )
+    return _of_classes(index, data.classes)
 
 
 def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
@@ -107,18 +122,18 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
     """
     labels = index.labels.array
     bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
-    held = np.zeros(len(labels), bool)
-    for name, first, stop in zip(index.classes, bounds, bounds[1:], strict=False):
+    is_val = np.zeros(len(labels), bool)
+    for name, (first, stop) in zip(index.classes, pairwise(bounds), strict=True):
         if stop - first < 2:
             raise UserError(
                 f"data.val_fraction={fraction:g}: class {name} has one image only, which cannot be "
                 "in both splits; add images, or leave the class out with data.classes"
             )
         names = [index.name(row) for row in range(first, stop)]
-        held[first + np.array(chosen(names, fraction))] = True
+        is_val[first + np.array(chosen(names, fraction))] = True
     train, val = (
         joined([index], index.classes, rows, labels[rows])
-        for rows in (np.flatnonzero(~held), np.flatnonzero(held))
+        for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val))
     )
     return train, val
 
@@ -141,36 +156,11 @@ def chosen(names: Sequence[str], fraction: float) -> list[int]:
     return sorted(range(len(names)), key=digest)[:count]
 
 
-def _whole(root: str, data: Data) -> str:
-    """Return the place of all images below a root, to hold out some of them."""
-    if _holds(root, data.val):
-        raise UserError(
-            f"data.val_fraction={data.val_fraction:g}: there is a validation split, "
-            f"{os.path.join(root, data.val)}; write data.val_fraction=0 to use it, or move it away"
-        )
-    if _holds(root, data.train):
-        return os.path.join(root, data.train)
-    # With a slash, a folder, even if there is a tar of the same name.
-    return root if os.path.isfile(root) else os.path.join(root, "")
-
-
-def _refuse_splits_as_classes(index: Index, given: str) -> None:
-    """Refuse a class like `train_images` whose first image is in a folder inside it."""
-    for label, name in enumerate(index.classes):
-        first = index.name(int(np.searchsorted(index.labels.array, label)))
-        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
-            raise UserError(
-                f"{given}: {index.root} holds {name}, which is a split and not a class: its images "
-                "are in folders inside it; write data.train=FOLDER and, if there is a validation "
-                "split, data.val=FOLDER"
-            )
-
-
 def _united(places: Sequence[str], key: str) -> Index:
     """Scan a split in all places that hold it, of which there is at least one."""
     # Each place once: an absolute path is the same below each root, and a root may be a link.
     wanted = list({os.path.realpath(place): place for place in places}.values())
-    found = [place for place in wanted if stored_as(place)] or wanted[:1]
+    found = [place for place in wanted if find_storage(place)] or wanted[:1]
     indexes = [load_index(place, key=key) for place in found]
     if len(indexes) == 1:
         return indexes[0]
@@ -184,36 +174,41 @@ def _united(places: Sequence[str], key: str) -> Index:
 
 
 def _of_classes(index: Index, classes: Any) -> Index:
-    """Keep the images of the classes in data.classes, all if it is null; number the labels anew.
-
-    A file has one class per line; after its name may be anything, such as a description.
-    """
+    """Keep the images of the classes in data.classes, all if it is null; number the labels anew."""
     if classes is None:
         return index
-    given = f"data.classes={show(classes)}"
-    words = [classes] if isinstance(classes, str) else classes
-    if isinstance(classes, str) and os.path.isfile(os.path.expanduser(classes)):
-        path = Path(classes).expanduser()
-        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-        lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
-        words = [line if line in index.classes else line.split()[0] for line in lines]
     kept = set()
-    for word in words:
+    for word in _class_names(classes, index):
         found = {word} & set(index.classes) or set(fnmatch.filter(index.classes, word))
         if not found:
             raise UserError(
-                f"{given}: there is no class or file {word}: {index.root} holds "
-                f"{len(index.classes)} classes, such as {index.classes[0]}"
-                f"{did_you_mean(word, index.classes) or '; give names of classes, or a pattern'}"
+                f"data.classes={show(classes)}: there is no class or file {word}: {index.root} "
+                f"holds {len(index.classes)} classes, such as {index.classes[0]}"
+                f"{did_you_mean(word, index.classes)}"
             )
         kept |= found
     if not kept:
-        raise UserError(f"{given}: is empty; write one class per line")
+        raise UserError(f"data.classes={classes}: is empty; write one class per line")
     names = [name for name in index.classes if name in kept]
     positions = np.array([names.index(name) if name in kept else -1 for name in index.classes])
     labels = positions[index.labels.array]
     rows = np.flatnonzero(labels >= 0)
     return joined([index], tuple(names), rows, labels[rows])
+
+
+def _class_names(classes: str | list[str], index: Index) -> list[str]:
+    """Return names and patterns of classes from a list, a pattern, or a file with one per line.
+
+    In a file, anything may follow the name, such as a description.
+    """
+    if isinstance(classes, list):
+        return classes
+    path = Path(classes).expanduser()
+    if not path.is_file():
+        return [classes]
+    lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    lines = [line for line in map(str.strip, lines) if line and line[0] != "#"]
+    return [line if line in index.classes else line.split()[0] for line in lines]
 
 
 def _missing(root: str, split: str, data: Data) -> str:

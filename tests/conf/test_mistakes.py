@@ -141,7 +141,7 @@ ROOTS: list[tuple[Callable[[Path], object], str, str]] = [
     (
         lambda i: rename_images(i, "*/*/*"),
         "{}",
-        "data.train={}/train: class folder checks and 2 more",
+        "data.train={}/train: class folder checks holds no images",
     ),
 ]
 

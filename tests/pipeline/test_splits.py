@@ -52,7 +52,8 @@ def flat(image_root: Path, tmp_path: Path) -> Path:
 )
 def test_some_classes(image_root: Path, tmp_path: Path, classes: object, packed: bool) -> None:
     if classes == "FILE":
-        (tmp_path / "some.txt").write_text("# two classes\nstripes a description\n\nchecks\n")
+        text = "\ufeff# two classes\nstripes a description\r\n\nchecks\n"
+        (tmp_path / "some.txt").write_text(text)
         classes = str(tmp_path / "some.txt")
     root = image_root
     if packed:
@@ -69,24 +70,18 @@ def test_some_classes(image_root: Path, tmp_path: Path, classes: object, packed:
 
 
 def test_unknown_classes(image_root: Path, tmp_path: Path) -> None:
-    assert "no class or file stripe: " in refusal(image_root, classes=["checks", "stripe"])
-    assert "did you mean stripes?" in refusal(image_root, classes=["checks", "stripe"])
+    refused = refusal(image_root, classes=["checks", "stripe"])
+    assert "no class or file stripe: " in refused and "did you mean stripes?" in refused
     assert "there is no class or file some.txt: " in refusal(image_root, classes="some.txt")
-    (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbfdots 2\r\nchecks\r\n")
-    assert splits(image_root, classes=str(tmp_path / "some.txt"))[0].classes == ("checks", "dots")
     (tmp_path / "some.txt").write_text("\n# nothing\n")
-    assert "is empty; write one class per line" in refusal(
-        image_root, classes=str(tmp_path / "some.txt")
-    )
-
-
-def test_classes_on_the_command_line(image_root: Path) -> None:
-    for text in ("[checks,dots]", "[cd]*"):
-        found = build_datasets(config(image_root, f"data.classes={text}")).classes
-        assert found == ("checks", "dots")
+    assert "is empty; write one" in refusal(image_root, classes=str(tmp_path / "some.txt"))
     for wrong in ("3", "[]", "{a: 1}"):
         with pytest.raises(UserError, match=r"data\.classes"):
             build_datasets(config(image_root, f"data.classes={wrong}"))
+    one = config(image_root, "data.classes=[dots]")
+    with pytest.raises(UserError, match=r"^data\.classes=.*: all images have the class dots; a "):
+        build_datasets(one)
+    assert len(build_val(one).val) == 5
 
 
 # data.val_fraction.
@@ -95,9 +90,9 @@ def test_classes_on_the_command_line(image_root: Path) -> None:
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
 def test_fraction_of_each_class(flat: Path, fraction: float) -> None:
     train, val = splits(flat, val_fraction=fraction)
-    held = min(max(round(12 * fraction), 1), 11)
-    assert Counter(train.labels.array.tolist()) == dict.fromkeys(range(3), 12 - held)
-    assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), held)
+    count = min(max(round(12 * fraction), 1), 11)
+    assert Counter(train.labels.array.tolist()) == dict.fromkeys(range(3), 12 - count)
+    assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), count)
     assert sorted([*samples(train), *samples(val)]) == [
         (name, f"{name}/{i:02d}.jpg") for name in train.classes for i in range(12)
     ]
@@ -115,7 +110,7 @@ def test_the_same_images_are_held_out_of_every_storage(
     (tmp_path / "a" / "train").symlink_to(image_root / "train")
     as_zip(image_root / "train", tmp_path / "b" / "train.zip")
     shutil.copy(tmp_path / "b" / "train.zip", tmp_path / "images.zip")
-    as_tar(image_root / "train", tmp_path / "flat.tar")  # beside the folder
+    as_tar(image_root / "train", tmp_path / "flat.tar")  # next to the folder
     for root in ("a", "b", "images.zip", "flat"):
         found.append(splits(tmp_path / root, val_fraction=0.25))
     assert len({(train.fingerprint(), val.fingerprint()) for train, val in found}) == 1
@@ -127,22 +122,18 @@ def test_the_same_images_are_held_out_of_every_storage(
 def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
     as_zip(image_root / "train", flat.parent / "images.zip")
     assert "is one file; write data.val_fraction=0.1" in refusal(flat.parent / "images.zip")
-    assert refusal(image_root, val_fraction=0.1) == (
-        f"data.val_fraction=0.1: there is a validation split, {image_root}/val; write "
-        "data.val_fraction=0 to use it, or move it away"
-    )
+    there = f"data.val_fraction=0.1: there is a validation split, {image_root}/val; write "
+    assert refusal(image_root, val_fraction=0.1).startswith(there)
     for path in sorted((flat / "dots").iterdir())[1:]:
         path.unlink()
     assert "class dots has one image only" in refusal(flat, val_fraction=0.1)
     assert len(splits(flat, val_fraction=0.1, classes=["checks", "stripes"])[1]) == 2
     shutil.copytree(image_root / "val", flat / "my_val")
-    assert "holds my_val, which is a split and not a class" in refusal(flat, val_fraction=0.1)
     as_tar(flat, packed := flat.parent / "flat.tar")
-    assert "holds my_val, which is a split and not a class" in refusal(packed, val_fraction=0.1)
+    for root in (flat, packed):
+        assert "holds my_val, which is a split and not a class" in refusal(root, val_fraction=0.1)
     shutil.move(flat / "checks", flat / "my_train")
     assert "holds dots, my_train, my_val, stripes: put" in refusal(flat)
-    with pytest.raises(UserError, match=r"data\.val_fraction=1: not allowed"):
-        cli.load([*SMALL, f"data.root={flat}", "data.val_fraction=1"])
 
 
 # Several roots.
@@ -169,30 +160,20 @@ def test_roots_are_united(image_root: Path, tmp_path: Path) -> None:
     assert [turned.path(24), turned.path(36)] == [train.path(36), train.path(24)]
 
 
-def test_a_root_may_hold_one_split(image_root: Path, tmp_path: Path) -> None:
+def test_a_root_may_hold_one_split_and_a_link_adds_no_images(
+    image_root: Path, tmp_path: Path
+) -> None:
     for split in ("train", "val"):
         (tmp_path / f"only {split}").mkdir()
         (tmp_path / f"only {split}" / split).symlink_to(image_root / split)
-    apart = splits([tmp_path / "only val", tmp_path / "only train"])
-    for index, whole in zip(apart, splits(image_root), strict=True):
-        assert index.fingerprint() == whole.fingerprint()
-    assert "dots/train: no such folder; " in refusal([image_root, image_root / "train" / "dots"])
-    assert "no folder holds val; add one" in refusal([tmp_path / "only train"] * 2)
-    assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
-
-
-def test_a_link_to_a_root_adds_no_images(image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(image_root)
-    for index, whole in zip(
-        splits([image_root, tmp_path / "link"]), splits(image_root), strict=True
-    ):
-        assert len(index) == len(whole)
-
-
-def test_one_class_is_refused(image_root: Path) -> None:
-    with pytest.raises(UserError, match=r"^data\.classes=.*: all images have the class dots; a "):
-        build_datasets(config(image_root, "data.classes=[dots]"))
-    assert len(build_val(config(image_root, "data.classes=[dots]")).val) == 5
+    apart = splits([tmp_path / "only val", tmp_path / "only train"])
+    linked = splits([image_root, tmp_path / "link"])
+    for one, other, whole in zip(apart, linked, splits(image_root), strict=True):
+        assert one.fingerprint() == other.fingerprint() == whole.fingerprint()
+    assert "dots/train: no such folder; " in refusal([image_root, image_root / "train" / "dots"])
+    assert "only train/val: no such folder" in refusal([tmp_path / "only train"] * 2)
+    assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
 
 
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
