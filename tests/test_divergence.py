@@ -57,7 +57,7 @@ def test_divergence_between_log_rows(
     assert all(Path(sample["path"]).is_file() for sample in rank["samples"])
     (line,) = error.splitlines()
     what = "a gradient is not finite" if finite_loss else "the loss is nan"
-    assert line.startswith(f"train.py: {what} at step 7 (lr {content['lr']:g}")
+    assert line.startswith(f"train.py: {what}") and f" at step 7 (lr {content['lr']:g})" in line
     assert f"{rank['samples'][0]['index']} ({rank['samples'][0]['path']})" in line
     assert str(folder / "diverged.json") in line and "lower optim.lr" in line
 

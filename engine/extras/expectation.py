@@ -1,14 +1,26 @@
-"""Compare a run with what its recipe is expected to reach, at its end and after each validation."""
+"""Compare a run with what its recipe is expected to reach, at its end and after each validation.
+
+The node `expect` of a recipe's file states it:
+
+    top1: after the last epoch, percent; with train.ema_decay, of the moving average.
+    spread: a run is expected within top1 +/- spread: two standard deviations between runs, or what
+        the source states; null if it states nothing.
+    status: "published" or "reproduced here".
+    source: where the figure is from.
+    classes, train_images, val_images: of the data that it is for.
+    hardware, time: what a run takes.
+    reference: optional, of several runs here: `runs`, their number, and the means `top1` and the
+        standard deviations `std` (of a sample, n - 1) of top-1 after epoch 1, 2, ...
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, UserError
+from conf.schema import UserError
 from engine.plan import Plan
 
 SIGMAS = 3  # of a validation that is far too low
@@ -18,158 +30,93 @@ CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
 LEAST_STD = 0.5
+FACTS = ("top1", "spread", "status", "source", "classes", "train_images", "val_images")
 # Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
 # curve: it trains the same model on the same images, and the curve shows a mistake in them.
 OPTIMISER = "optim."
 
 
-STATUSES = ("published", "reproduced here")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Top-1 of several runs of a recipe after each epoch, in percent.
-
-    Attributes:
-        runs: number of runs.
-        top1: mean after epoch 1, 2, ...
-        std: standard deviation (of a sample, n - 1) after epoch 1, 2, ...
-    """
-
-    runs: int
-    top1: list[float]
-    std: list[float]
-
-
-@dataclass(frozen=True)
-class Expect:
-    """What a recipe is expected to reach: the node `expect` of its file.
-
-    Attributes:
-        top1: after the last epoch, percent; with train.ema_decay, of the moving average.
-        spread: a run is expected within top1 +/- spread: two standard deviations between runs, or
-            what the source states; null if it states nothing.
-        status: one of STATUSES.
-        source: where the figure is from.
-        classes, train_images, val_images: of the data that it is for.
-        hardware, time: what a run takes.
-        reference: top-1 after each epoch, if several runs have been done here.
-    """
-
-    top1: float
-    spread: float | None
-    status: str
-    source: str
-    classes: int
-    train_images: int
-    val_images: int
-    hardware: str
-    time: str
-    reference: Reference | None = None
-
-    @classmethod
-    def parse(cls, node: Mapping[str, Any]) -> "Expect":
-        """Read the node of a recipe.
-
-        Raises:
-            UserError: an entry is missing or unknown.
-        """
-        try:
-            curve = node.get("reference")
-            return cls(**{**node, "reference": Reference(**curve) if curve else None})
-        except TypeError as error:
-            what = str(error).partition("() ")[2]
-            raise UserError(f"expect: {what}; correct this node of the recipe's file") from None
-
-
 class Expectation:
-    """What the recipe of a run is expected to reach on the run's data.
+    """What the recipe of a run is expected to reach, if the run can be compared with it.
 
     Args:
-        config: of the run.
-        data: numbers of classes, training and validation images.
+        expect: the node of the recipe.
         continues: the run continues another one, or had other values at first. It is not compared.
+
+    Raises:
+        UserError: the node lacks an entry.
     """
 
-    def __init__(self, config: Config, data: tuple[int, int, int], *, continues: bool) -> None:
-        expect = None if config.expect is None else Expect.parse(config.expect)
-        if expect is None or data != (expect.classes, expect.train_images, expect.val_images):
-            continues = True
-        tuned = all(key.startswith(OPTIMISER) for key in config.changed)
-        self._final = None if config.changed or continues else expect  # the run is the recipe
-        self._reference = expect.reference if expect and tuned and not continues else None
-        self._changed = [f"{key}={value}" for key, value in config.changed.items()]
+    def __init__(self, expect: Mapping[str, Any], plan: Plan, *, continues: bool) -> None:
+        if missing := [name for name in FACTS if name not in expect]:
+            raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
+        self._plan, self._changed = plan, plan.config.changed
+        data = plan.num_classes, plan.train_images, plan.val_images
+        same_data = data == (expect["classes"], expect["train_images"], expect["val_images"])
+        same_run = same_data and not continues
+        tuned = all(key.startswith(OPTIMISER) for key in self._changed)
+        self._curve = expect.get("reference") if same_run and tuned else None
+        self._final = expect if same_run and not self._changed else None
         self._warned = False
 
     def judge(
-        self, row: Mapping[str, Any], previous: Mapping[str, Any], plan: Plan
+        self, row: Mapping[str, Any], previous: Mapping[str, Any]
     ) -> tuple[dict[str, float], str | None]:
-        """Return the columns to add to a validation's row, and a warning if there is one.
+        """Return the columns to add to a validation's row, and perhaps a warning.
+
+        A start warns once, about a validation below the limit for 3 sigma after one below that for
+        2 sigma.
 
         Args:
             previous: the row of the validation before; empty if there was none.
         """
-        steps = (int(one.get("step", 0)) for one in (row, previous))
-        epoch, before = (plan.epochs_ended(s) if plan.due(s).epoch else None for s in steps)
-        now = epoch, row["top1"]
-        return self.columns(epoch), self.warning(now, (before, previous.get("top1", 0.0)))
-
-    def columns(self, epoch: int | None, sigmas: float = SIGMAS) -> dict[str, float]:
-        """Return the columns of a validation's row: mean and limits of top-1 after this epoch.
-
-        Args:
-            epoch: 1, 2, ...; None if the validation is not at the end of an epoch.
-            sigmas: distance of the limits from the mean.
-        """
-        reference = self._reference
-        if reference is None or epoch is None or not 1 <= epoch <= len(reference.top1):
-            return {}
-        mean = reference.top1[epoch - 1]
-        width = half_width(reference.std[epoch - 1], reference.runs, sigmas)
-        return {
-            "reference_top1": mean,
-            "reference_top1_min": max(0.0, mean - width),
-            "reference_top1_max": min(100.0, mean + width),
-        }
-
-    def warning(
-        self, now: tuple[int | None, float], before: tuple[int | None, float]
-    ) -> str | None:
-        """Return, once, a warning about a validation below the limit after one below 2 sigma.
-
-        Args:
-            now, before: epoch and top-1 (percent) of a validation and of the one before.
-        """
-        here, there = self.columns(now[0]), self.columns(before[0], CONFIRMING_SIGMAS)
-        if self._warned or not here or not there:
-            return None
-        assert now[0] and self._reference
-        if now[1] >= here["reference_top1_min"] or before[1] >= there["reference_top1_min"]:
-            return None
+        band = self._band(row["step"], SIGMAS)
+        if band is None:
+            return {}, None
+        mean, low, high = band
+        columns = {"reference_top1": mean, "reference_top1_min": low, "reference_top1_max": high}
+        before = self._band(int(previous.get("step", 0)), CONFIRMING_SIGMAS)
+        if self._warned or before is None or row["top1"] >= low or previous["top1"] >= before[1]:
+            return columns, None
         self._warned = True
+        assert self._curve is not None
+        epoch = self._plan.epochs_ended(row["step"])
         check = "the labels, the learning rate and your code changes"
         if self._changed:
-            check = f"the labels and what differs from the recipe ({', '.join(self._changed)})"
-        return (
-            f"top1 {now[1]:.1f} % after epoch {now[0]} is below the {SIGMAS} sigma limit of this "
-            f"recipe, {here['reference_top1_min']:.1f} ({self._reference.runs} runs reached "
-            f"{here['reference_top1']:.1f} +/- {self._reference.std[now[0] - 1]:.1f}), and the "
-            f"previous validation, {before[1]:.1f} %, was also low: check {check}; training "
-            "continues, Ctrl-C stops it"
+            changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
+            check = f"the labels and what differs from the recipe ({changed})"
+        return columns, (
+            f"top1 {row['top1']:.1f} % after epoch {epoch} is below the {SIGMAS} sigma limit of "
+            f"this recipe, {low:.1f} ({self._curve['runs']} runs reached {mean:.1f} +/- "
+            f"{self._curve['std'][epoch - 1]:.1f}), and the previous validation, "
+            f"{previous['top1']:.1f} %, was also low: check {check}; training continues, Ctrl-C "
+            "stops it"
         )
 
-    def compare(self, top1: float) -> dict[str, Any] | None:
+    def compare(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        It is the facts of the recipe, the difference and the verdict.
+        Args:
+            row: the last validation, which may be that of an earlier epoch than the last one.
         """
-        if self._final is None:
+        if self._final is None or row.get("step") != self._plan.schedule_steps:
             return None
-        facts = {key: value for key, value in asdict(self._final).items() if key != "reference"}
-        difference = round(top1 - self._final.top1, 4)
-        inside = abs(difference) <= (self._final.spread or 0)
+        difference = round(row["top1"] - self._final["top1"], 4)
+        inside = abs(difference) <= (self._final["spread"] or 0)
         verdict = "within" if inside else "below" if difference < 0 else "above"
+        facts = {key: value for key, value in self._final.items() if key != "reference"}
         return {**facts, "difference": difference, "verdict": verdict}
+
+    def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
+        """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
+        epoch = self._plan.epochs_ended(step)
+        if self._curve is None or not self._plan.due(step).epoch:
+            return None
+        if not 1 <= epoch <= len(self._curve["top1"]):
+            return None
+        mean, std = self._curve["top1"][epoch - 1], self._curve["std"][epoch - 1]
+        width = half_width(std, self._curve["runs"], sigmas)
+        return mean, max(0.0, mean - width), min(100.0, mean + width)
 
 
 def half_width(std: float, runs: int, sigmas: float = SIGMAS) -> float:

@@ -1,12 +1,13 @@
 """A profile of some steps: a Chrome trace for ui.perfetto.dev, and the ten costliest operators."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
+
+from engine.log.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -18,49 +19,48 @@ class StepProfiler:
 
     Args:
         steps: [first, last].
+        stop_step: number of steps of the run, which may end the profile earlier.
         folder: where trace and table go.
         device: its kernels are in the profile as well.
-        say: prints a line.
+        tracker: prints where the profile is.
     """
 
     def __init__(
-        self, steps: list[int], folder: Path, device: torch.device, say: Callable[[str], None]
+        self,
+        steps: list[int],
+        stop_step: int,
+        folder: Path,
+        device: torch.device,
+        tracker: Tracker,
     ) -> None:
-        self.steps, self.folder, self.say = steps, folder, say
+        self.first, self.last = steps[0], min(steps[1], stop_step - 1)
+        self.folder, self.tracker = folder, tracker
         self.on_gpu = device.type == "cuda"
         self._profile: Any = None
-        self._first = 0
-        self._done = False
-
-    @property
-    def running(self) -> bool:
-        return self._profile is not None
 
     def starts(self, step: int) -> bool:
         """Return whether the profile starts with this step; after a resume, with a later one."""
-        first, last = self.steps
-        return not self.running and not self._done and first <= step <= last
+        return self._profile is None and self.first <= step <= self.last
 
-    def ends(self, steps: int, *, last: int) -> bool:
-        """Return whether the profile ends after so many steps, of which `last` is the last."""
-        return self.running and (steps > self.steps[1] or steps == last)
+    def ends(self, steps: int) -> bool:
+        """Return whether the profile ends after so many steps."""
+        return self._profile is not None and steps > self.last
 
     def start(self, step: int) -> None:
         """Start the profile with this step; waits for the device."""
-        self._first = step
+        self.first = step
         if self.on_gpu:
             torch.cuda.synchronize()
-        gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+        self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
         self._profile.start()
 
-    def stop(self, steps: int) -> None:
-        """End the profile after this number of steps and write it; waits for the device."""
+    def stop(self) -> None:
+        """End the profile and write it; waits for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
         found = self._profile
         self.close()
-        path = self.folder / f"steps-{self._first}-{steps - 1}.json.gz"
+        path = self.folder / f"steps-{self.first}-{self.last}.json.gz"
         column = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         try:
@@ -70,10 +70,10 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             logger.warning("the profile cannot be written (%s); training continues", error)
             return
-        self.say(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
+        self.tracker.print(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
 
     def close(self) -> None:
         """End a running profile: one that still runs when Python exits crashes the process."""
-        if self.running:
+        if self._profile is not None:
             self._profile.stop()
-            self._profile, self._done = None, True
+            self._profile = None

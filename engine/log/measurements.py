@@ -113,12 +113,12 @@ class RunTimes:
 
     def __init__(self, totals: dict[str, float], *, first_step: int, began: float) -> None:
         self._totals, self._first_step = totals, first_step
-        self._kind = "start"
+        self._kind = "start"  # of the time outside of `lost`
         self._counted = began  # until when the totals are complete
         self._add("starts", 1)
 
-    def end_first_step(self) -> None:
-        """Count the time until now as the cost of a start."""
+    def end_step(self) -> None:
+        """Count the time until now: with the first step, it is the cost of a start."""
         self._count(self._kind)
         self._kind = "training"
 

@@ -108,15 +108,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         if config.expect is not None and has_room("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
 
-            data = plan.num_classes, plan.train_images, plan.val_images
-            self.expectation = Expectation(config, data, continues=bool(state.history))
+            self.expectation = Expectation(config.expect, plan, continues=bool(state.history))
         self.profiler: Any = None
         if config.profile.steps and self.world.is_main:
             from engine.extras.profiler import StepProfiler
 
-            path = run.path / "profile"
+            folder, device = run.path / "profile", self.world.device
             self.profiler = StepProfiler(
-                config.profile.steps, path, self.world.device, tracker.print
+                config.profile.steps, plan.stop_step, folder, device, tracker
             )
 
     def __enter__(self) -> "RunLog":
@@ -163,11 +162,10 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.meter.send(step)
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
-        if step == self._first_step + 1:
-            self.times.end_first_step()
-        if self.profiler is not None and self.profiler.ends(step, last=self.plan.stop_step):
+        self.times.end_step()
+        if self.profiler is not None and self.profiler.ends(step):
             with self.pause("profile"):
-                self.profiler.stop(step)
+                self.profiler.stop()
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
@@ -216,7 +214,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         self.tracker.print(val_line(row, self.plan.config.train.epochs, best=best))
         if self.expectation is not None:
-            columns, warning = self.expectation.judge(row, previous, self.plan)
+            columns, warning = self.expectation.judge(row, previous)
             row = row | columns
             if warning:
                 self.tracker.print(f"warning  {warning}")
@@ -312,35 +310,31 @@ def describe_divergence(
     Args:
         step, loss: the step (1, 2, ...) and this rank's loss in it.
     """
-    lr = plan.curve.at(step - 1)
     samples = [
         {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
         for epoch, index in loader.samples(step - 1).tolist()
     ]
     ranks: list[dict[str, Any]] = world.all_gather({"loss": loss, "samples": samples})
     # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
-    bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
-    loss = bad[0]["loss"]
-    what, given = f"the loss is {loss}", f"lr {lr:g}"
-    if math.isfinite(loss):
-        what, given = "a gradient is not finite", f"{given}, loss {loss:g}"
-    images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
-    named = ", ".join(images[:NAMED_IMAGES])
-    reason = f"{what} at step {step} ({given}) with {len(images):,} images, such as {named}"
-    return {"step": step, "lr": lr, "ranks": bad}, reason
+    bad = [one for one in ranks if not math.isfinite(one["loss"])]
+    what = f"a gradient is not finite (loss {loss:g})"
+    if bad:
+        what = f"the loss is {bad[0]['loss']}"
+    images = [f"{one['index']} ({one['path']})" for rank in bad or ranks for one in rank["samples"]]
+    lr, named = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
+    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {named}"
+    return {"step": step, "lr": lr, "ranks": bad or ranks}, reason
 
 
 def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
     last, best_step = state.last, int(state.best.get("step", 0))
-    # A signal during the last step leaves the validation of an earlier epoch.
-    validated = expectation is not None and last.get("step") == plan.schedule_steps
     return {
         "step": state.step,
         "epoch": round(plan.epoch(state.step), 4),
         **dict.fromkeys(("loss", "top1", "top5")),
         **{key: value for key, value in last.items() if key not in ("step", "epoch")},
-        "expectation": expectation.compare(last["top1"]) if validated else None,
+        "expectation": None if expectation is None else expectation.compare(last),
         "best_top1": state.best.get("top1"),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
         "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,

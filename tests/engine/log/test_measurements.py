@@ -115,7 +115,7 @@ def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
         with times.lost("profile"):
             clock.now += 1.0
         clock.now += 2.0
-        times.end_first_step()
+        times.end_step()
         clock.now += 30.0
         with times.lost("validation"):
             clock.now += 10.0
