@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from multiprocessing import reduction
@@ -68,10 +68,10 @@ class SharedArray:
         self._fd = handle.detach()
         self._map(shape, dtype)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at exit
         # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
-            os.close(self._fd)
+            close(self._fd)
 
 
 def _nameless_file() -> int:

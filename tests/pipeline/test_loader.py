@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.augment import Compose
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.shared import Pinned, SharedArray, page_locked_bytes
-from pipeline.worker import EMPTY_ROW, LoaderError, Task
+from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task
+from tests.pipeline.loaders import SIZE, crops, open_loader
 from tests.processes import (
     HANGS_SECONDS,
     descendants,
@@ -37,40 +35,11 @@ from tests.processes import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-SIZE = 24
 START_METHODS = [
     "forkserver",
     pytest.param("fork", marks=pytest.mark.slow),
     pytest.param("spawn", marks=pytest.mark.slow),
 ]
-
-
-def open_dataset(root: Path) -> FolderDataset:
-    names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
-    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
-    return FolderDataset(load_index(root, key="data.train"), transform, seed=7)
-
-
-@contextmanager
-def open_loader(
-    dataset: FolderDataset,
-    *,
-    workers: int = 2,
-    start_method: str = "fork",
-    batch_size: int = 8,
-    slots: int = 4,
-    in_use: int = 1,
-    skip: bool = False,
-) -> Iterator[Loader]:
-    source = start_source(
-        dataset, batch_size=batch_size, size=SIZE, slots=slots, skip_unreadable=skip
-    )
-    sampler = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
-    limit = HANGS_SECONDS
-    with WorkerPool(
-        [source], workers=workers, start_method=start_method, timeout_seconds=limit
-    ) as pool:
-        yield Loader(pool, 0, sampler.samples, in_use=in_use)
 
 
 def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
@@ -108,33 +77,14 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
-def test_workers_compute_in_one_thread() -> None:
-    """A forked worker starts with the number of threads of the training process."""
-
-    class Threads(FakeDataset):
-        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-            return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        dataset = Threads(num_samples=8, num_classes=1, size=SIZE)
-        source = start_source(dataset, batch_size=8, size=SIZE, slots=2)
-        with WorkerPool([source], workers=1, start_method="fork") as pool:
-            pool.wait([pool.submit(0, 0, 0, np.zeros((8, 2), np.int64))])
-    finally:
-        torch.set_num_threads(before)
-    assert np.unique(source.pixels.array[0]).tolist() == [1]
-
-
 class Trap:
-    """A FIFO in place of an image: the worker that reads it blocks."""
+    """A FIFO in place of the image in a row of a batch: the worker that reads it blocks."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, loader: Loader, step: int, row: int = 5) -> None:
         needs_linux()
-        self.path = Path(path)
+        self.path = Path(loader.dataset.name(int(loader.samples(step)[row, 1])))
         self.image_bytes = self.path.read_bytes()
-        self.image = self.path.rename(f"{path}.kept")
+        self.image = self.path.rename(f"{self.path}.kept")
         os.mkfifo(self.path)
 
     def catch(self, pool: WorkerPool) -> int:
@@ -195,18 +145,17 @@ class Trap:
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
 ) -> None:
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
+    options = {"workers": workers, "start_method": start_method}
     # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
-    with open_loader(
-        dataset, workers=workers, start_method=start_method, batch_size=80, slots=3
-    ) as loader:
+    with open_loader(dataset, batch_size=80, slots=3, **options) as loader:
         assert len(loader.pool.workers) == workers
         check_all(loader, dataset, 0, 4)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iteration_can_start_anywhere_and_end_early(image_root: Path, workers: int) -> None:
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers) as loader:
         check_all(loader, dataset, 5, 9)
         for batch in loader.batches(0, 100):
@@ -219,9 +168,9 @@ def test_iteration_can_start_anywhere_and_end_early(image_root: Path, workers: i
 
 def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
     """A late worker would overwrite the next batch in its slot."""
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     with open_loader(dataset, slots=4) as loader, ThreadPoolExecutor(1) as thread:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+        trap = Trap(loader, step=1)
         next(loader.batches(0, 100)).release(None)
         trap.catch(loader.pool)  # in slot 1
         tasks = begun(loader)
@@ -239,27 +188,41 @@ def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
 
 
 def test_training_and_validation_share_the_workers(image_root: Path) -> None:
-    train, val = open_dataset(image_root / "train"), open_dataset(image_root / "val")
+    """Each validation marks the rows without a sample, which hold images of the one before."""
+    train, val = crops(image_root / "train"), crops(image_root / "val")
     sources = [start_source(dataset, batch_size=8, size=SIZE, slots=4) for dataset in (train, val)]
     order = TrainSampler(num_samples=36, batch_size=8, seed=3)
     once = ValSampler(num_samples=15, batch_size=8)
     with WorkerPool(sources, workers=2, start_method="fork") as pool:
-        training, validation = (
-            Loader(pool, 0, order.samples, in_use=1),
-            Loader(pool, 1, once.samples, in_use=1),
-        )
-        batches = training.batches(0, 12)
-        for step in range(12):
-            batch = next(batches)
-            if step % 4 == 2:  # with training batches in progress
+        training = Loader(pool, 0, order.samples, in_use=1)
+        validation = Loader(pool, 1, once.samples, in_use=1)
+        for batch in training.batches(0, 12):
+            if batch.step % 4 == 2:  # with training batches in progress
                 lengths = []
                 for val_batch in validation.batches(0, len(once)):
                     check(val_batch, val, once.samples(val_batch.step))
                     lengths.append(int((val_batch.labels != EMPTY_ROW).sum()))
                     val_batch.release(None)
                 assert lengths == [8, 7]
-            check(batch, train, order.samples(step))
+            check(batch, train, order.samples(batch.step))
             batch.release(None)
+        assert batch.step == 11
+
+
+def test_workers_compute_in_one_thread() -> None:
+    """A forked worker starts with the number of threads of the training process."""
+
+    class Threads(FakeDataset):
+        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+            return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with open_loader(Threads(num_samples=8, num_classes=1, size=SIZE)) as loader:
+            assert next(loader.batches(0, 1)).images.unique().tolist() == [1]
+    finally:
+        torch.set_num_threads(before)
 
 
 # Buffers.
@@ -268,18 +231,18 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
 def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, in_use: int) -> None:
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
-        held: list[HostBatch] = []
+        unread: list[HostBatch] = []
         places = set()
         for batch in loader.batches(0, 20):
             places.add((batch.images.data_ptr(), batch.labels.data_ptr()))
-            held.append(batch)
-            if len(held) == in_use + 1:
+            unread.append(batch)
+            if len(unread) == in_use + 1:
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
                 wait_until(lambda: not workers or loader.pool.done(begun(loader)))
-                check(held[0], dataset, loader.samples(held[0].step))
-                held.pop(0).release(None)
+                check(unread[0], dataset, loader.samples(unread[0].step))
+                unread.pop(0).release(None)
         assert len(places) == 5
 
 
@@ -294,7 +257,7 @@ class Event:
 
 
 def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
-    with open_loader(open_dataset(image_root / "train"), slots=4, in_use=1) as loader:
+    with open_loader(crops(image_root / "train"), slots=4) as loader:
         events = []
         for batch in loader.batches(0, 12):
             events.append(Event())
@@ -308,13 +271,12 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [8, 32, 100, 1024])
-@pytest.mark.parametrize("workers", [0, 1, 15])
-@pytest.mark.parametrize("prefetch_factor", [1, 4])
+@pytest.mark.parametrize(("workers", "prefetch_factor"), [(0, 4), (1, 1), (15, 1), (15, 4)])
 def test_ring_has_room_for_the_workers_and_the_prefetcher(
     batch_size: int, workers: int, prefetch_factor: int
 ) -> None:
     slots = slots_needed(batch_size, workers, prefetch_factor, 2)
-    ahead = slots - 3  # the prefetcher may hold two and the step one
+    ahead = slots - 3  # the prefetcher may use two and the step one
     assert ahead >= 1
     assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
 
@@ -326,10 +288,9 @@ def test_ring_has_room_for_the_workers_and_the_prefetcher(
 def test_killed_worker_is_replaced_and_batches_stay_equal(
     changeable: Path, caplog: pytest.LogCaptureFixture, start_method: str
 ) -> None:
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     with open_loader(dataset, start_method=start_method) as loader:
-        # the worker owns the slot of step 1, half written
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+        trap = Trap(loader, step=1)  # the worker has written half of the slot
         batches = loader.batches(0, 12)
         first = next(batches)
         pid = trap.catch(loader.pool)
@@ -341,45 +302,40 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
             check(batch, dataset, loader.samples(batch.step))
             batch.release(None)
         assert batch.step == 11
-        assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
-        assert not is_running(pid)
-    assert len(caplog.records) == 1
-    assert f"loader worker {pid} died (SIGKILL; is the host out of memory?)" in caplog.text
+        assert pid not in loader.pool.pids and len(loader.pool.pids) == 2
+    (message,) = caplog.messages
+    assert f"loader worker {pid} died (SIGKILL; is the host out of memory?)" in message
 
 
 def test_task_that_kills_two_workers_is_named(changeable: Path) -> None:
-    dataset = open_dataset(changeable)
-    with open_loader(dataset) as loader, ThreadPoolExecutor(1) as thread:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+    with open_loader(crops(changeable)) as loader, ThreadPoolExecutor(1) as thread:
+        trap = Trap(loader, step=1)
 
         def kill_twice() -> None:
             for _ in range(2):
                 trap.kill(trap.catch(loader.pool))
 
-        batches = loader.batches(0, 12)
-        next(batches).release(None)
         killer = thread.submit(kill_twice)
-        with pytest.raises(LoaderError) as error:
-            drain(batches)
+        with pytest.raises(LoaderError, match=r"^loader workers died twice \(SIGKILL") as error:
+            drain(loader.batches(0, 12))
         killer.result()
-    assert str(error.value).startswith("loader workers died twice (SIGKILL")
     assert str(error.value).endswith(str(trap.path))
 
 
 def test_task_queued_behind_a_deadly_one_is_not_blamed(
     changeable: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     with open_loader(dataset, workers=1) as loader:  # it has two tasks
-        traps = [Trap(dataset.name(int(loader.samples(step)[0, 1]))) for step in (1, 2)]
+        traps = [Trap(loader, step, row=0) for step in (1, 2)]
+
+        def kill_at_both() -> None:
+            for trap in traps:
+                pid = trap.catch(loader.pool)
+                trap.remove()
+                trap.kill(pid)
+
         with ThreadPoolExecutor(1) as thread:
-
-            def kill_at_both() -> None:
-                for trap in traps:
-                    pid = trap.catch(loader.pool)
-                    trap.remove()
-                    trap.kill(pid)
-
             killer = thread.submit(kill_at_both)
             check_all(loader, dataset, 0, 5)
             killer.result()
@@ -388,9 +344,9 @@ def test_task_queued_behind_a_deadly_one_is_not_blamed(
 
 def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A signal to the whole process group ends it; its workers become orphans."""
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
     with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
-        orphans = [w.process.pid for w in loader.pool.workers]
+        orphans = loader.pool.pids
         server = processes()[orphans[0]].parent
         assert server != os.getpid()
         taken = []
@@ -406,11 +362,13 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
     assert all(f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans)
 
 
-GROUP = """
+# Signals by the hundred from before the first worker starts; then a worker that reads a FIFO.
+PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
-from pipeline.dataset import FakeDataset
-from pipeline.loader import (WorkerPool, start_source)
+from pathlib import Path
+from pipeline.loader import WorkerPool, start_source
+from tests.pipeline.loaders import SIZE, crops
 from tests.processes import descendants, is_running
 
 def send_all():
@@ -423,35 +381,50 @@ received, finished = set(), threading.Event()
 numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 for number in numbers:
     signal.signal(number, lambda number, frame: received.add(number))
-dataset = FakeDataset(num_samples=100, num_classes=2, size=64)
-source = start_source(dataset, batch_size=64, size=64, slots=3)
+dataset = crops(Path(sys.argv[1]))
+fifo = dataset.name(0)
+os.remove(fifo)
+os.mkfifo(fifo)
+source = start_source(dataset, batch_size=32, size=SIZE, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
-with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
-    started = descendants(os.getpid())
-    for step in range(50):
-        pool.wait([pool.submit(0, 0, row, np.zeros((16, 2), np.int64)) for row in range(0, 64, 16)])
-    finished.set()
-    sender.join()
-    assert received == set(numbers), received
-    assert all(map(is_running, started))
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
+started = descendants(os.getpid())
+for step in range(20):
+    pool.wait([pool.submit(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)])
+finished.set()
+sender.join()
+assert received == set(numbers), received
+assert all(map(is_running, started))
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+blocked = pool.submit(0, 1, 0, np.zeros((1, 2), np.int64))
+print(fifo, flush=True)
+pool.wait([blocked])
 """
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
+def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
+    changeable: Path, start_method: str
+) -> None:
     """Ctrl-C and the signals of a scheduler reach every process; the training process handles them.
 
-    Signals come by the hundred from before the first worker is started.
+    After SIGKILL to the training process, a worker ends even during a read that never returns.
     """
     needs_linux()
-    done = subprocess.run(
-        [sys.executable, "-c", GROUP, start_method],
-        **{"cwd": REPOSITORY, "capture_output": True, "text": True, "process_group": 0},
-        timeout=HANGS_SECONDS,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-c", PROGRAM, str(changeable), start_method]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        assert process.stdout is not None
+        fifo = process.stdout.readline().strip()
+        assert fifo, "it ended early"
+        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it blocked
+            family = descendants(process.pid)
+            assert len(family) >= 2 and all(is_running(pid) for pid in family)
+            process.kill()
+            process.wait(HANGS_SECONDS)
+            wait_until(lambda: not any(is_running(pid) for pid in family))
 
 
 # Files that cannot be read.
@@ -459,7 +432,7 @@ def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: int) -> None:
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     with open_loader(dataset, workers=workers) as loader:
         path = Path(dataset.name(int(loader.samples(2)[3, 1])))
         path.write_bytes(path.read_bytes()[:-500])
@@ -472,11 +445,11 @@ def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: in
 def test_unreadable_file_is_skipped_and_counted(
     changeable: Path, caplog: pytest.LogCaptureFixture, workers: int
 ) -> None:
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
-    with open_loader(dataset, workers=workers, skip=True) as loader:
+    with open_loader(dataset, workers=workers, skip_unreadable=True) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
             replaced = [
@@ -484,22 +457,23 @@ def test_unreadable_file_is_skipped_and_counted(
                 for epoch, index in samples.tolist()
             ]
             check(batch, dataset, np.array(replaced))
+            assert batch.samples.tolist() == [list(pair) for pair in replaced]
             batch.release(None)
         skipped = [each for reply in loader.pool.recent[loader.source] for each in reply.skipped]
         assert loader.pool.unreadable.keys() == bad
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
     assert {(n, line.split(":")[0]) for n, line in skipped} == {(n, dataset.name(n)) for n in bad}
-    named = [record.message.split(":")[0] for record in caplog.records]
+    named = [message.split(":")[0] for message in caplog.messages]
     assert sorted(named) == sorted(f"skipped {dataset.name(n)}" for n in bad)  # each once
 
 
 def test_a_class_of_unreadable_files_is_an_error_even_when_skipping(changeable: Path) -> None:
     """An image of another class would have another label."""
-    dataset = open_dataset(changeable)
+    dataset = crops(changeable)
     for index in range(12, 24):
         Path(dataset.name(index)).write_bytes(b"")
     with (
-        open_loader(dataset, skip=True) as loader,
+        open_loader(dataset, skip_unreadable=True) as loader,
         pytest.raises(LoaderError, match=r"none of its 11 replacements can be read either"),
     ):
         drain(loader.batches(0, 9))
@@ -521,9 +495,10 @@ class Buggy:
         return picture
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("error", [KeyError("gamma"), OSError("no lookup table")])
-@pytest.mark.parametrize("before", [True, False], ids=["before decoding", "after decoding"])
+@pytest.mark.parametrize(
+    ("workers", "error", "before"),
+    [(0, KeyError("gamma"), True), (2, OSError("no table"), True), (0, OSError("no table"), False)],
+)
 def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
     image_root: Path,
     caplog: pytest.LogCaptureFixture,
@@ -531,11 +506,12 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
     error: Exception,
     before: bool,
 ) -> None:
-    dataset = open_dataset(image_root / "train")
+    """Before or after it decodes the file."""
+    dataset = crops(image_root / "train")
     dataset.transform = Compose([Buggy(error, before=before)])
     kind = type(error).__name__
     with (
-        open_loader(dataset, workers=workers, skip=True) as loader,
+        open_loader(dataset, workers=workers, skip_unreadable=True) as loader,
         pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: {kind}.*traceback above$"),
     ):
         drain(loader.batches(0, 4))
@@ -548,9 +524,8 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str) -> None:
     """As on a network file system that does not respond."""
-    dataset = open_dataset(changeable)
-    with open_loader(dataset, start_method=start_method) as loader:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+    with open_loader(crops(changeable), start_method=start_method) as loader:
+        trap = Trap(loader, step=1)
         batches = loader.batches(0, 12)
         next(batches).release(None)
         loader.pool.timeout_seconds = 0.5
@@ -559,18 +534,18 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         ) as error:
             drain(batches)
         assert f"{trap.path} (worker " in str(error.value)
-        pids = [w.process.pid for w in loader.pool.workers]
+        pids = loader.pool.pids
     assert not any(is_running(pid) for pid in pids)
 
 
-# A pool that grows and shrinks.
+# A pool that grows and shrinks, and the time of its tasks.
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
     image_root: Path, start_method: str
 ) -> None:
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
     numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one works
     with open_loader(dataset, workers=1, start_method=start_method, slots=6) as loader:
         pool = loader.pool
@@ -587,9 +562,6 @@ def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
         seen = pool.pids
         assert len(seen) == 4 and all(map(is_running, seen))
     assert not any(map(is_running, seen))
-
-
-# The time of tasks.
 
 
 class Sleeping(FakeDataset):
@@ -610,22 +582,17 @@ class Computing(FakeDataset):
         return super().load(epoch, index)
 
 
-def do_tasks(pool: WorkerPool, source: int, tasks: int, rows: int) -> None:
-    pool.wait([pool.submit(source, 0, 0, np.zeros((rows, 2), np.int64)) for _ in range(tasks)])
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_replies_tell_waiting_from_computing(workers: int) -> None:
     """Each source has its own newest replies."""
     sources = [
-        start_source(
-            kind(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1
-        )
+        start_source(kind(9, 2, SIZE), batch_size=4, size=SIZE, slots=1)
         for kind in (Sleeping, Computing)
     ]
     with WorkerPool(sources, workers=workers, start_method="fork") as pool:
-        do_tasks(pool, 0, 30, rows=4)
-        do_tasks(pool, 1, 300, rows=1)
+        for source, tasks, rows in ((0, 30, 4), (1, 300, 1)):
+            samples = np.zeros((rows, 2), np.int64)
+            pool.wait([pool.submit(source, 0, 0, samples) for _ in range(tasks)])
     sleeping, computing = pool.recent
     assert (len(sleeping), len(computing)) == (30, 256)
     for reply in sleeping:
@@ -635,92 +602,15 @@ def test_replies_tell_waiting_from_computing(workers: int) -> None:
         assert reply.rows == 1 and 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds
 
 
-# Nothing outlives the training process.
-
-SCRIPT = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.dataset import FolderDataset
-from pipeline.index import load_index
-from pipeline.loader import (WorkerPool, start_source)
-
-index = load_index(sys.argv[1], key="data.train")
-os.remove(index.path(0))
-os.mkfifo(index.path(0))
-transform = Compose(build([{"center_crop": {"size": 24}}], TRANSFORMS, key="augment.train"))
-source = start_source(FolderDataset(index, transform), batch_size=1, size=24, slots=3)
-pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
-blocked = pool.submit(0, 0, 0, np.array([[0, 0]]))
-pool.wait([pool.submit(0, 1, 0, np.array([[0, 1]]))])
-print(index.path(0), flush=True)
-pool.wait([blocked])
-"""
-
-
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(changeable), start_method]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        fifo = process.stdout.readline().strip()
-        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it blocked
-            family = descendants(process.pid)
-            assert len(family) >= 2
-            assert all(is_running(pid) for pid in family)
-            process.kill()
-            process.wait()
-            wait_until(lambda: not any(is_running(pid) for pid in family))
-
-
-@pytest.mark.parametrize("room", [9, 1])
-def test_all_buffers_or_none_are_page_locked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
-) -> None:
-    """Each is unlocked once: a second time is an error that a later CUDA call would report."""
-    locked: list[int] = []
-
-    class Runtime:
-        """CUDA's runtime for page-locking: takes at most `room` addresses."""
-
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
-            if len(locked) == room:
-                return 2
-            locked.append(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
-            locked.remove(pointer)
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
-    with Pinned(arrays) as pinned:
-        assert sorted(pinned.locked) == sorted(locked) and len(locked) == (2 if room == 9 else 0)
-        assert page_locked_bytes() == (8 * 9 + 7 * 8 if room == 9 else 0)
-        pinned.release()
-        assert not pinned.locked and not locked and page_locked_bytes() == 0
-    warning = "loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch buffers are "
-    assert caplog.text.count(warning) == (0 if room == 9 else 1)
-
-
-@pytest.mark.gpu
-def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Page-locking memory twice is an error, which no later kernel reports."""
-    source = start_source(
-        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
-    )
-    pixels, labels = (torch.from_numpy(s.array) for s in (source.pixels, source.labels))
-    with Pinned([source.pixels, source.labels]) as pinned:
-        assert len(pinned.locked) == 2 and pixels[3].is_pinned()
-    assert not pixels.is_pinned()
-    cudart = torch.cuda.cudart()
-    assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with Pinned([source.pixels, source.labels]) as pinned:
-        assert float(torch.ones(5, device="cuda").sum()) == 5
-        assert not pinned.locked and not pixels.is_pinned()
-        assert caplog.text.count("cannot be page-locked") == 1
-        assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
-    assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0
+def test_few_slow_samples_are_named(image_root: Path) -> None:
+    """Many are slow because the storage is."""
+    dataset = crops(image_root / "train")
+    with open_loader(dataset, workers=0) as loader:
+        recent = loader.pool.recent[loader.source]
+        assert loader.pool.slow_samples(loader.source) == (0.0, [])
+        for slowest in ((3.0, 5), (0.1, 6), (4.0, 5), (5.0, 7)):
+            recent.append(Reply(rows=8, seconds=6.0, slowest=slowest))
+        share, names = loader.pool.slow_samples(loader.source)
+        assert share == pytest.approx(0.5) and names == [dataset.name(5), dataset.name(7)]
+        recent.extend(Reply(seconds=6.0, slowest=(3.0, index)) for index in (8, 9))
+        assert loader.pool.slow_samples(loader.source) == (0.0, [])

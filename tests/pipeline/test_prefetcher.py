@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,84 +17,62 @@ import torch
 from torch import Tensor
 
 from pipeline import gpu_room
-from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.index import load_index
-from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
+from pipeline.loader import HostBatch, slots_needed
 from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
-from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.shared import Pinned
-from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
+from tests.pipeline.loaders import SIZE, crops, open_loader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-UNCHANGED: dict[str, Any] = {
-    "mean": (0.0,) * 3,
-    "std": (1 / 255,) * 3,
-}  # images are the integer pixels, exact in bf16
-SIZE, BATCH, CLASSES = 32, 16, 3
+LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
+BATCH, CLASSES = 16, 3
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
+
+
+def mixed_by(entries: Sequence[Any], rank: int = 0) -> Mixing:
+    """The transforms of augment.batch on one of two ranks."""
+    transforms = build(entries, BATCH_TRANSFORMS, key="augment.batch")
+    return Mixing(list(transforms), CLASSES, seed=11, rank=rank, world_size=2)
 
 
 @contextmanager
 def open_prefetcher(
     dataset: Dataset,
+    format: ImageFormat = ON_CPU,
     *,
     kind: type[Prefetcher] = Prefetcher,
-    device: torch.device = CPU,
     depth: int = 2,
-    workers: int = 0,
-    batch_size: int = BATCH,
-    slots: int | None = None,
-    file_bytes: int = 0,
-    pinned: bool = True,
-    validation: bool = False,
-    mean: Sequence[float] = MEAN,
-    std: Sequence[float] = STD,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    transforms: Sequence[Any] = (),
-    rank: int = 0,
-    engines: Any = None,
-    hybrid: bool = False,
+    mixing: Mixing | None = None,
+    **options: Any,
 ) -> Iterator[Prefetcher]:
-    """`engines` is a GpuDecoder, or stands in for one."""
-    slots = slots or slots_needed(batch_size, workers, 2, depth)
-    source = start_source(
-        dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes
-    )
-    sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
-    if validation:
-        sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
-    with ExitStack() as stack:
-        if pinned and device.type == "cuda":
-            stack.enter_context(Pinned(source.buffers))
-        pool = stack.enter_context(WorkerPool([source], workers=workers))
-        loader = Loader(pool, 0, sampler.samples, in_use=depth + 1)
-        options: dict[str, Any] = {}
-        if transforms:
-            built = build(transforms, BATCH_TRANSFORMS, key="augment.batch")
-            options["mixing"] = Mixing(list(built), CLASSES, seed=11, rank=rank, world_size=2)
-        image = ImageFormat(device, mean, std, dtype, channels_last)
-        prefetcher = kind(loader, image, depth=depth, **options)
-        if engines is not None:
-            upload = gpu_room().EngineUpload(loader, engines)
-            upload.share_with_workers(hybrid)
-            prefetcher.set_upload(upload)
-        stack.callback(prefetcher.close)
+    """`options` has arguments of `open_loader`."""
+    on_gpu = format.device.type == "cuda"
+    start_method = "forkserver" if on_gpu else "fork"
+    options = {"workers": 0, "batch_size": BATCH, "start_method": start_method} | options
+    slots = slots_needed(options["batch_size"], options["workers"], 2, depth)
+    options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
+    with open_loader(dataset, **options) as loader:
+        prefetcher = kind(loader, format, depth=depth, mixing=mixing)
         yield prefetcher
+        prefetcher.close()
+
+
+def decode_with(prefetcher: Prefetcher, engines: Any, *, hybrid: bool = False) -> None:
+    """Decode with a GpuDecoder, or with a stand-in for one."""
+    upload = gpu_room().EngineUpload(prefetcher.loader, engines)
+    upload.share_with_workers(hybrid)
+    prefetcher.set_upload(upload)
 
 
 @pytest.fixture(scope="module")
 def dataset(image_root: Path) -> FolderDataset:
-    transform = Compose(
-        build([{"random_resized_crop": {"size": SIZE}}], TRANSFORMS, key="augment.train")
-    )
-    return FolderDataset(load_index(image_root / "train", key="data.train"), transform, seed=7)
+    return crops(image_root / "train")
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -105,28 +83,29 @@ def loaded(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
 
 
-def normalised(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The definition, in float64: (x / 255 - mean) / std."""
-    pixels, labels = loaded(dataset, samples)
-    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
-    return (pixels.double() / 255 - mean) / std, labels
-
-
 @pytest.mark.parametrize(
-    ("workers", "channels_last"),
-    [(0, False), (2, True)],
+    ("workers", "depth", "slots", "channels_last"),
+    [(0, 1, 3, False), (2, 2, 5, True), (2, 5, 7, False)],
 )
-def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_last: bool) -> None:
-    with open_prefetcher(dataset, workers=workers, channels_last=channels_last) as prefetcher:
-        batches = list(prefetcher.batches(2, 9))  # on a CPU every batch has its own memory
-        assert [batch.step for batch in batches] == list(range(2, 9))
+def test_images_are_normalised(
+    dataset: FolderDataset, workers: int, depth: int, slots: int, channels_last: bool
+) -> None:
+    """(x / 255 - mean) / std, in float64; each slot is reused three times before the check."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    format = ImageFormat(CPU, MEAN, STD, torch.float32, channels_last)
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
+    options = {"workers": workers, "depth": depth, "slots": slots}
+    with open_prefetcher(dataset, format, **options) as prefetcher:
+        batches = list(prefetcher.batches(2, 24))  # on a CPU every batch has its own memory
+        assert [batch.step for batch in batches] == list(range(2, 24))
         for batch in batches:
-            images, labels = normalised(dataset, prefetcher.loader.samples(batch.step))
+            samples = prefetcher.loader.samples(batch.step)
+            pixels, labels = loaded(dataset, samples)
+            expected = (pixels.double() / 255 - mean) / std
             assert batch.images.dtype == torch.float32
-            torch.testing.assert_close(batch.images.double(), images, rtol=0, atol=1e-6)
-            assert torch.equal(batch.labels, labels)
-            assert batch.targets is batch.labels
-            layout = torch.channels_last if channels_last else torch.contiguous_format
+            torch.testing.assert_close(batch.images.double(), expected, rtol=0, atol=1e-6)
+            assert batch.targets is batch.labels and torch.equal(batch.labels, labels)
+            assert batch.samples.tolist() == samples.tolist()
             assert batch.images.is_contiguous(memory_format=layout)
 
 
@@ -137,7 +116,7 @@ def test_batch_transforms_run_in_order_with_their_random_numbers(
     names = ["mixup", {"cutmix": {"p": 0.5}}, "random_erasing"]
     with (
         open_prefetcher(dataset) as plain,
-        open_prefetcher(dataset, transforms=names, rank=rank) as mixing,
+        open_prefetcher(dataset, mixing=mixed_by(names, rank)) as mixing,
     ):
         for before, after in zip(plain.batches(4, 7), mixing.batches(4, 7), strict=True):
             images, targets = before.images, torch.eye(CLASSES)[before.labels]
@@ -183,57 +162,21 @@ class NotedDtype:
 def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset, name: str) -> None:
     """CPU decoders and engines give the same images; one rounding to the training dtype is last."""
     pytest.importorskip("pipeline.gpu")
-    dtype = torch.bfloat16
-    entries, made = [{name: {"p": 1.0}}], []
-    for engines, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
-        with open_prefetcher(
-            dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes
-        ) as prefetcher:
-            prefetcher.loader.encoded_share = 0.0  # without engines
-            noted = NotedDtype()
-            assert prefetcher.mixing is not None
-            prefetcher.mixing.transforms.insert(0, noted)
-            made.append(list(prefetcher.batches(0, 2)))
-            assert noted.seen == [torch.float32] * 2
-    for cpu, gpu in zip(*made, strict=True):
-        assert gpu.images.dtype == dtype
+    format = ImageFormat(CPU, MEAN, STD, torch.bfloat16)
+    found = []
+    for file_bytes in (0, 1 << 16):
+        mixing, noted = mixed_by([{name: {"p": 1.0}}]), NotedDtype()
+        mixing.transforms.insert(0, noted)
+        with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
+            if file_bytes:
+                decode_with(prefetcher, FakeEngines())
+                prefetcher.loader.encoded_share = 0.0  # the workers decode
+            found.append(list(prefetcher.batches(0, 2)))
+        assert noted.seen == [torch.float32] * 2
+    for cpu, gpu in zip(*found, strict=True):
+        assert gpu.images.dtype == torch.bfloat16
         assert torch.equal(gpu.images, cpu.images)
         assert torch.equal(gpu.targets, cpu.targets)
-
-
-def test_short_validation_batch_marks_its_empty_rows(image_root: Path) -> None:
-    transform = Compose(
-        build(
-            [{"resize": {"size": 40}}, {"center_crop": {"size": SIZE}}],
-            TRANSFORMS,
-            key="augment.val",
-        )
-    )
-    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform)
-    with open_prefetcher(dataset, validation=True) as prefetcher:
-        for _ in range(2):  # in a second validation the empty rows hold other images
-            batches = list(prefetcher.batches(0, 3))
-            empty = [int((batch.labels == EMPTY_ROW).sum()) for batch in batches]
-            assert empty == [0, 0, 3 * 16 - 36]
-            images, labels = normalised(dataset, np.array([[0, index] for index in range(36)]))
-            kept = torch.cat([batch.images for batch in batches])[:36]
-            torch.testing.assert_close(kept.double(), images, rtol=0, atol=1e-6)
-            assert torch.equal(torch.cat([batch.labels for batch in batches])[:36], labels)
-
-
-@pytest.mark.parametrize(("workers", "depth", "slots"), [(0, 1, 3), (2, 2, 5), (2, 5, 7)])
-def test_reused_buffers_hold_the_right_samples(
-    dataset: FolderDataset, workers: int, depth: int, slots: int
-) -> None:
-    with open_prefetcher(
-        dataset, workers=workers, depth=depth, slots=slots, **UNCHANGED
-    ) as prefetcher:
-        # five times around the ring before the first is checked
-        batches = list(prefetcher.batches(0, 5 * slots + 1))
-        for batch in batches:
-            pixels, labels = loaded(dataset, prefetcher.loader.samples(batch.step))
-            assert torch.equal(batch.images, pixels.float())
-            assert torch.equal(batch.labels, labels)
 
 
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
@@ -434,16 +377,18 @@ def follow(
     steps: int,
     lag_cycles: int,
     transforms: Sequence[Any] = (),
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
     **options: Any,
 ) -> tuple[list[int], float]:
     """Check batches late; return the wrong steps, and by how many the host was ahead (median)."""
     found: dict[int, Tensor] = {}
     unread: deque[torch.cuda.Event] = deque()
     ahead = []
-    options = (
-        dict(device=CUDA, batch_size=LARGE_BATCH, transforms=transforms, **UNCHANGED) | options
-    )
-    with open_prefetcher(NOISE, kind=kind, **options) as prefetcher:
+    format = ImageFormat(CUDA, *LEVELS, dtype, channels_last)
+    mixing = mixed_by(transforms) if transforms else None
+    options = {"batch_size": LARGE_BATCH} | options
+    with open_prefetcher(NOISE, format, kind=kind, mixing=mixing, **options) as prefetcher:
         for batch in prefetcher.batches(0, steps):
             torch.cuda._sleep(lag_cycles)
             found[batch.step] = facts(batch)
@@ -537,7 +482,7 @@ def test_broken_prefetchers_are_detected(broken: type[Prefetcher], lag_cycles: i
 def test_10000_batches_and_an_unsafe_twin(figure: Callable[[str, int, int], None]) -> None:
     """Every row of every batch; the twin does not wait for the readers of its memory."""
     steps = 10_000
-    options = {"workers": 4, "dtype": torch.bfloat16, "channels_last": True}
+    options: Any = {"workers": 4, "dtype": torch.bfloat16, "channels_last": True}
     wrong, ahead = follow(Prefetcher, steps=steps, lag_cycles=LAG_CYCLES, **options)
     caught, _ = follow(IgnoresReaders, steps=500, lag_cycles=10 * LAG_CYCLES, **options)
     name = "bad batches from the GPU prefetcher, while an unsafe twin is caught"
@@ -563,7 +508,8 @@ class SlowThread(Prefetcher):
 @pytest.mark.gpu
 def test_next_iteration_waits_for_the_thread() -> None:
     """The thread may still read a slot for an iteration that ended early."""
-    with open_prefetcher(NOISE, kind=SlowThread, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
+    format = ImageFormat(CUDA, *LEVELS)
+    with open_prefetcher(NOISE, format, kind=SlowThread, workers=2) as prefetcher:
         batches = prefetcher.batches(0, 100)
         next(batches)
         assert isinstance(prefetcher, SlowThread)
@@ -591,22 +537,20 @@ def test_every_batch_transform_with_every_decoder_and_precision(
     engines = decoder in ("gpu", "hybrid")
     if not engines:
         dataset = FolderDataset(dataset.index, dataset.transform, decoder=decoder, seed=7)
-    options: dict[str, Any] = {
-        "device": CUDA,
-        "file_bytes": (1 << 16) * engines,
-        "hybrid": decoder == "hybrid",
-    }
     entries = [{name: {"p": 1.0}}]
 
-    def first_batch(**more: Any) -> Batch:
+    def first_batch(dtype: torch.dtype, mixing: Mixing | None) -> Batch:
         """Only the first batch: the shares of later hybrid batches depend on measured rates."""
-        gpu_decoder = gpu_room().GpuDecoder(CUDA, BATCH) if engines else None
-        with open_prefetcher(dataset, engines=gpu_decoder, **options, **more) as prefetcher:
+        format, file_bytes = ImageFormat(CUDA, MEAN, STD, dtype), (1 << 16) * engines
+        with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
+            if engines:
+                gpu_decoder = gpu_room().GpuDecoder(CUDA, BATCH)
+                decode_with(prefetcher, gpu_decoder, hybrid=decoder == "hybrid")
             (batch,) = prefetcher.batches(4, 5)
             torch.cuda.synchronize()
             return batch.clone()
 
-    plain, mixed = first_batch(), first_batch(transforms=entries, dtype=dtype)
+    plain, mixed = first_batch(torch.float32, None), first_batch(dtype, mixed_by(entries))
     (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
     one_hot = torch.nn.functional.one_hot(plain.labels, CLASSES).float()
     images, targets = transform(
@@ -626,9 +570,8 @@ def test_loop_never_waits_for_the_device() -> None:
         images = batch.images.float()
         return torch.nn.functional.conv2d(images, weight).mean() + batch.targets.sum()
 
-    with open_prefetcher(
-        FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16
-    ) as prefetcher:
+    format = ImageFormat(CUDA, MEAN, STD, torch.bfloat16)
+    with open_prefetcher(FAKE, format, workers=2, mixing=mixed_by(ALL)) as prefetcher:
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
             total += used(batch)
@@ -658,9 +601,8 @@ def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset)
     used = []
     gc.collect()  # memory of earlier tests would be freed in the middle,
     torch.cuda.empty_cache()  # or hide a new allocation
-    with open_prefetcher(
-        dataset, device=CUDA, workers=2, batch_size=4, transforms=ALL
-    ) as prefetcher:
+    options = {"workers": 2, "batch_size": 4, "mixing": mixed_by(ALL)}
+    with open_prefetcher(dataset, ImageFormat(CUDA, MEAN, STD), **options) as prefetcher:
         for epoch in range(40):
             for batch in prefetcher.batches(epoch * steps, (epoch + 1) * steps):
                 torch.cuda._sleep(LAG_CYCLES // 10)
@@ -673,7 +615,7 @@ def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset)
 
 @pytest.mark.gpu
 def test_device_clock_times_the_copies_and_the_steps() -> None:
-    with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
+    with open_prefetcher(FAKE, ImageFormat(CUDA, MEAN, STD), workers=2) as prefetcher:
         for _ in prefetcher.batches(0, 20):
             torch.cuda._sleep(LAG_CYCLES)
         torch.cuda.synchronize()

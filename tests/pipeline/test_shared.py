@@ -1,4 +1,4 @@
-"""Shared memory: one copy for all processes, freed with the last of them."""
+"""Shared memory: one copy for all processes, freed with the last of them; page-locking."""
 
 import multiprocessing
 import os
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from conf.schema import UserError
 from pipeline.index import load_index
-from pipeline.shared import SharedArray
+from pipeline.shared import Pinned, SharedArray, page_locked_bytes
 from tests.processes import needs_linux
 
 
@@ -85,3 +86,53 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("most", [9, 1])
+def test_all_buffers_or_none_are_page_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    """Each is unlocked once: a second time is an error that a later CUDA call would report."""
+    locked: list[int] = []
+
+    class Runtime:
+        """CUDA's runtime for page-locking: takes at most `most` addresses."""
+
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+            if len(locked) == most:
+                return 2
+            locked.append(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
+            locked.remove(pointer)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
+    with Pinned(arrays) as pinned:
+        assert sorted(pinned.locked) == sorted(locked) and len(locked) == (2 if most == 9 else 0)
+        assert page_locked_bytes() == (8 * 9 + 7 * 8 if most == 9 else 0)
+        pinned.release()
+        assert not pinned.locked and not locked and page_locked_bytes() == 0
+    warning = "loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch buffers are "
+    assert caplog.text.count(warning) == (0 if most == 9 else 1)
+
+
+@pytest.mark.gpu
+def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Page-locking memory twice is an error, which no later kernel reports."""
+    arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
+    pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
+    with Pinned(arrays) as pinned:
+        assert len(pinned.locked) == 2 and pixels[3].is_pinned()
+    assert not pixels.is_pinned()
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
+    with Pinned(arrays) as pinned:
+        assert float(torch.ones(5, device="cuda").sum()) == 5
+        assert not pinned.locked and not pixels.is_pinned()
+        assert caplog.text.count("cannot be page-locked") == 1
+        assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
+    assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0

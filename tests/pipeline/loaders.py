@@ -1,0 +1,49 @@
+"""Small loaders for the tests of the loader and of the prefetcher."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.dataset import Dataset, FolderDataset
+from pipeline.index import load_index
+from pipeline.loader import Loader, WorkerPool, start_source
+from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.shared import Pinned
+from tests.processes import HANGS_SECONDS
+
+SIZE = 32  # side of the images in pixels
+
+
+def crops(split: Path) -> FolderDataset:
+    """The images of a split, as random crops."""
+    names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
+    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
+    return FolderDataset(load_index(split, key="data.train"), transform, seed=7)
+
+
+@contextmanager
+def open_loader(
+    dataset: Dataset,
+    *,
+    workers: int = 2,
+    start_method: str = "fork",
+    slots: int = 4,
+    in_use: int = 1,
+    pinned: bool = False,
+    validation: bool = False,
+    **source: Any,
+) -> Iterator[Loader]:
+    """Open a loader of one rank; `source` has further arguments of `start_source`."""
+    ring = start_source(dataset, **{"batch_size": 8, "size": SIZE, "slots": slots} | source)
+    batch_size = ring.labels.array.shape[1]
+    sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
+    if validation:
+        sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
+    options: dict[str, Any] = {"workers": workers, "start_method": start_method}
+    with ExitStack() as stack:
+        if pinned:
+            stack.enter_context(Pinned(ring.buffers))
+        pool = WorkerPool([ring], timeout_seconds=HANGS_SECONDS, **options)
+        yield Loader(stack.enter_context(pool), 0, sampler.samples, in_use=in_use)
