@@ -538,7 +538,7 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
     assert not any(is_running(pid) for pid in pids)
 
 
-# A pool that grows and shrinks, and the time of its tasks.
+# A pool that grows and shrinks, and the times that its replies report.
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -562,44 +562,6 @@ def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
         seen = pool.pids
         assert len(seen) == 4 and all(map(is_running, seen))
     assert not any(map(is_running, seen))
-
-
-class Sleeping(FakeDataset):
-    """Waits for storage."""
-
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        time.sleep(0.002)
-        return super().load(epoch, index)
-
-
-class Computing(FakeDataset):
-    """Keeps its core busy."""
-
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        enough = time.thread_time() + 0.0005
-        while time.thread_time() < enough:
-            pass
-        return super().load(epoch, index)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_replies_tell_waiting_from_computing(workers: int) -> None:
-    """Each source has its own newest replies."""
-    sources = [
-        start_source(kind(9, 2, SIZE), batch_size=4, size=SIZE, slots=1)
-        for kind in (Sleeping, Computing)
-    ]
-    with WorkerPool(sources, workers=workers, start_method="fork") as pool:
-        for source, tasks, rows in ((0, 30, 4), (1, 300, 1)):
-            samples = np.zeros((rows, 2), np.int64)
-            pool.wait([pool.submit(source, 0, 0, samples) for _ in range(tasks)])
-    sleeping, computing = pool.recent
-    assert (len(sleeping), len(computing)) == (30, 256)
-    for reply in sleeping:
-        assert reply.rows == reply.decoded == 4
-        assert reply.seconds >= 4 * 0.002 and reply.cpu_seconds < reply.seconds / 2
-    for reply in computing:  # other processes had the core in the rest
-        assert reply.rows == 1 and 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds
 
 
 def test_few_slow_samples_are_named(image_root: Path) -> None:

@@ -31,6 +31,7 @@ from pipeline.loader_plan import (
 )
 from tests.loader_plans import loader_plan, world_of
 
+FOR_15 = FILES_KEPT + 15 * FILES_PER_WORKER  # open files that 15 workers need
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
 ROOT = Path(__file__).parents[2]
 Machine = Callable[..., None]
@@ -115,14 +116,8 @@ def planned(
         ({"cores": READERS + 1}, 1, "gpu", READERS, "7 cores, 1 left to the training process"),
         ({"cores": 1}, 1, "gpu", 2, "shared with"),
         # open files
-        ({"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER}, 1, "pillow", 15, "16 cores, 1 left"),
-        (
-            {"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER - 1},
-            1,
-            "pillow",
-            14,
-            "open files all",
-        ),
+        ({"spare_files": FOR_15}, 1, "pillow", 15, "16 cores, 1 left"),
+        ({"spare_files": FOR_15 - 1}, 1, "pillow", 14, "open files allow no more"),
         ({"spare_files": 3}, 1, "pillow", 0, "open files allow no more, see ulimit -n"),
     ],
 )
@@ -298,10 +293,13 @@ def test_planned_bytes_are_those_that_open_feed_allocates(
     if decoder != "pillow":
         module = pytest.importorskip("tests.engines")
         monkeypatch.setattr("pipeline.gpu.GpuDecoder", module.PillowEngines)
-    options = ["data=folder", "augment=demo", "loader.start_method=fork", f"data.root={image_root}"]
-    config = cli.load(
-        [*options, "data.image_size=24", f"loader.batch_size={batch_size}", *overrides]
-    )
+    overrides = [
+        *overrides,
+        "augment=demo",
+        "data.image_size=24",
+        f"loader.batch_size={batch_size}",
+    ]
+    config = cli.load([f"data.root={image_root}", "loader.start_method=fork", *overrides])
     datasets, world = build_datasets(config), world_of(CPU, ranks)
     made = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
     with open_feed(config, datasets, made, world) as feed:

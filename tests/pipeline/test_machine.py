@@ -113,20 +113,19 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
 def test_memory_limit(
     tmp_path: Path, version: int, limit: str | int, parent: int | None, free: int
 ) -> None:
-    tree, names, total = {
-        1: ("memory/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
-        2: ("", ("memory.max", "memory.current"), ""),
+    lines, tree, names, total = {
+        # the counts of version 1 without `total_` leave out the children
+        1: ("7:memory:/a/b", "memory/", ("limit_in_bytes", "usage_in_bytes"), "total_"),
+        2: ("0::/a/b", "", ("max", "current"), ""),
     }[version]
-    cached = f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}"
-    if version == 1:  # the counts without `total_` leave out the children
-        cached = f"inactive_file 0\nactive_file 0\n{cached}"
+    counts = f"inactive_file 0\nactive_file 0\n{total}inactive_file {10 * MIB}"
     files: dict[str, str | int] = {}
     for group, allowed in (("a/b", limit), ("a", parent)):
         if allowed is not None:
-            files |= {f"{tree}{group}/{names[0]}": allowed, f"{tree}{group}/{names[1]}": 200 * MIB}
-            files[f"{tree}{group}/memory.stat"] = cached
-    lines = "7:memory:/a/b\n" if version == 1 else "0::/a/b\n"
-    assert free_memory(tmp_path, lines, files) == free
+            folder = f"{tree}{group}/memory"
+            files |= {f"{folder}.{names[0]}": allowed, f"{folder}.{names[1]}": 200 * MIB}
+            files[f"{folder}.stat"] = f"{counts}\n{total}active_file {20 * MIB}\nanon 7"
+    assert free_memory(tmp_path, f"{lines}\n", files) == free
 
 
 def test_limit_that_cannot_be_read_is_none(tmp_path: Path) -> None:
