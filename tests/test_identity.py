@@ -1,6 +1,5 @@
 """A run directory holds one training: the effect of a second command in it, with train.py."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -12,12 +11,8 @@ import torch
 
 import train
 from conf import cli
-from conf.schema import DATA_FOLDERS, SPEED, Config, config_values, walk
 from engine import checkpoint
-from engine.distributed import World
-from engine.plan import make_plan
 from pipeline import loader_plan
-from pipeline.build import build_datasets
 from pipeline.loader_plan import pixels_of
 from tests.results import stored
 from tests.small_run import SMALL_RUN
@@ -251,56 +246,3 @@ def test_deterministic_may_be_switched_at_a_resume(program: Program) -> None:
     status, out, _ = program("train.deterministic=true", "train.max_steps=5")
     assert status == 0 and "compile off (as in the checkpoint)\n" in out
     assert program("train.max_steps=6")[0] == 0
-
-
-# What loader.workers=auto remembers.
-
-
-OTHER = """loader.decoder=pillow loader.start_method=spawn model.compile=off train.device=cuda
-    model.name=resnet18 optim.name=adamw train.precision=tf32 data.source=fake"""
-
-
-def other_value(config: Config, name: str) -> Any:
-    """A value of a key that is allowed and not the present one."""
-    value: Any = config_values(config)[name]
-    values: dict[str, Any] = dict(each.split("=") for each in OTHER.split())
-    values |= {"loader.workers": 3, "loader.prefetch_factor": 2}
-    if name in values:
-        return values[name]
-    if value is None:
-        return 0.5
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, dict):
-        return {**value, "zero_init_residual": True}
-    if isinstance(value, list):
-        return [*value, "horizontal_flip"]
-    return f"{value}-other" if isinstance(value, str) else value / 2 + 1
-
-
-def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Path) -> None:
-    """So that a fork's new key cannot be forgotten, it follows from the schema."""
-    tuning_question = pytest.importorskip("engine.tune.autotune").tuning_question
-    config = cli.load([*BASE, f"data.root={image_root}"])
-    datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
-    made = make_plan(config, datasets, world)
-
-    def question_of(config: Config) -> dict[str, Any]:
-        plan = dataclasses.replace(made, config=config)
-        return tuning_question(plan, world, datasets.train.fingerprint())
-
-    question = question_of(config)
-    assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
-    changed = set()
-    for name, field, _ in walk(config):
-        section, key = name.split(".")
-        part = dataclasses.replace(getattr(config, section), **{key: other_value(config, name)})
-        differs = question_of(dataclasses.replace(config, **{section: part})) != question
-        speed = field.metadata["affects"] & SPEED
-        if speed and name not in DATA_FOLDERS and not field.metadata["when"]:
-            assert differs, name
-            changed.add(name)
-        elif not speed:
-            assert not differs, name
-    assert {"augment.batch", "optim.clip_norm", "train.ema_decay", "loader.workers"} <= changed
-    assert "optim.lr" not in changed and "train.seed" not in changed

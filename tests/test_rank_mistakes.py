@@ -4,8 +4,8 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,18 +25,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """What is wrong.
+class Mistake(NamedTuple):
+    """What is wrong on rank 1: its code, or the folder that holds its images."""
 
-    Attributes:
-        message: a pattern.
-        code: executed by rank 1.
-        change: makes a change to the folder of rank 1, which holds the images.
-        ranks: number of ranks.
-    """
-
-    message: str
+    message: str  # a pattern
     code: str = ""
     change: Callable[[Path], object] = lambda folder: None
     ranks: int = 2

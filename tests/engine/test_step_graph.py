@@ -81,18 +81,6 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model.name=resnet18", DROP]),
         (False, ["model=vit_s16", "optim=adamw", DROP, "model.compile=default"]),
     ],
-    ids=[
-        "sgd",
-        "mixed, average, clipping",
-        "adamw",
-        "lamb",
-        "micro-batches",
-        "compiled micro-batches",
-        "dropout",
-        "compiled",
-        "stochastic depth",
-        "compiled stochastic depth",
-    ],
 )
 def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: World) -> None:
     found: list[tuple[list[str], list[dict[str, float]]]] = []

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import Ranks
 from tests.results import rows
 from tests.small_run import command, torchrun
 
@@ -22,16 +21,6 @@ OPTIONS = [
     "optim.lr=0.01",
     "model.compile=off",
 ]
-
-
-def test_cpu_ranks_are_refused(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    done = ranks.run(command(image_root, tmp_path / "run", "model.sync_bn=true"), 2)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "train.py: model.sync_bn=true: torch has SyncBatchNorm for GPUs only; "
-        "leave it out on the CPU\n"
-    )
-    assert not any(tmp_path.iterdir())
 
 
 def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
