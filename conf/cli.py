@@ -6,28 +6,27 @@ A mistake ends the program with status 2 before it has created anything.
 import argparse
 import logging
 import os
-import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from conf import hints
 from conf.compose import SECTIONS, load, to_yaml
-from conf.overrides import (
-    CONFIG_DIR,
-    GROUPS,
-    KEYS,
-    NAMES,
-    WORDS,
-    read_override,
-    remedy,
-    split_config_dir,
-)
+from conf.hints import check_words, refuse_word
+from conf.overrides import CONFIG_DIR, read_override, split_config_dir
 from conf.rooms import require_room
-from conf.schema import RESULT, Config, RunError, UserError, group_names, sentences, show, walk
+from conf.schema import (
+    GROUPS,
+    NAMES,
+    RESULT,
+    Config,
+    RunError,
+    UserError,
+    group_names,
+    sentences,
+    show,
+    walk,
+)
 
 OPTIONS = """\
 options:
@@ -55,7 +54,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
             _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
-        _check_spelling(words)
+        check_words(split_config_dir(words)[1])
         if options.multirun:
             _run_sweep(words, script, options)
         config = load(words, runnable=options.cfg is None)
@@ -74,7 +73,7 @@ def _show(text: str) -> NoReturn:
 def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> NoReturn:
     """Run the jobs of a sweep, or print their configs as YAML documents, and exit."""
     if script != "train.py":
-        raise UserError(f"-m: {hints.REMEDIES['m']}")
+        raise UserError("-m: only train.py has sweeps; start this script once per value")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
     require_room("conf.multirun", "-m")
@@ -135,14 +134,14 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     words = with_config_dir(words)
     overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
     paths = [word for word in words if word not in overrides]
-    _check_spelling(overrides)
     config_dir, keys = split_config_dir(overrides)
+    check_words(keys)
     for override in keys:
         read_override(override, config_dir)
     for path in paths:
         if not os.path.exists(path):
             if path in NAMES or any(path in group_names(g, config_dir) for g in GROUPS):
-                _refuse_bare_word(path, "")
+                refuse_word(path)
             raise UserError(f"{path}: no such file or folder; give {what}")
     return paths, overrides
 
@@ -232,60 +231,3 @@ def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
         mark = "*" if f.metadata["affects"] & RESULT else " "
         lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])
-
-
-def _check_spelling(words: Sequence[str]) -> None:
-    """Refuse words that are not `key=value`, and say how to write them."""
-    words = [word for word in words if not word.startswith(CONFIG_DIR)]
-    if any(word.startswith("-") for word in words):
-        _refuse_flags(words)
-    for before, word in pairwise(["", *words]):
-        if "=" not in word:
-            _refuse_bare_word(word, before)
-
-
-def _refuse_bare_word(word: str, before: str) -> NoReturn:
-    group = next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None)
-    if word in KEYS:
-        advice = f"write {word}=VALUE"
-    elif group:
-        advice = f"write {group}={word}"
-    elif "=" in before and before.endswith(","):
-        advice = f"a list has no spaces: {shlex.quote(before + word)}"
-    elif before.partition("=")[0] in WORDS and not word.startswith("/"):
-        advice = f"a value with spaces needs quotes: {shlex.quote(f'{before} {word}')}"
-    else:
-        advice = f"write data.root={word}" if _is_path(word) else "--help lists all keys"
-    raise UserError(f"{word}: is not key=value; {advice}")
-
-
-def _is_path(word: str) -> bool:
-    return word.startswith(("/", "./", "../")) or os.path.isdir(word)
-
-
-def _refuse_flags(words: Sequence[str]) -> NoReturn:
-    """Refuse the flags of other programs, such as `--lr 0.1`, and say what to write instead."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    notes: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            if flags and _is_path(word):  # as in pytorch/examples
-                overrides.append(f"data.root={word}")
-            continue
-        flag, _, value = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word).partition("=")  # -b256
-        flags.append(flag)
-        advice = remedy(flag) or "--help lists all keys"
-        if "{}" in advice and not value:
-            has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
-            value = rest.pop(0) if has_value else "VALUE"
-        is_override = advice.partition("=")[0] in NAMES
-        (overrides if is_override else notes).append(advice.replace("{}", value))
-        if advice == "loader.batch_size={}":
-            notes.append(hints.GLOBAL_BATCH)
-    if overrides:
-        notes.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
-    kind = "not options" if len(flags) > 1 else "not an option"
-    raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(notes))}")

@@ -5,34 +5,46 @@ names a folder with more choices: it belongs to them, because they may mean noth
 """
 
 import contextlib
-import difflib
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, cast, get_origin
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import hints
-from conf.schema import FOLDER, Config, UserError, did_you_mean, group_names, show, walk
+from conf.hints import what_to_write
+from conf.schema import (
+    FIELDS,
+    GROUPS,
+    KEYS,
+    NAMES,
+    Config,
+    UserError,
+    did_you_mean,
+    group_names,
+    show,
+)
 
-GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
-FIELDS = {name: field for name, field, _ in walk(Config())}
-KEYS = list(FIELDS)
-NAMES = [*KEYS, *GROUPS]
 # Keys with words or lists of words as values, mostly paths.
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 WORDS |= {"data.root", "data.classes"}
 CONFIG_DIR = "--config-dir="
+# Of a YAML file of the user; the longest here has 1.7 kB and no alias.
+LARGEST_FILE, MOST_ALIASES = 100_000, 20
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder of `--config-dir=DIR`, None without one, and the overrides."""
+    """Return the folder of `--config-dir=DIR`, None without one, and the overrides.
+
+    Raises:
+        UserError: a YAML file in the folder is not allowed.
+    """
     given = [word for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if word not in given]
     if not given:
@@ -44,7 +56,28 @@ def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         for path in (folder / group).glob("*.yaml"):
             if path.stem in group_names(group):
                 raise UserError(f"{path}: has the name of a choice of this program; rename it")
+            read_yaml(path)
     return folder, overrides
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file.
+
+    Raises:
+        UserError: it is too large, or does not hold keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        aliases = sum(isinstance(t, yaml.AliasToken) for t in yaml.scan(text) if "*" in text)
+        if len(text) > LARGEST_FILE or aliases > MOST_ALIASES:
+            raise UserError(f"{path}: is too long, or has too many aliases (*name); shorten it")
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: is not YAML ({reason}); correct it") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no keys; write `key: value` lines")
+    return cast(dict[str, Any], content)
 
 
 def read_override(text: str, config_dir: Path | None = None) -> Override:
@@ -61,7 +94,8 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: is not text; rename the file, or use a symbolic link to it")
     name, _, value = text.lstrip("+").partition("=")
     if name not in NAMES:
-        _refuse_unknown(text, name, value)
+        advice = what_to_write(name).replace("{}", shlex.quote(value))
+        raise UserError(f"{text}: there is no key {name or text}; {advice}")
     try:
         override = OverridesParser.create().parse_override(_with_quotes(name, value))
     except HydraException:
@@ -73,13 +107,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: is a sweep; `train.py -m` trains once for each value")
     if name in GROUPS:
         _check_choice(text, name, override.value(), config_dir)
-        return override
-    plain = f"{name}={value}".lower()
-    if advice := next(
-        (hints.VALUES[start] for start in hints.VALUES if plain.startswith(start)), ""
-    ):
-        raise UserError(f"{text}: not allowed; {advice}")
-    if override.is_sweep_override() or not _fits(name, override.value()):
+    elif override.is_sweep_override() or not _has_type(name, override.value()):
         raise UserError(f"{text}: not allowed; give {allowed_values(name)}")
     return override
 
@@ -116,7 +144,7 @@ def _check_choice(text: str, group: str, choice: Any, config_dir: Path | None) -
     raise UserError(f"{text}: no such {group}; choose one of {', '.join(choices)}{more}")
 
 
-def _fits(name: str, value: Any) -> bool:
+def _has_type(name: str, value: Any) -> bool:
     """Whether a value has the type of a key. Each override is checked by itself, to name it.
 
     If a key is given twice, composing would find a mistake in either but not know in which.
@@ -130,51 +158,6 @@ def _fits(name: str, value: Any) -> bool:
         return False
     # OmegaConf would accept 2 and yes for true.
     return FIELDS[name].type is not bool or isinstance(value, bool)
-
-
-def _refuse_unknown(text: str, name: str, value: str) -> NoReturn:
-    if re.match(r"~?hydra([./]|$)", name):
-        raise UserError(
-            f"{text}: Hydra's own settings are for a sweep (-m); the folder of a run is run.dir=, "
-            "and --config-dir DIR adds recipes"
-        )
-    parent, _, inner = name.rpartition(".")
-    if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
-        raise UserError(f"{text}: write {parent}={{{inner}: {value}}}")
-    if section := [key for key in KEYS if key.startswith(f"{name}.")]:
-        raise UserError(f"{text}: {name} is a group of keys: {', '.join(section)}")
-    raise UserError(f"{text}: there is no key {name or text}{_another_key(name, value)}")
-
-
-def _another_key(name: str, value: str) -> str:
-    """The advice for an unknown key, after a semicolon: the right key, or a sentence."""
-    last = name.rpartition(".")[2].lower()
-    # The right last part in the wrong section (`train.lr`) says more than a similar spelling.
-    moved = [key for key in KEYS if key.rpartition(".")[2] == last]
-    if moved and last not in hints.REMEDIES:
-        return f"; did you mean {' or '.join(moved)}?"
-    if advice := remedy(name):
-        advice = advice.replace("{}", value)
-        is_override = advice.partition("=")[0] in NAMES
-        return f"; write {shlex.quote(advice)}" if is_override else f"; {advice}"
-    spellings = {key.rpartition(".")[2]: key for key in KEYS} | {key: key for key in NAMES}
-    close = difflib.get_close_matches(name.lower(), spellings, n=1)
-    return f"; did you mean {spellings[close[0]]}?" if close else "; --help lists all keys"
-
-
-def remedy(name: str) -> str | None:
-    """The equivalent of another program's flag or key: an override, or a sentence.
-
-    `{}` in it stands for the value. None if there is no equivalent.
-    """
-    word = name.lstrip("-").replace("_", "-").lower()
-    if word in hints.REMEDIES:
-        return hints.REMEDIES[word]
-    spellings = [(key, key.replace("_", "-")) for key in NAMES]
-    own = [key for key, dashed in spellings if word in (dashed, dashed.rpartition(".")[2])]
-    if len(own) == 1:
-        return f"{own[0]}={'true' if own[0] in KEYS and FIELDS[own[0]].type is bool else '{}'}"
-    return hints.REMEDIES.get(word.rpartition(".")[2])
 
 
 def allowed_values(name: str) -> str:

@@ -582,9 +582,9 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         )
 
 
-def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:
     """`; did you mean a, b?` for up to `count` similar names, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=count, cutoff=cutoff)
+    close = difflib.get_close_matches(word, list(known), n=count)
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
@@ -596,3 +596,9 @@ def show(value: Any) -> str:
         return f"{{{', '.join(f'{name}: {show(inner)}' for name, inner in value.items())}}}"
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     return str(int(value)) if whole else str(value)
+
+
+GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
+FIELDS = {name: field for name, field, _ in walk(Config())}
+KEYS = list(FIELDS)
+NAMES = [*KEYS, *GROUPS]

@@ -104,7 +104,6 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
             "optim.name=adamw keeps optim.lr=1.024 of sgd; write optim=adamw to use its own def",
         ),
         ("optim.name=adamw optim.lr=1e-3 optim.weight_decay=0.1", ""),
-        ("model.name=swin_t", "model.name=swin_t with optim.name=sgd: transformers train poorly"),
         ("model.name=timm/deit_small_patch16_224 optim.name=adamw optim.lr=1", "optim.name=adamw "),
     ],
 )
@@ -321,7 +320,7 @@ def test_overrides_of_a_stored_config(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${data.val}", 5.5, [1], {"a": 1}])
 def test_stored_values_are_not_resolved(values: dict[str, Any], value: Any) -> None:
-    with pytest.raises(UserError, match=r"^data\.image_size"):
+    with pytest.raises(UserError, match=r"data\.image_size="):
         load(stored={**values, "data.image_size": value})
 
 

@@ -11,7 +11,7 @@ from conf import cli
 from conf.compose import load
 from conf.schema import UserError, config_values
 from scripts.lib.trained import open_trained
-from tests.conf.test_cli import DATA, refusal
+from tests.conf.refused import DATA, refusal
 from tests.small_run import SMALL_RUN
 
 RECIPE = """\
@@ -108,15 +108,18 @@ def test_a_choice_whose_name_is_a_number(folder: Path) -> None:
     [
         ("recipe/demo", RECIPE, "recipe/demo.yaml: has the name of a choice of this program"),
         ("recipe/mine", "optim: {lr: 1}", "write `# @package _global_` in its first line"),
-        ("recipe/mine", RECIPE + "train.epochs: 3", "recipe/mine"),
-        ("recipe/mine", RECIPE + "log: {every_step: 3}", "Key 'every_step' not in 'Log'"),
-        ("recipe/mine", RECIPE + "log: {every_steps: six}", "'recipe/mine': log.every_steps: Valu"),
+        ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
+        (
+            "recipe/mine",
+            RECIPE + "log: {every_steps: six}",
+            "recipe=mine: log.every_steps=six: not",
+        ),
         ("recipe/mine", RECIPE + "log: {every_steps: 3", "mine.yaml: is not YAML (while"),
         ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
         ("recipe/mine", "# @package _global_\n# \udce4", "mine.yaml: is not YAML ('utf-8' codec"),
         ("recipe/mine", "# @package _global_\ndefaults: foo", "'recipe/mine', defaults must be a"),
         ("recipe/mine", "# @package _global_\n3", "recipe/mine.yaml: is not YAML (Invalid loaded"),
-        ("model/wide", "model: {name: resnet18}", "wide.yaml: Key 'model' not in 'Model'; write "),
+        ("model/wide", "model: {name: resnet18}", "wide.yaml: there is no key model.model; "),
         ("model/wide", "a: &a [1]\nb: [" + "*a," * 21 + "]", "has too many aliases (*name)"),
         ("model/wide", "#" * 100_001, "wide.yaml: is too long"),
         ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
