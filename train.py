@@ -79,16 +79,8 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, datasets, plan.loader, world))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         step = enter(build_step(plan, state, world))
-        stop = enter(
-            StopSignal(
-                world,
-                lambda: run.failed() or too_many_unreadable(feed.train.loader, config.data),
-                unsaved=lambda: state.step != run.step_on_disk,
-            )
-        )
+        stop = enter(stop_signal(state, run, feed, world))
         enter(out_of_memory_explained(plan, state, world))
-        world.set_section("measurement")
-        compile_later_sizes(step, feed, plan, state, stop)
         verdict = tune_loader(feed, step, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
@@ -360,6 +352,15 @@ def build_state(plan: Plan, world: World) -> TrainState:
     return TrainState(model, build_optimizer(model, config.optim), ema, sample_losses)
 
 
+def stop_signal(state: TrainState, run: RunDirectory, feed: Feed, world: World) -> StopSignal:
+    """Return what stops all ranks: a signal, a checkpoint that failed, too many bad images."""
+
+    def failed() -> bool:
+        return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
+
+    return StopSignal(world, failed, unsaved=lambda: state.step != run.step_on_disk)
+
+
 def out_of_memory_explained(
     plan: Plan, state: TrainState, world: World
 ) -> AbstractContextManager[None]:
@@ -380,11 +381,13 @@ def tune_loader(
     stop: StopSignal,
     tracker: Tracker,
 ) -> Any:
-    """Set decoder and workers for loader.workers=auto.
+    """Compile the step for each image size; set decoder and workers for loader.workers=auto.
 
     Returns:
         What judges the speed of the run, for `RunLog`; None without engine/tune.
     """
+    run.world.set_section("measurement")
+    compile_later_sizes(step, feed, plan, state, stop)
     if not has_room("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader
