@@ -49,7 +49,6 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
-    parser.add_argument("--resolve", action="store_true")  # the printed config always is
     try:
         options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
@@ -116,9 +115,8 @@ def option_parser(
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
     """Add --classes, for files with weights that do not name their classes."""
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
-    )
+    about = "names of the classes, one per line"
+    parser.add_argument("--classes", type=Path, metavar="FILE", help=about)
 
 
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
@@ -164,23 +162,20 @@ def log_to_stderr(*, force: bool = False) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=force)
 
 
-def complain(message: str, script: str = "train.py") -> None:
-    """Print one line on stderr, even if a path in it contains a line break."""
-    print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+def complain(message: str, script: str = "train.py", *, once: bool = False) -> None:
+    """Print one line on stderr, even if a path in it contains a line break.
 
-
-def complain_of_mistake(message: str, script: str = "train.py") -> None:
-    """Print a mistake of the user once per node: all ranks find it, local rank 0 prints it.
-
-    Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
+    Args:
+        once: only local rank 0 prints it. Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE") is None:
-        complain(message, script)
+    is_other = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("WORLD_SIZE") is not None
+    if not (once and is_other):
+        print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
 
 
 def fail(message: str, script: str = "train.py") -> NoReturn:
-    """Print a mistake of the user and exit with status 2."""
-    complain_of_mistake(message, script)
+    """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
+    complain(message, script, once=True)
     sys.exit(2)
 
 
@@ -202,7 +197,7 @@ def exit_status(
     try:
         return main()
     except UserError as error:
-        complain_of_mistake(str(error), script)
+        complain(str(error), script, once=True)
         return 2
     except (OSError, RuntimeError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
@@ -215,7 +210,7 @@ def exit_status(
 
 
 def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
-    """List every group with its choices, and every key with its default and help sentence."""
+    """List the groups with their choices, and the keys with their defaults and sentences."""
     lines = [
         purpose,
         "",

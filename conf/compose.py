@@ -104,7 +104,7 @@ def load(
         changed = _changes(planned, tree)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = [*_notes(planned, tree, choices, typed), *_decided_notes(tree, decided or {})]
+        notes = list(_notes(planned, tree, choices, typed, decided or {}))
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
@@ -270,9 +270,13 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
 
 
 def _notes(
-    planned: DictConfig, tree: DictConfig, choices: Mapping[str, str], typed: Mapping[str, str]
+    planned: DictConfig,
+    tree: DictConfig,
+    choices: Mapping[str, str],
+    typed: Mapping[str, str],
+    decided: Mapping[str, Values],
 ) -> Iterator[str]:
-    """Yield what a typed optimiser or schedule replaces in the recipe, or keeps of it."""
+    """Yield what a typed optimiser or schedule changes in the recipe, and the decided values."""
     before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
     for group in choices.keys() & {"optim", "schedule"}:
         changed = [
@@ -291,11 +295,6 @@ def _notes(
             f"optim.name={now['optim.name']} keeps {values} of {before['optim.name']}; write "
             f"optim={now['optim.name']} to use its own defaults"
         )
-
-
-def _decided_notes(tree: DictConfig, decided: Mapping[str, Values]) -> Iterator[str]:
-    """Yield the decided values that are not typed, after the reason."""
-    now = _flat(tree, resolve=True)
     for reason, own in decided.items():
         used = [f"{name}={show(now[name])}" for name in own if now[name] == own[name]]
         if used:

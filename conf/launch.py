@@ -53,26 +53,24 @@ def read_launch() -> Launch:
         "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
     }
-    given = " ".join(f"{name}={text}" for name, text in texts.items())
-    if not all(text.isdecimal() for text in texts.values()):
-        raise UserError(f"{given}: not all are whole numbers; {REMEDY}")
-    rank, size, local_rank, local_size, port = map(int, texts.values())
-    if not (rank < size and local_rank < size and 1 <= local_size <= size):
-        raise UserError(f"{given}: do not fit each other; {REMEDY}")
     host = os.environ.get("MASTER_ADDR", "")
-    if size > 1 and ("RANK" not in os.environ or not host or not 0 < port < 65536):
-        raise UserError(f"{given}: RANK, MASTER_ADDR or MASTER_PORT is missing; {REMEDY}")
-    return Launch(rank, size, local_rank, local_size, host, port) if size > 1 else Launch()
+    if all(text.isdecimal() for text in texts.values()):
+        rank, size, local_rank, local_size, port = map(int, texts.values())
+        if rank < size and local_rank < size and 1 <= local_size <= size:
+            if size == 1:
+                return Launch()
+            if "RANK" in os.environ and host and 0 < port < 65536:
+                return Launch(rank, size, local_rank, local_size, host, port)
+    given = " ".join(f"{name}={text}" for name, text in texts.items())
+    raise UserError(f"{given} MASTER_ADDR={host}: do not fit each other; {REMEDY}")
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this task of a job step.
 
     Returns:
-        Nothing if torchrun has set them, or if the step has one task. A batch script itself is no
-        step: a plain `python train.py` in it is a single process. So it is in the shell of
-        `srun --pty bash`, which is the only task of its step that is still there. Without --pty,
-        srun gives no terminal to a task.
+        Nothing if torchrun has set them, if the step has one task, or in the shell of
+        `srun --pty bash`, the only task that has a terminal. A batch script itself is no step.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks == 1 or "RANK" in environment or _has_terminal():
@@ -121,9 +119,9 @@ def stop_with_parent() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with the status that it returns.
 
-    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it. A hook
-    at exit would wait for it for ever, so the process ends without hooks. So it does after a
-    signal, because the interpreter needs seconds to free torch on a busy host.
+    While a killed worker remains, because a read on a stuck mount holds it, the process ends
+    without the hooks at exit, which would wait for it. So it does after a signal, because the
+    interpreter needs seconds to free torch on a busy host.
     """
     from multiprocessing import active_children  # here: a start on Windows ends before
 

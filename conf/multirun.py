@@ -53,17 +53,18 @@ class Sweep:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
         self.searches = any(word.startswith("hydra/sweeper=") for word in self.settings)
         self.config_dir = split_config_dir(words)[0]
-        values = {w: _values(w, self.config_dir) for w in words if w not in self.settings}
-        self.fixed = [word for word, found in values.items() if not found]
-        # Of Hydra's sweepers, only the basic one knows glob().
-        self.swept = [
-            f"{_key(word)}={','.join(found)}" if "=glob(" in word else word.lstrip("+")
-            for word, found in values.items()
-            if found
-        ]
-        columns = [
-            [f"{_key(w)}={value}" for value in found] for w, found in values.items() if found
-        ]
+        self.fixed: list[str] = []
+        self.swept: list[str] = []
+        columns = []
+        for word in (word for word in words if word not in self.settings):
+            values = _values(word, self.config_dir)
+            if not values:
+                self.fixed.append(word)
+                continue
+            # Of Hydra's sweepers, only the basic one knows glob().
+            several = f"{_key(word)}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
+            self.swept.append(several)
+            columns.append([f"{_key(word)}={value}" for value in values])
         jobs = itertools.islice(itertools.product(*columns), 1 if self.searches else None)
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
         folders: dict[str, tuple[str, ...]] = {}

@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from conf.launch import ranks_of_srun, stop_with_parent
 
@@ -34,10 +34,11 @@ PACKAGES = {
 def start(doc: str) -> "Config":
     """Set up the process of train.py and return the config of its command line.
 
-    --help, --cfg job, a sweep and a mistake end the program here.
-
     Args:
         doc: the docstring of the program, whose first line --help prints.
+
+    Raises:
+        SystemExit: after --help, --cfg job, a sweep or a mistake.
     """
     set_up_process()
     from conf import cli  # Hydra may be missing
@@ -52,19 +53,14 @@ def set_up_process() -> None:
     After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
     """
     os.environ.update(ranks_of_srun(os.environ))
-    problem = ""
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
-        problem = "Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs"
-    elif missing:
-        problem = (
+        _refuse("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+    if missing:
+        _refuse(
             f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "
             ".venv/bin/activate`, or `pip install -r requirements.txt`"
         )
-    if problem:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
-            print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
-        sys.exit(2)
     sys.excepthook = _report
     atexit.register(_flush)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
@@ -72,6 +68,12 @@ def set_up_process() -> None:
     # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine,
     # this makes the demo 6 times as fast.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _refuse(problem: str) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
+        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -153,7 +153,7 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("options", [["--cfg", "job"], ["--cfg=job", "--resolve"]])
+@pytest.mark.parametrize("options", [["--cfg", "job"], ["--cfg=job"]])
 def test_cfg_job_prints_yaml(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
     for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=demo"], "optim")):

@@ -35,27 +35,28 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text",
     [
-        ("WORLD_SIZE=abc", "not all are whole numbers"),
-        ("RANK=-1", "not all are whole numbers"),
-        ("WORLD_SIZE=0", "do not fit"),
-        ("RANK=1", "do not fit"),
-        ("LOCAL_RANK=3", "do not fit"),
-        ("LOCAL_WORLD_SIZE=8", "do not fit"),
-        ("WORLD_SIZE=2 RANK=2", "do not fit"),
-        ("WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK, MASTER_ADDR or MASTER_PORT is missing"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=1", "is missing"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "is missing"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=65536", "is missing"),
+        "WORLD_SIZE=abc",
+        "RANK=-1",
+        "WORLD_SIZE=0",
+        "RANK=1",
+        "LOCAL_RANK=3",
+        "LOCAL_WORLD_SIZE=8",
+        "LOCAL_WORLD_SIZE=0",
+        "WORLD_SIZE=2 RANK=2",
+        "WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
+        "WORLD_SIZE=2 RANK=0 MASTER_PORT=1",
+        "WORLD_SIZE=2 RANK=0 MASTER_ADDR=a",
+        "WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=65536",
     ],
 )
-def test_left_over_variables(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_over_variables(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, text)
     with pytest.raises(UserError) as error:
         read_launch()
-    assert str(error.value).startswith("RANK=") and text.split()[0] in str(error.value)
-    assert says in str(error.value) and str(error.value).endswith(f"; {REMEDY}")
+    assert text.split()[0] in str(error.value)
+    assert str(error.value).endswith(f": do not fit each other; {REMEDY}")
 
 
 # Task 5 of 7, on the second of two nodes.
@@ -139,8 +140,7 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
     ("task", "mistake", "printed"),
     [
         ("0", "-m", "train.py: -m: a sweep does not run under torchrun or srun; "),
-        ("0", "optim.lrr=1", "train.py: optim.lrr=1: "),
-        ("1", "optim.lrr=1", ""),
+        ("1", "a.b=1", ""),
     ],
 )
 def test_a_mistake_under_srun_is_printed_once_per_node(

@@ -193,7 +193,7 @@ LINES = {
     "model=vit_s16 augment.val=[{center_crop: {size: 40}}]": "data.val_size, augment.val: ",
     "model=vit_s16 data.sizes={0: 24, 2: 32}": "data.sizes: the model does not take images of 24",
     "loader.batch_size=37": "loader.batch_size=37: larger than the training split (36 images)",
-    "model.weights=gone.pt": "model.weights=gone.pt: no such file",
+    "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
     "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
     "run.dir=notes": "run.dir=notes: cannot be used",
     "run.dir=notes/run": "run.dir=notes/run: cannot be used",
@@ -243,7 +243,7 @@ def test_mistakes_are_found_before_the_demo_is_drawn(refusal: Refusal, workplace
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for override, line in {
         "model.name=nope": "model.name=nope: no such model",
-        "model.weights=gone.pt": "model.weights=gone.pt: no such file",
+        "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
         "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
         "loader.batch_size=2001": (
             "loader.batch_size=2001: larger than the training split (2000 images)"
