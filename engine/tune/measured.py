@@ -21,7 +21,7 @@ SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: 
 VARIES_ON_CPU = 0.2
 SLOW_FILES = 0.5  # share of the workers' time that single files take, to be the cause
 FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
-MEANS = (
+MEANS = (  # of these fields of `pipeline.clock.Timing`
     *("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "ranks_fraction"),
     *("core_fraction", "copy_ms"),
 )
@@ -34,7 +34,6 @@ class Measured:
     rate: float = 0.0  # images/s of this rank
     step_alone: float = 0.0  # images/s of its step without the loader; 0 when not measured
     period_ms: float = 0.0  # from the start of a step to the start of the next one
-    # Means of these fields of `pipeline.clock.Timing`.
     wait_fraction: float = 0.0
     late_fraction: float = 0.0
     copy_fraction: float = 0.0
@@ -66,7 +65,7 @@ class Measured:
     place: str = "the training process"  # or the rank and its machine
 
     @property
-    def each(self) -> float:
+    def per_worker(self) -> float:
         """Images/s of one worker that always has a task."""
         return 1e3 / max(self.cpu_ms + self.storage_ms + self.core_ms, 1e-6)
 
@@ -80,11 +79,12 @@ class Measured:
     def busy_fraction(self) -> float:
         """Share of the time in which the workers or the JPEG engines are busy."""
         engines = self.copy_fraction if self.decoder in ON_GPU else 0.0
-        return max(engines, self.rate / (self.workers * self.each) if self.workers else 0.0)
+        workers = self.rate / (self.workers * self.per_worker) if self.workers else 0.0
+        return max(engines, workers)
 
 
-def measured(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) -> Measured:
-    """Means over some intervals, weighted by their seconds, with the settings of the loader."""
+def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) -> Measured:
+    """Average some intervals, weighted by their seconds; add the settings of the loader."""
     seconds = sum(timing.seconds for timing in timings)
     batches = sum(timing.batches for timing in timings)
     means = {name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in MEANS}
@@ -114,12 +114,12 @@ def worker_times(replies: Sequence[Reply]) -> dict[str, Any]:
     cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
     core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
     all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
-    each = [reply.seconds / reply.rows for reply in replies]
+    seconds = [reply.seconds / reply.rows for reply in replies]
     return {
         "cpu_ms": cpu_ms,
         "storage_ms": max(0.0, all_ms - cpu_ms - core_ms),
         "core_ms": core_ms,
-        "spread": float(np.quantile(each, 0.95)) / max(median(each), 1e-9),
+        "spread": float(np.quantile(seconds, 0.95)) / max(median(seconds), 1e-9),
         "decoded": sum(reply.decoded for reply in replies) / images,
     }
 
@@ -172,22 +172,22 @@ class Figures:
 
 def figures_of(ranks: Sequence[Measured]) -> Figures:
     """Combine what the ranks have measured over the same steps."""
-    slowest = max(ranks, key=lambda one: one.idle_fraction)
+    slowest = max(ranks, key=lambda rank: rank.idle_fraction)
     if slowest.idle_fraction < WAITS:
-        slowest = max(ranks, key=lambda one: one.drained_fraction)
-    lost = [one.idle_fraction + one.ranks_fraction for one in ranks]
+        slowest = max(ranks, key=lambda rank: rank.drained_fraction)
+    lost = [rank.idle_fraction + rank.ranks_fraction for rank in ranks]
     stalled = 0.0
     if slowest.on_gpu:
-        stalled = max(0.0, min(lost) - sum(one.idle_fraction for one in ranks))
-    late = stalled + max(one.late_fraction for one in ranks)
-    lacking = max(one.core_fraction for one in ranks)
+        stalled = max(0.0, min(lost) - sum(rank.idle_fraction for rank in ranks))
+    late = stalled + max(rank.late_fraction for rank in ranks)
+    lacking = max(rank.core_fraction for rank in ranks)
     # A feed that is always busy delivers each batch in the last moment, to one rank later than to
     # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
     # of cores also make a feed look busy; then they explain half of the time that is lost.
     saturated = (
         slowest.on_gpu
         and len(ranks) > 1
-        and all(one.busy_fraction >= SATURATED for one in ranks)
+        and all(rank.busy_fraction >= SATURATED for rank in ranks)
         and max(late, lacking) < max(lost) / 2
     )
     waited = max(lost) if saturated else slowest.wait_fraction
@@ -207,7 +207,7 @@ def figures_of(ranks: Sequence[Measured]) -> Figures:
         straggler=straggler,
         others_ms=others_ms,
         straggling=straggling,
-        exchange=min(one.exchange_ms for one in ranks) / max(ranks[0].period_ms, 1e-9),
+        exchange=min(rank.exchange_ms for rank in ranks) / max(ranks[0].period_ms, 1e-9),
     )
 
 
@@ -217,12 +217,12 @@ def find_straggler(ranks: Sequence[Measured]) -> tuple[Measured, float, float]:
     It may be chance if the difference is less than three standard errors, or if ranks on a CPU vary
     as much.
     """
-    slow = max(ranks, key=lambda one: one.own_ms)
-    others = [one for one in ranks if one is not slow]
-    if not others or not all(one.own_ms for one in ranks):
+    slow = max(ranks, key=lambda rank: rank.own_ms)
+    others = [rank for rank in ranks if rank is not slow]
+    if not others or not all(rank.own_ms for rank in ranks):
         return slow, 0.0, 0.0
-    others_ms = median(one.own_ms for one in others)
+    others_ms = median(rank.own_ms for rank in others)
     later = slow.own_ms - others_ms
-    error = math.hypot(slow.own_error_ms, median(one.own_error_ms for one in others))
+    error = math.hypot(slow.own_error_ms, median(rank.own_error_ms for rank in others))
     share = min(1.0, later / slow.period_ms) if later > 3 * error else 0.0
     return slow, others_ms, share if slow.on_gpu or share >= VARIES_ON_CPU else 0.0

@@ -56,28 +56,24 @@ def activation_bytes(plan: Plan) -> int:
     size of the largest saved tensor. torch.compile saves less: it recomputes cheap tensors. The
     model is on the meta device: nothing is computed.
     """
-    config = plan.config.model
+    config, size = plan.config.model, plan.image_size
     with torch.device("meta"):
-        # Two images: BatchNorm has no statistics of one.
-        images = torch.empty(2, 3, plan.image_size, plan.image_size)
+        images = torch.empty(2, 3, size, size)  # BatchNorm has no statistics of one
         model = models.build(
-            config.name,
-            num_classes=plan.num_classes,
-            image_size=plan.image_size,
-            args=config.args,
+            config.name, num_classes=plan.num_classes, image_size=size, args=config.args
         )
     models.freeze(model, config.freeze)
-    own = {tensor.untyped_storage()._cdata for tensor in tensors(model)}
+    weights = {tensor.untyped_storage()._cdata for tensor in tensors(model)}
     saved: dict[int, int] = {}  # storage -> bytes: several layers may save the same one
 
-    def note(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in weights:
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             _ = models.train_mode(model)(images)
     except RuntimeError:  # an operation that cannot be computed without data
         return 0

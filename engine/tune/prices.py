@@ -1,6 +1,6 @@
-"""What a change of the input pipeline would give: images/s, predicted from measurements of the run.
+"""Remedies for slow input, with the images/s that each would give, predicted from measurements.
 
-`predicted_rate` is the model, `measure_remedies` measures what files and decoders can give.
+`predicted_rate` is the model; `measure_remedies` measures what smaller files and decoders give.
 """
 
 import io
@@ -8,31 +8,40 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from engine.plan import Plan
+from engine.stop_signal import StopSignal
 from engine.tune.measured import WAITS, Figures, Measured
 from pipeline.augment import sample_rng
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.decode import DECODERS, installed, open_image, open_picture
+from pipeline.feed import Feed
 
 logger = logging.getLogger(__name__)
 
-# What to do, and its effect relative to now: `cpu` images per core, `storage` time that a worker
-# waits for storage, `workers` their number. Without an effect, it is not known.
-Remedy = tuple[str, dict[str, float]]
-
 SAMPLE = 24  # files that `measure_remedies` decodes
-# The next two are fitted to the sweeps in tests/engine/tune/test_search.py (H200, 16 cores).
-# SCALING is 0.95 on some of these hosts and 0.75 on others, whose cores share more.
+# The next two are fitted to the sweeps in tests/engine/tune/sweeps.py (H200, 16 cores). SCALING is
+# 0.95 on some of these hosts and 0.75 on others, whose cores share more.
 REACHED = 0.98  # of the step's rate, by a run that does not wait
 SCALING = 0.87  # n times the workers supply n ** SCALING times the images
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
+SMALLER = 0.7  # share of the bytes from which on shrinking also helps JPEG engines
 # Short side in pixels of smaller copies for training at 224 px.
 SHRUNK_SIDE = 352
 SHRINK = f"re-encode the images once with scripts/prepare.py --side {SHRUNK_SIDE}"
+AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+
+
+class Remedy(NamedTuple):
+    """What to do, and its effect: the arguments of `predicted_rate`; empty if it is not known."""
+
+    text: str
+    effect: dict[str, float]
 
 
 def predicted_rate(
@@ -50,14 +59,14 @@ def predicted_rate(
         storage: time that a worker waits for storage per image.
         workers: number of workers.
     """
-    one, rate = figures.slowest, figures.rate
+    rank, rate = figures.slowest, figures.rate
     if figures.waited < WAITS:
         faster_step = figures.alone - (figures.alone - figures.step) / cpu
         return max(rate, min(REACHED * figures.alone, rate * faster_step / figures.step))
-    busy = one.cpu_ms + one.core_ms
-    computing = busy / max(busy + one.storage_ms, 1e-9)
+    busy = rank.cpu_ms + rank.core_ms
+    computing = busy / max(busy + rank.storage_ms, 1e-9)
     seconds = computing / cpu + (1 - computing) * storage
-    decoded = _decoded_share(one)
+    decoded = _decoded_share(rank)
     supply = rate * (1 - decoded + decoded * workers**SCALING / max(seconds, 1e-9))
     return max(rate, min(reachable_rate(figures), supply))
 
@@ -74,32 +83,49 @@ def workers_to_reach(figures: Figures) -> float:
     return float((lack / max(decoded, 0.01)) ** (1 / SCALING))
 
 
-def _decoded_share(one: Measured) -> float:
+def _decoded_share(rank: Measured) -> float:
     """Share of the images whose rate depends on the workers."""
-    return one.decoded if one.decoder == "hybrid" else 1.0
+    return rank.decoded if rank.decoder == "hybrid" else 1.0
 
 
-def priced(figures: Figures, found: Sequence[Remedy]) -> list[str]:
-    """Say what to do, the highest predicted rate first; leave out what is not worth it."""
-    unknown = [text for text, effect in found if not effect]
-    rates = [(predicted_rate(figures, **effect), text) for text, effect in found if effect]
+def priced(figures: Figures, remedies: Sequence[Remedy]) -> list[str]:
+    """Name the remedies that pay with their rates, the highest first, after those without."""
+    unknown = [text for text, effect in remedies if not effect]
+    rates = [(predicted_rate(figures, **effect), text) for text, effect in remedies if effect]
     pays = sorted((each for each in rates if each[0] >= PAYS * figures.rate), reverse=True)
     return unknown + [f"{text} (about {rate:,.0f} img/s)" for rate, text in pays]
 
 
 def more_cores(figures: Figures) -> list[str]:
-    """The cores per rank so that the step does not wait, including those of the training process.
+    """Name the cores per rank with which the step does not wait, and the rate, if more would help.
 
-    With hybrid, another thread of it waits for the engines.
+    The training process needs one of them, and with hybrid, one for waiting for the engines.
     """
-    one = figures.slowest
-    workers = math.ceil(min(one.workers, one.cores) * workers_to_reach(figures))
-    if one.decoder == "gpu" or workers <= one.cores:
+    rank, factor = figures.slowest, workers_to_reach(figures)
+    workers = math.ceil(min(rank.workers, rank.cores) * factor)
+    if rank.decoder == "gpu" or workers <= rank.cores:
         return []
-    cores = workers + 1 + (one.decoder == "hybrid")
+    cores = workers + 1 + (rank.decoder == "hybrid")
     each = " for each rank" if len(figures.ranks) > 1 else ""
-    rate = reachable_rate(figures)
+    rate = predicted_rate(figures, workers=factor)
     return [f"use a machine with about {cores} CPU cores{each} (about {rate:,.0f} img/s)"]
+
+
+def find_remedies(feed: Feed, plan: Plan, stop: StopSignal) -> list[Remedy]:
+    """Return what could make images faster: a measurement, and what `measure_remedies` finds."""
+    loader = feed.train.loader
+    source = loader.pool.sources[loader.source]
+    measure = partial(measure_remedies, source.dataset, draw_only=source.operations is not None)
+    remedies = list(stop.wait_for(measure) or ())  # it reads files
+    if feed.decoder == "gpu":  # what shrinking gives to JPEG engines is not measured
+        remedies = [
+            Remedy(text, {})
+            for text, effect in remedies
+            if text == SHRINK and effect["storage"] < SMALLER
+        ]
+    if {plan.config.loader.workers, plan.config.loader.decoder} != {"auto"}:
+        remedies.insert(0, Remedy(AUTO, {}))
+    return remedies
 
 
 @lru_cache(maxsize=1)  # a run has one training dataset, and may ask after every epoch
@@ -118,7 +144,7 @@ def measure_remedies(
     """
     if not isinstance(dataset, FolderDataset):
         return ()
-    best = installed()[0]
+    best, fastest = installed()[0], next(iter(DECODERS))
     seconds, sizes = np.zeros(3), np.zeros(2)  # CPU time to read and decode
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -140,12 +166,11 @@ def measure_remedies(
     finally:
         torch.set_num_threads(threads)
     _, smaller, faster = (seconds[0] / seconds).tolist()
-    shrink: Remedy = (SHRINK, {"cpu": smaller, "storage": sizes[1] / sizes[0]})
-    fastest = next(iter(DECODERS))
+    shrink = Remedy(SHRINK, {"cpu": smaller, "storage": sizes[1] / sizes[0]})
     if best != dataset.decoder:
-        return shrink, (f"set loader.decoder=auto, which is {best} here", {"cpu": faster})
+        return shrink, Remedy(f"set loader.decoder=auto, which is {best} here", {"cpu": faster})
     if best != fastest:
-        return shrink, (f"install a C compiler for loader.decoder={fastest}", {})
+        return shrink, Remedy(f"install a C compiler for loader.decoder={fastest}", {})
     return (shrink,)
 
 
@@ -154,10 +179,8 @@ def _time_decoding(
 ) -> float:
     """Return the CPU seconds to decode and augment `data` as a sample of epoch 0."""
     began = time.thread_time()
-    picture, rng = (
-        open_picture(data, decoder, dataset.max_pixels),
-        sample_rng(dataset.seed, 0, index),
-    )
+    picture = open_picture(data, decoder, dataset.max_pixels)
+    rng = sample_rng(dataset.seed, 0, index)
     if draw_only:
         dataset.transform.sample(picture, rng)[0].pixels()
     else:

@@ -1,20 +1,31 @@
-"""The search of loader.workers=auto: which decoder and number of workers to try next, and to use.
+"""The search of `loader.workers=auto`: try decoders and numbers of workers until one is enough.
 
-Pure functions of the trials so far: decoder -> number of workers -> what the trial measured.
+It begins with the smallest number of workers whose supply is MARGIN times the demand. With JPEG
+engines, it also tries hybrid and gpu if they could be faster than the CPU decoder. What is tried
+next, and what is chosen, are pure functions of the trials so far.
 """
 
+import logging
 import math
+import time
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+from engine.tune.benchmark import MEASURE_SECONDS, MOST_STEPS, Benchmark
 from engine.tune.measured import Measured
 from pipeline.decode import ON_GPU
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
+MISJUDGED = 1.3  # a probe of two workers is wrong by up to this factor
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 FASTER = 1.005  # rates that differ by less are equal
 SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
 ROUNDS = 6  # maximum number of trials
+FEWEST_STEPS = 4  # of a trial
 
 
 class Candidate(NamedTuple):
@@ -22,30 +33,126 @@ class Candidate(NamedTuple):
 
     Attributes:
         first, cap: the number of workers to begin with, and the largest number.
-        each: expected images/s per worker, with the share of the JPEG engines.
+        per_worker: expected images/s per worker, with the share of the JPEG engines.
         bound: images/s that the decoder cannot exceed.
     """
 
     first: int
     cap: int
-    each: float
+    per_worker: float
     bound: float
 
     def expected_rate(self, workers: int, demand: float) -> float:
         """Images/s to expect of a trial, for a step of `demand` images/s."""
-        return min(demand, workers * self.each, self.bound)
+        return min(demand, workers * self.per_worker, self.bound)
 
 
-Trials = dict[str, dict[int, Measured]]
-Candidates = dict[str, Candidate]  # in the order of their first trials
+Trials = dict[str, dict[int, Measured]]  # decoder -> number of workers -> what the trial measured
+Candidates = dict[str, Candidate]  # by decoder, in the order of their first trials
 
 
-def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple[str, int] | None:
-    """The decoder and the number of workers to try next; None if the search is done.
+def search(
+    benchmark: Benchmark, demand: float, alone: Measured, deadline: float
+) -> tuple[Trials, bool]:
+    """Try decoders and numbers of workers until another trial would not help.
 
     Args:
         demand: images/s of the step.
+        alone: a worker that decodes, or only reads if the decoder is gpu.
+        deadline: no trial begins after this time, in seconds of time.perf_counter().
+
+    Returns:
+        The trials, and whether there were any: if the steps are too long, the figures follow from
+        the step and the worker.
     """
+    plan, world = benchmark.plan.loader, benchmark.world
+    own = worker_candidate(benchmark, plan.decoder, demand, alone)
+    try_engines = all(world.all_gather(plan.uses_engines))
+    expected = demand if try_engines else own.expected_rate(own.first, demand)
+    steps = MEASURE_SECONDS * expected / benchmark.loader.batch_size
+    if world.broadcast(lambda: steps < FEWEST_STEPS):
+        guess = replace(alone, rate=expected, wait_fraction=1 - expected / demand)
+        return {plan.decoder: {own.first: guess}}, False
+
+    trials: Trials = {}
+    on_cpu: Candidates = {} if plan.decoder in ON_GPU else {plan.decoder: own}
+    supply = own.cap * own.per_worker
+    if not try_engines or supply >= MISJUDGED * MARGIN * demand:
+        run_trials(benchmark, on_cpu, trials, demand, deadline)
+    if try_engines and not is_enough(trials):
+        engines = engine_candidates(benchmark, own, demand, alone)
+        candidates = on_cpu | engines if supply >= demand else engines | on_cpu
+        run_trials(benchmark, candidates, trials, demand, deadline)
+    return trials, True
+
+
+def run_trials(
+    benchmark: Benchmark, candidates: Candidates, trials: Trials, demand: float, deadline: float
+) -> None:
+    """Add trials of the candidates to `trials`, until no other helps or the time is over."""
+    batch_size = benchmark.loader.batch_size
+    following = partial(next_trial, trials, candidates, demand, batch_size, deadline)
+    while (setting := benchmark.world.broadcast(following)) is not None:
+        decoder, workers, steps = setting
+        trial = benchmark.trial(decoder, workers, steps, demand)
+        trials.setdefault(decoder, {})[workers] = trial
+
+
+def worker_candidate(
+    benchmark: Benchmark, decoder: str, demand: float, alone: Measured
+) -> Candidate:
+    """Return the candidate for a decoder whose rate is that of its workers.
+
+    Workers that wait for storage leave their core to others.
+    """
+    waiting = 1 + alone.storage_ms / max(alone.cpu_ms, 1e-6)
+    most = math.floor(benchmark.max_workers(decoder) * waiting)
+    cap = max(1, min(benchmark.plan.loader.ceiling, most))
+    first = min(cap, math.ceil(MARGIN * demand / alone.per_worker))
+    return Candidate(first, cap, alone.per_worker, MISJUDGED * cap * alone.per_worker)
+
+
+def engine_candidates(
+    benchmark: Benchmark, own: Candidate, demand: float, alone: Measured
+) -> Candidates:
+    """Return candidates for the decoders that use the engines; none if the engines fail."""
+    decoder, decoders = benchmark.plan.loader.decoder, benchmark.plan.loader.decoders
+    refused = benchmark.try_engines()
+    if refused is not None and decoder not in ON_GPU:
+        logger.warning("loader.decoder=auto: the GPU's JPEG engines are not used: %s", refused)
+        return {}
+    engines = benchmark.engine_rate()
+    reading = alone if decoder == "gpu" else benchmark.measure_worker(encoded=1.0)
+    cap = worker_candidate(benchmark, "hybrid", demand, alone).cap
+    if benchmark.world.size == 1:
+        # Whether the host thread that waits for the engines needs a core depends on the host. With
+        # several ranks, it gets one, because all of them wait for a rank that lacks it.
+        cap = max(cap, own.cap)
+    readers = math.ceil(MARGIN * demand / reading.per_worker)
+    first = min(cap, max(benchmark.max_workers("hybrid"), readers))
+    most = engines + cap * alone.per_worker
+    candidates = {
+        "hybrid": Candidate(first, cap, most / cap, MISJUDGED * most),
+        "gpu": worker_candidate(benchmark, "gpu", demand, reading)._replace(bound=engines),
+    }
+    return {name: each for name, each in candidates.items() if name in decoders}
+
+
+def next_trial(
+    trials: Trials, candidates: Candidates, demand: float, batch_size: int, deadline: float
+) -> tuple[str, int, int] | None:
+    """Return decoder, number of workers and number of steps of the next trial, if any."""
+    setting = next_setting(trials, candidates, demand)
+    if setting is None or (trials and time.perf_counter() >= deadline):
+        return None
+    decoder, workers = setting
+    rate = candidates[decoder].expected_rate(workers, demand)
+    steps = round(MEASURE_SECONDS * rate / batch_size)
+    return decoder, workers, max(FEWEST_STEPS, min(MOST_STEPS, steps))
+
+
+def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple[str, int] | None:
+    """Return the decoder and number of workers to try next; None if no other would help."""
     if sum(map(len, trials.values())) >= ROUNDS:
         return None
     for decoder, candidate in candidates.items():
@@ -53,8 +160,9 @@ def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple
             continue
         if decoder not in trials:
             return decoder, candidate.first
-        workers = next_number(decoder, trials[decoder], demand, candidate.cap)
-        if workers not in trials[decoder] and _has_room(decoder, trials[decoder], workers):
+        tried = trials[decoder]
+        workers = next_number(decoder, tried, demand, candidate.cap)
+        if workers not in tried and could_become_fastest(decoder, tried, workers):
             return decoder, workers
     if not trials:
         return None
@@ -63,8 +171,8 @@ def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple
     return None if workers in trials[best] else (best, workers)
 
 
-def _has_room(decoder: str, tried: dict[int, Measured], workers: int) -> bool:
-    """Whether with another number of workers this decoder could become the fastest."""
+def could_become_fastest(decoder: str, tried: dict[int, Measured], workers: int) -> bool:
+    """Whether this decoder could become the fastest with another number of workers."""
     if workers > max(tried):  # a CPU decoder lacks workers: it is preferred
         return decoder not in ON_GPU
     trial = tried[best_number(decoder, tried)]
@@ -85,7 +193,7 @@ def is_enough(trials: Trials) -> bool:
     return any(
         trial.wait_fraction <= TOLERANCE
         and not trial.slowed
-        and workers * trial.each >= SPARE * trial.rate
+        and workers * trial.per_worker >= SPARE * trial.rate
         for decoder, tried in trials.items()
         for workers, trial in tried.items()
         if decoder not in ON_GPU
@@ -93,7 +201,7 @@ def is_enough(trials: Trials) -> bool:
 
 
 def best_setting(trials: Trials) -> tuple[str, int]:
-    """The fastest decoder, and its number of workers.
+    """Return the fastest decoder, and its number of workers.
 
     Among decoders that are as fast, a CPU decoder if it is enough, because its pixels are exact;
     otherwise one with engines, because workers that only just suffice may not do so for long.
@@ -107,8 +215,9 @@ def best_setting(trials: Trials) -> tuple[str, int]:
 
 
 def best_number(decoder: str, tried: dict[int, Measured]) -> int:
-    """The number of workers to use: the fewest within PAYS of the best rate and TOLERANCE of its
-    waiting; with hybrid, the fastest, because fewer workers take more of the GPU.
+    """Return the number of workers to use: with hybrid, the fastest, since fewer take more GPU.
+
+    Otherwise, the fewest within PAYS of the best rate and TOLERANCE of its waiting.
     """
     top = max(tried, key=lambda workers: tried[workers].rate)
     if decoder == "hybrid":
@@ -119,11 +228,11 @@ def best_number(decoder: str, tried: dict[int, Measured]) -> int:
 
 
 def next_number(decoder: str, tried: dict[int, Measured], demand: float, cap: int) -> int:
-    """The number of workers to try next with a decoder; a tried one if no other would help."""
+    """Return the number of workers to try next; one that was tried if no other would help."""
     best = best_number(decoder, tried)
     trial = tried[best]
     if decoder != "hybrid" or trial.slowed:
-        return _next_alone(tried, best_number("", tried), demand, cap)
+        return _next_without_engines(tried, demand, cap)
     if trial.wait_fraction > TOLERANCE:  # a worker more or less: 4 % on some hosts
         near = (workers for workers in (best + 1, best - 1) if 1 <= workers <= cap)
         return next((workers for workers in near if workers not in tried), best)
@@ -132,19 +241,20 @@ def next_number(decoder: str, tried: dict[int, Measured], demand: float, cap: in
     return max(1, 3 * best // 4)  # returns cores to the step, and takes more of its GPU
 
 
-def _next_alone(tried: dict[int, Measured], best: int, demand: float, cap: int) -> int:
-    """The next number for a decoder whose rate is that of its workers."""
+def _next_without_engines(tried: dict[int, Measured], demand: float, cap: int) -> int:
+    """Return the next number for a decoder whose rate is that of its workers."""
+    best = best_number("", tried)
     trial = tried[best]
     below = max((workers for workers in tried if workers < best), default=0)
     above = min((workers for workers in tried if workers > best), default=cap + 1)
     waits = trial.wait_fraction > TOLERANCE
     if not waits and not trial.slowed:  # the fewest that could suffice, then halfway to too few
-        fewest = min(cap, math.ceil(demand / trial.each))
+        fewest = min(cap, math.ceil(demand / trial.per_worker))
         too_few = below or fewest - 1
         if best - too_few < 2:
             return best
         return fewest if too_few < fewest < best else (too_few + best) // 2
-    plenty = min(cap, math.ceil(MARGIN * demand / trial.each))
+    plenty = min(cap, math.ceil(MARGIN * demand / trial.per_worker))
     if waits and above - best >= 2:  # more, then halfway to the first that did not pay
         more = max(best + 1, min(plenty, math.ceil(1.3 * best)))
         return (best + above) // 2 if above <= cap else more

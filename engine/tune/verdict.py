@@ -1,4 +1,4 @@
-"""Which stage limits a run, in a sentence or two with the figures, and the changes that help most.
+"""What limits the speed of a run: a sentence with the figures, and one with the remedies.
 
 Five causes within a rank (input, copies, CPU cores, kernel launches, the step) and two between
 ranks (a straggler, the exchange of gradients), a function for each. The thresholds serve both
@@ -21,10 +21,10 @@ from engine.tune.measured import (
     WAITS,
     Figures,
     figures_of,
-    measured,
     parts_of_steps,
+    summarize,
 )
-from engine.tune.prices import SHRINK, Remedy, measure_remedies, more_cores, priced
+from engine.tune.prices import Remedy, find_remedies, more_cores, priced
 from pipeline.clock import Timing
 from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
@@ -41,12 +41,11 @@ SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets n
 
 ENGINES = "the GPU's JPEG engines"
 MORE_CORES = "use a machine with more CPU cores"
-OTHERS = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
-AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+END_OTHERS = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
 
 Period = Literal["epoch", "run"]
-Remedies = Callable[[], Sequence[Remedy]]
-Cause = Callable[[Figures, Remedies], tuple[str, str]]  # a finding and an advice
+Finder = Callable[[], Sequence[Remedy]]  # reads files, so it is called only if images limit
+Cause = Callable[[Figures, Finder], tuple[str, list[str]]]  # what limits, and the remedies
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Verdict:
             # Without a CUDA graph, the parts of a GPU's step include waiting for the host.
             unknown = refused and self.plan.device_type == "cuda"
             parts = [] if unknown else [part for timing in timings for part in timing.parts]
-            own = measured(
+            own = summarize(
                 timings,
                 self.feed,
                 self.plan,
@@ -97,38 +96,22 @@ class Verdict:
             )
         if period == "epoch":
             self.epoch = []
-        ranks = [one for one in self.world.all_gather(own) if one is not None]
+        ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
-            return judge(figures_of(ranks), lambda: remedies(self.feed, self.plan, self.stop))
+            return judge(figures_of(ranks), partial(find_remedies, self.feed, self.plan, self.stop))
         few = f"none: less than {SHORT['run']:g} s of steps after the warm-up, too few to judge"
         return [few] if period == "run" else []
 
 
-def remedies(feed: Feed, plan: Plan, stop: StopSignal) -> Sequence[Remedy]:
-    """What could make images faster: a measurement, and what `measure_remedies` finds in files."""
-    loader = feed.train.loader
-    source = loader.pool.sources[loader.source]
-    draw_only = source.operations is not None
-    measure = partial(measure_remedies, source.dataset, draw_only=draw_only)  # reads files
-    found: list[Remedy] = list(stop.wait_for(measure) or ())
-    if feed.decoder == "gpu":  # what shrinking gives to JPEG engines is not measured
-        found = [(text, {}) for text, effect in found if text == SHRINK and effect["storage"] < 0.7]
-    if {plan.config.loader.workers, plan.config.loader.decoder} != {"auto"}:
-        found.insert(0, (AUTO, {}))
-    return found
-
-
-def judge(figures: Figures, measure: Remedies = lambda: ()) -> list[str]:
-    """Name the cause that costs most, with its figures and what to change, in 1 or 2 sentences."""
-    text = cause_of(figures)(figures, measure)
-    return [
-        f"{part[0].upper() if i else part[0]}{part[1:]}." for i, part in enumerate(text) if part
-    ]
+def judge(figures: Figures, find: Finder = lambda: ()) -> list[str]:
+    """Name the cause that costs most, with its figures, and what to change."""
+    finding, remedies = cause_of(figures)(figures, find)
+    return [f"{finding}.", *([f"Remedies: {'; '.join(remedies)}."] if remedies else [])]
 
 
 def cause_of(figures: Figures) -> Cause:
     """Return the function of the cause that costs the largest share of the time."""
-    one, on_gpu = figures.slowest, figures.slowest.on_gpu
+    rank, on_gpu = figures.slowest, figures.slowest.on_gpu
     lacking = min(each.core_fraction for each in figures.ranks)
     lost: dict[Cause, float] = {
         slowed_by_straggler: figures.straggling,
@@ -139,124 +122,120 @@ def cause_of(figures: Figures) -> Cause:
     }
     cause = max(lost, key=lambda each: lost[each])
     if cause is input_bound and lost[cause] >= WAITS:
-        busy = on_gpu and one.copy_fraction >= _copies(figures)
-        return copy_bound if busy and one.decoder not in ON_GPU else input_bound
+        busy = on_gpu and rank.copy_fraction >= _copies(figures)
+        return copy_bound if busy and rank.decoder not in ON_GPU else input_bound
     if cause is not launch_bound and lost[cause] >= WAITS:
         return cause
     if _launches_wait_for_core(figures) or _workers_take_cores(figures):
         return core_bound
-    idle = lost[launch_bound] >= WAITS or one.drained_fraction >= DRAINED
+    idle = lost[launch_bound] >= WAITS or rank.drained_fraction >= DRAINED
     return launch_bound if on_gpu and idle else compute_bound
 
 
 # Causes within a rank
 
 
-def input_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def input_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The device waits for images, and neither copies nor launches explain it."""
-    one, stage = figures.slowest, _input_stage(figures)
+    rank, stage = figures.slowest, _input_stage(figures)
     finding = f"input-bound by {stage}: {_waited(figures)}; {_step_could(figures)}"
     if stage == "single files":
-        return finding, (
-            f"{one.slow_files} took most of the workers' time, seconds each: copy them again, or "
-            "remove them from the dataset"
-        )
+        return f"{finding}; {rank.slow_files} took most of the workers' time, seconds each", [
+            "copy these files again, or remove them from the dataset"
+        ]
     if stage == "the hand-off":
-        supply = len(figures.ranks) * one.workers * one.each
-        finding += f", although the workers can supply {supply:,.0f}"
-        return finding, "raise loader.prefetch_batches, and leave a core to the training process"
+        supply = len(figures.ranks) * rank.workers * rank.per_worker
+        return f"{finding}, although the workers can supply {supply:,.0f}", [
+            "raise loader.prefetch_batches, and leave a core to the training process"
+        ]
+    if stage != ENGINES:
+        workers = f"each worker ({rank.workers})" if rank.workers else "the training process"
+        finding += (
+            f"; per image, {workers} computes {rank.cpu_ms:.1f} ms, and waits "
+            f"{rank.storage_ms:.1f} ms for storage and {rank.core_ms:.1f} ms for a core"
+        )
     if stage == "storage":
         # Without waits for storage, only as many workers as there are cores make progress.
-        working = min(1.0, one.cores / max(1, one.workers))
-        faster: Remedy = "move the images to faster storage", {"storage": 0.0, "workers": working}
-        smaller = [each for each in measure() if "storage" in each[1]]
-        ways = priced(figures, [faster, *smaller]) or [faster[0]]
-    elif stage == "CPU cores" and one.workers <= one.cores:
-        ways = [OTHERS, *priced(figures, measure())]
-    else:
-        ways = [*priced(figures, measure()), *more_cores(figures)] or [MORE_CORES]
-    advice = "; ".join(ways)
-    if stage == ENGINES:
-        return finding, advice
-    workers = f"each worker ({one.workers})" if one.workers else "the training process"
-    return finding, (
-        f"{workers} spends {one.cpu_ms:.1f} ms of CPU time per image, and waits "
-        f"{one.storage_ms:.1f} ms for storage and {one.core_ms:.1f} ms for a core: {advice}"
-    )
+        working = min(1.0, rank.cores / max(1, rank.workers))
+        faster = Remedy("move the images to faster storage", {"storage": 0.0, "workers": working})
+        smaller = [remedy for remedy in find() if "storage" in remedy.effect]
+        return finding, priced(figures, [faster, *smaller]) or [faster.text]
+    if stage == "CPU cores" and rank.workers <= rank.cores:
+        return finding, [END_OTHERS, *priced(figures, find())]
+    return finding, [*priced(figures, find()), *more_cores(figures)] or [MORE_CORES]
 
 
-def copy_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def copy_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """Copies to the GPU take so long that the step no longer hides them."""
-    one = figures.slowest
-    return f"copy-bound: copying a batch takes {one.copy_ms:.1f} ms; {_step_could(figures)}", (
-        "the buffers are page-locked already: use more PCIe lanes"
-        if one.pinned
-        else "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
-    )
+    rank = figures.slowest
+    pinned = "" if rank.pinned else " from buffers that are not page-locked"
+    return (
+        f"copy-bound: copying a batch takes {rank.copy_ms:.1f} ms{pinned}; {_step_could(figures)}"
+    ), ["use more PCIe lanes" if rank.pinned else "set loader.pin_memory=true; check ulimit -l"]
 
 
-def core_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def core_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The training processes lack CPU cores, to compute or to launch kernels."""
-    ways = priced(figures, measure()) or [MORE_CORES]
+    remedies = priced(figures, find()) or [MORE_CORES]
     if figures.slowest.on_gpu and not _launches_wait_for_core(figures):
-        return f"core-bound: {_slower_than_alone(figures)}; {_waited(figures)}", "; ".join(ways)
-    waits = max(figures.ranks, key=lambda each: each.core_fraction)
-    finding = f"{waits.place} waited {waits.core_fraction:.0%} of the time for a CPU core"
-    if waits.on_gpu:
-        finding += f", and the GPU {figures.unlaunched:.0%} of the time for launches"
-    return f"core-bound: {finding}; {_waited(figures)}", "; ".join([OTHERS, *ways])
+        return f"core-bound: {_slower_than_alone(figures)}; {_waited(figures)}", remedies
+    rank = max(figures.ranks, key=lambda each: each.core_fraction)
+    launches = f", and the GPU {figures.unlaunched:.0%} of the time for launches"
+    return (
+        f"core-bound: {rank.place} waited {rank.core_fraction:.0%} of the time for a CPU core"
+        f"{launches if rank.on_gpu else ''}; {_waited(figures)}"
+    ), [END_OTHERS, *remedies]
 
 
-def launch_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def launch_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The GPU is idle although its images are ready: the host launches kernels too late."""
-    one = figures.slowest
-    refused = one.graph_refused
-    graph = f"the step is not one CUDA graph ({refused}): fix that, or " if refused else ""
+    rank, remedies = figures.slowest, ["raise loader.batch_size"]
+    if rank.graph_refused:
+        remedies.insert(0, f"make the step one CUDA graph, which failed: {rank.graph_refused}")
     return (
         f"launch-bound: the GPU was idle {figures.unlaunched:.0%} of the time, and before "
-        f"{one.drained_fraction:.0%} of the steps, although the images were ready; it processed "
+        f"{rank.drained_fraction:.0%} of the steps, although the images were ready; it processed "
         f"{figures.rate:,.0f} img/s"
-    ), f"{graph}raise loader.batch_size"
+    ), remedies
 
 
-def compute_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The step itself limits; it may be slower than it was before the workers ran."""
-    one, faster = figures.slowest, {}
+    rank = figures.slowest
     if not _is_slower(figures):
-        if one.on_gpu:
-            tuned = "for a long run, set model.compile=tuned"
-            faster = {"off": "set model.compile=default", "default": tuned}
-        waited = f"{_waited(figures)}, so faster data loading would not help"
-        return f"compute-bound: {_step_could(figures)}; {waited}", faster.get(one.compile, "")
+        faster = {"off": "default", "default": "tuned"}.get(rank.compile) if rank.on_gpu else None
+        return (
+            f"compute-bound: {_step_could(figures)}; {_waited(figures)}, so faster data loading "
+            "would not help"
+        ), [f"set model.compile={faster}"] if faster else []
+    finding = f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}"
     slow = next((each for each in figures.ranks if each.slowdowns), None)
     if slow is not None:
-        advice = f"the GPU of {slow.place} ran below its maximum clock ({slow.slowdowns}): cool it"
-    elif one.decoder in ON_GPU:
-        advice = "decoding uses part of the GPU"
-    else:
-        advice = "check the GPUs' clocks, the links between them and which other processes use them"
-    return f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}", advice
+        return finding, [f"cool the GPU of {slow.place}, which lowered its clock: {slow.slowdowns}"]
+    if rank.decoder in ON_GPU:
+        return f"{finding}; decoding uses a part of the GPU", []
+    return finding, ["check the GPUs' clocks and links, and which other processes use them"]
 
 
 # Causes between ranks
 
 
-def slowed_by_straggler(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """All ranks wait until one of them has computed its gradients."""
     slow, lost = figures.straggler, figures.straggling
     device = "GPU" if slow.on_gpu else "CPU"
-    clock = f"its {device} ran below its maximum clock ({slow.slowdowns}): "
+    clock = f"; its {device} lowered its clock ({slow.slowdowns})" if slow.slowdowns else ""
     return (
         f"slowed by a straggler: {slow.place} needs {slow.own_ms:.1f} ms to compute its gradients, "
         f"the other ranks {figures.others_ms:.1f} ms, and they wait for it {lost:.0%} of the time; "
-        f"all ranks together processed {figures.rate:,.0f} img/s"
-    ), (
-        f"{clock if slow.slowdowns else ''}check the clock and cooling of its {device} and which "
-        f"other processes use it (about {figures.without(lost):,.0f} img/s without the delay)"
-    )
+        f"all ranks together processed {figures.rate:,.0f} img/s{clock}"
+    ), [
+        f"check the clock and cooling of its {device} and which other processes use it "
+        f"(about {figures.without(lost):,.0f} img/s)"
+    ]
 
 
-def communication_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
+def communication_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """Averaging the gradients takes a large share of a step."""
     share, period = figures.exchange, figures.ranks[0].period_ms
     return (
@@ -264,10 +243,11 @@ def communication_bound(figures: Figures, measure: Remedies) -> tuple[str, str]:
         f"{share * period:.1f} of the {period:.1f} ms of a step ({share:.0%}), during which no "
         f"rank computes; without it, about {figures.without(share):,.0f} img/s instead of "
         f"{figures.rate:,.0f}"
-    ), (
-        "use a faster link between the ranks, or raise loader.batch_size, and train.accumulate if "
-        "the batch does not fit into memory: the exchange takes the same time for a larger batch"
-    )
+    ), [
+        "use a faster link between the ranks",
+        "raise loader.batch_size, and train.accumulate if memory is short: the exchange takes the "
+        "same time for a larger batch",
+    ]
 
 
 # Parts of the sentences
@@ -291,6 +271,9 @@ def _slower_than_alone(figures: Figures) -> str:
     )
 
 
+# Which cause
+
+
 def _copies(figures: Figures) -> float:
     """Share of the time from which on copies limit."""
     if figures.saturated:
@@ -300,16 +283,16 @@ def _copies(figures: Figures) -> float:
 
 def _input_stage(figures: Figures) -> str:
     """The stage of the input that limits, as the name after "input-bound by"."""
-    one = figures.slowest
-    if one.on_gpu and one.decoder in ON_GPU and one.copy_fraction >= _copies(figures):
+    rank = figures.slowest
+    if rank.on_gpu and rank.decoder in ON_GPU and rank.copy_fraction >= _copies(figures):
         return ENGINES  # decoding takes the place of the copy
-    if one.slow_files:
+    if rank.slow_files:
         return "single files"
-    if one.workers * one.each > SPARE * one.rate:
-        return ENGINES if one.decoder == "gpu" else "the hand-off"
-    if one.storage_ms > one.cpu_ms:
+    if rank.workers * rank.per_worker > SPARE * rank.rate:
+        return ENGINES if rank.decoder == "gpu" else "the hand-off"
+    if rank.storage_ms > rank.cpu_ms:
         return "storage"
-    return "CPU cores" if one.on_gpu and one.workers and one.core_ms > one.cpu_ms else "decode"
+    return "CPU cores" if rank.on_gpu and rank.workers and rank.core_ms > rank.cpu_ms else "decode"
 
 
 def _is_slower(figures: Figures) -> bool:
@@ -319,18 +302,18 @@ def _is_slower(figures: Figures) -> bool:
 
 def _workers_take_cores(figures: Figures) -> bool:
     """Whether the step is slower than alone because the GPU waits for its host."""
-    late = sum(each.late_fraction for each in figures.ranks)  # one rank's delay delays all
-    drained = sum(each.drained_fraction for each in figures.ranks)
+    late = sum(rank.late_fraction for rank in figures.ranks)  # one rank's delay delays all
+    drained = sum(rank.drained_fraction for rank in figures.ranks)
     late_host = late >= WAITS or drained >= DRAINED_BY_WORKERS
     return _is_slower(figures) and figures.slowest.decoder != "gpu" and late_host
 
 
 def _launches_wait_for_core(figures: Figures) -> bool:
     """Whether waiting for a CPU core explains why a GPU waits for launches."""
-    one, late = figures.slowest, figures.unlaunched
-    if not one.on_gpu or one.graph_refused or late < WAITS:
+    rank, late = figures.slowest, figures.unlaunched
+    if not rank.on_gpu or rank.graph_refused or late < WAITS:
         return False
     if max(each.core_fraction for each in figures.ranks) >= late / 2:
         return True
     # Other threads of the processes exchange the messages of the ranks.
-    return figures.stalled > one.late_fraction and one.core_ms > one.cpu_ms
+    return figures.stalled > rank.late_fraction and rank.core_ms > rank.cpu_ms

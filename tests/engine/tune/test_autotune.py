@@ -1,10 +1,10 @@
-"""loader.workers=auto: measurements of slow storage, decoding and steps."""
+"""loader.workers=auto: measurements of workers and steps, made slow on purpose; stored results."""
 
-import math
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from conf import cli
+from conf.files import default_cache_dir
 from engine.distributed import World
 from engine.stop_signal import StopSignal
-from engine.tune import autotune
-from engine.tune.autotune import Tuned, Tuner, measure_worker
+from engine.tune import benchmark, search
+from engine.tune.autotune import Tuned, load_result, measure, save_result
+from engine.tune.benchmark import Benchmark
 from engine.tune.measured import Measured, worker_times
 from pipeline import worker
 from pipeline.build import build_datasets
@@ -27,35 +29,25 @@ from pipeline.loader import WorkerPool
 from pipeline.prefetcher import Batch
 from pipeline.worker import Reply
 from tests.conftest import Clock
+from tests.engine.tune.tuning import TUNED
 from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-DISK_SECONDS, CORE_SECONDS = 0.004, 0.004
 
 
 class SlowDisk(FolderDataset):
-    """Reading takes DISK_SECONDS of waiting."""
+    """Reading takes 4 ms of waiting."""
 
     def read(self, index: int) -> bytes:
-        time.sleep(DISK_SECONDS)
-        return super().read(index)
-
-
-class SlowDecoder(FolderDataset):
-    """Reading takes CORE_SECONDS of CPU time."""
-
-    def read(self, index: int) -> bytes:
-        until = time.thread_time() + CORE_SECONDS
-        while time.thread_time() < until:
-            pass
+        time.sleep(0.004)
         return super().read(index)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The differences here are large, so short measurements show them."""
-    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
+    for module in (benchmark, search):
+        monkeypatch.setattr(module, "MEASURE_SECONDS", 0.4)
 
 
 @contextmanager
@@ -64,8 +56,7 @@ def open_slow(
 ) -> Iterator[Feed]:
     images = ["data.image_size=32", "loader.batch_size=32", "model=resnet_tiny"]
     options = ["loader.decoder=pillow", "train.device=cpu", f"data.root={root}"]
-    options += ["loader.start_method=fork"]
-    config = cli.load([*images, *options])
+    config = cli.load([*images, *options, "loader.start_method=fork"])
     datasets, world = build_datasets(config), world_of(CPU)
     plain = datasets.train
     assert isinstance(plain, FolderDataset)
@@ -76,40 +67,25 @@ def open_slow(
         yield feed
 
 
-def tuner_of(
+def benchmark_of(
     feed: Feed,
     step: Callable[[Batch], object],
     *,
-    budget: int,
+    cores: int,
     first_step: int = 0,
-    world: World = ALONE,
+    world: World = world_of(CPU),  # noqa: B008
     **loader: Any,
-) -> Tuner:
-    """On a machine that has cores for `budget` workers."""
+) -> Benchmark:
+    """On a machine that has cores for so many workers."""
     config = cli.load(["data=fake", *(f"loader.{key}={value}" for key, value in loader.items())])
     plan: Any = SimpleNamespace(
-        loader=replace(feed.plan, cores=budget), config=config, device_type="cpu"
+        loader=replace(feed.plan, cores=cores), config=config, device_type="cpu"
     )
-    return Tuner(feed, step, plan, world, StopSignal(replace(world, size=1)), first_step)
+    return Benchmark(feed, step, plan, world, StopSignal(replace(world, size=1)), first_step)
 
 
 def tune(feed: Feed, step: Callable[[Batch], object], **options: Any) -> Tuned:
-    return tuner_of(feed, step, **options).measure()
-
-
-def step_of(seconds: float) -> Callable[[Batch], None]:
-    return lambda batch: time.sleep(seconds)
-
-
-def test_slow_storage_and_slow_decoding_are_distinguished(image_root: Path) -> None:
-    with open_slow(SlowDisk, image_root) as feed:
-        disk, _ = measure_worker(feed.train.loader, 0)
-    with open_slow(SlowDecoder, image_root) as feed:
-        decoder, _ = measure_worker(feed.train.loader, 0)
-    assert disk.storage_ms > disk.cpu_ms and decoder.storage_ms < decoder.cpu_ms
-    # On a busy machine, the kernel counts a part of a sleep as waiting for a core.
-    assert disk.storage_ms + disk.core_ms >= 1e3 * DISK_SECONDS
-    assert decoder.cpu_ms >= 1e3 * CORE_SECONDS
+    return measure(benchmark_of(feed, step, **options))
 
 
 def test_times_of_a_worker() -> None:
@@ -120,7 +96,7 @@ def test_times_of_a_worker() -> None:
     ]
     found = Measured(**worker_times(replies))
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((20, 40, 40))
-    assert (found.each, found.decoded) == pytest.approx((10, 0.25))
+    assert (found.per_worker, found.decoded) == pytest.approx((10, 0.25))
     assert found.spread == pytest.approx(np.quantile([0.0625, 0.1125], 0.95) / 0.0875)
     no_storage = [replace(reply, core_seconds=reply.seconds) for reply in replies]
     assert worker_times(no_storage)["storage_ms"] == 0  # the two clocks may differ slightly
@@ -128,23 +104,15 @@ def test_times_of_a_worker() -> None:
 
 
 def test_slow_disk_gets_more_workers_than_cores(image_root: Path) -> None:
-    """Workers that wait leave their core to others: a budget of one core does not limit them."""
+    """Workers that wait leave their core to others. Values in the config are kept."""
     with open_slow(SlowDisk, image_root, most=4) as feed:
-        found = tune(feed, step_of(0.001), budget=1)
-        assert feed.train.loader.pool.active == found.workers
-    assert 1 < found.workers <= 4
+        step = lambda batch: time.sleep(0.001)  # noqa: E731
+        found = tune(feed, step, cores=1, prefetch_factor=1, pin_memory=True)
+        pool = feed.train.loader.pool
+        assert (pool.active, pool.prefetch_factor) == (found.workers, found.prefetch_factor)
+    assert 1 < found.workers <= 4 and found.prefetch_factor == 1
+    assert not found.pin_memory  # without a GPU no pages are locked
     assert any("input-bound by storage" in line for line in found.lines)
-
-
-def test_slow_decoder_gets_no_more_workers_than_cores(image_root: Path) -> None:
-    with open_slow(SlowDecoder, image_root) as feed:
-        found = tune(feed, step_of(0.001), budget=1)
-    assert found.workers == 1
-    assert found.lines[0].startswith("the step takes ")
-    assert found.lines[1].startswith("one worker gives ")
-    assert found.lines[1].endswith("; there are cores for 1")
-    assert found.lines[2].startswith("decoder=pillow workers=1 pin_memory=off prefetch_factor=")
-    assert found.lines[3].startswith("input-bound by ")
 
 
 @pytest.fixture
@@ -182,7 +150,9 @@ def test_step_that_is_slower_while_workers_run(
         clock.now += 0.04
 
     world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-    found = tuner_of(clocked, step, budget=1, world=world).trial("pillow", 1, 9, demand=32 / 0.02)
+    found = benchmark_of(clocked, step, cores=1, world=world).trial(
+        "pillow", 1, 9, demand=32 / 0.02
+    )
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
     assert (found.rate, found.wait_fraction) == pytest.approx((32 / (0.04 + images), wait))
@@ -190,9 +160,9 @@ def test_step_that_is_slower_while_workers_run(
     assert found.cpu_ms == (pytest.approx(0.1) if kind is World else 9.0)
 
 
-@pytest.mark.parametrize(("ranks", "budget", "workers"), [(1, 4, 1), (2, 4, 2), (2, 1, 1)])
+@pytest.mark.parametrize(("ranks", "cores", "workers"), [(1, 4, 1), (2, 4, 2), (2, 1, 1)])
 def test_several_ranks_get_a_reserve_of_workers(
-    clock: Clock, clocked: Feed, ranks: int, budget: int, workers: int
+    clock: Clock, clocked: Feed, ranks: int, cores: int, workers: int
 ) -> None:
     """One worker is enough for a slow step, which is too long for a trial."""
 
@@ -207,26 +177,14 @@ def test_several_ranks_get_a_reserve_of_workers(
         clock.now += 0.25
 
     world = EqualRanks(rank=0, size=ranks, local_rank=0, local_size=ranks, device=CPU)
-    found = tune(clocked, step, budget=budget, world=world)
+    found = tune(clocked, step, cores=cores, world=world)
     assert found.workers == workers
     assert (found.demand, found.rate) == pytest.approx((32 / 0.25, 32 / 0.25))
     assert found.wait_fraction == 0 and " expected 128 img/s, 0.0% waiting" in found.lines[2]
-    assert ("workers=2 (1 in the trial)" in found.lines[2]) == (workers == 2)
-
-
-def test_given_values_are_kept(image_root: Path) -> None:
-    with open_slow(FolderDataset, image_root) as feed:
-        found = tune(feed, step_of(0.05), budget=1, prefetch_factor=1, pin_memory=True)
-        assert feed.train.loader.pool.prefetch_factor == found.prefetch_factor == 1
-    assert not found.pin_memory  # without a GPU no pages are locked
 
 
 def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) -> None:
     """Compiling a ResNet-50 takes 20 s."""
-
-    def batches(feed: Feed) -> list[torch.Tensor]:
-        return [batch.images.clone() for batch in feed.train.batches(3, 8)]
-
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -237,18 +195,80 @@ def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) ->
         return images.mean() + (targets + labels).float().mean()
 
     step = torch.compile(loss, backend=backend, dynamic=False)
-    with open_slow(FolderDataset, image_root) as feed:
-        expected = batches(feed)
-    with open_slow(FolderDataset, image_root) as feed:
-        tune(feed, lambda b: step(b.images, b.targets, b.labels), first_step=3, budget=2)
-        assert all(map(torch.equal, batches(feed), expected))
+    batches = []
+    for tunes in (False, True):
+        with open_slow(FolderDataset, image_root) as feed:
+            if tunes:
+                tune(feed, lambda b: step(b.images, b.targets, b.labels), first_step=3, cores=2)
+            batches.append([batch.images.clone() for batch in feed.train.batches(3, 8)])
     torch._dynamo.reset()
+    assert all(map(torch.equal, *batches))
     assert len(compiled) == 1
 
 
-def test_the_deadline_ends_the_search(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first trial, which would not be the last."""
-    monkeypatch.setattr(autotune, "LATE_SECONDS", -math.inf)
-    with open_slow(SlowDisk, image_root) as feed:
-        found = tune(feed, step_of(0.001), budget=1)
-    assert found.rate > 0
+# What is remembered.
+
+QUESTION: dict[str, Any] = {
+    "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],
+    "machine": ["H200", 16, 1.5, None, True],
+    "decoders": ["region"],
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder for each test; it does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return default_cache_dir()
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_newest_result_of_the_same_question_is_used() -> None:
+    assert load_result(QUESTION) is None
+    save_result(QUESTION, replace(TUNED, workers=3))
+    save_result(QUESTION, TUNED)
+    assert load_result(dict(reversed(QUESTION.items()))) == TUNED  # the order does not matter
+    other = {**QUESTION, "machine": ["H200", 15, 1.5, None, True]}
+    assert load_result(other) is None and load_result({**QUESTION, "more": 1}) is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_resumed_run_keeps_the_decoder() -> None:
+    """Its question is answered by that of the first start."""
+    result, several = replace(TUNED, decoder="hybrid"), ["region", "gpu", "hybrid"]
+    save_result({**QUESTION, "decoders": several}, result)
+    assert load_result({**QUESTION, "decoders": several}) == result
+    assert load_result({**QUESTION, "decoders": ["hybrid"]}) == result
+    assert load_result(QUESTION) is None
+    assert load_result({**QUESTION, "decoders": ["gpu"]}) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x81\x82",
+        b"null",
+        json.dumps({"question": QUESTION, "result": asdict(TUNED)}).encode()[:-9],  # truncated
+        json.dumps({"question": {**QUESTION, "data": []}, "result": asdict(TUNED)}).encode(),
+        json.dumps({"question": QUESTION, "result": {**asdict(TUNED), "more": 1}}).encode(),
+    ],
+)
+def test_foreign_file(cache: Path, content: bytes) -> None:
+    """The next measurement replaces it."""
+    save_result(QUESTION, TUNED)
+    (path,) = (p for p in cache.rglob("*") if p.is_file())
+    path.write_bytes(content)
+    assert load_result(QUESTION) is None
+    save_result(QUESTION, TUNED)
+    assert load_result(QUESTION) == TUNED
+
+
+def test_cache_that_cannot_be_written(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file in place of a folder, which root cannot write to either."""
+    cache.parent.mkdir(parents=True)
+    cache.write_text("in the way")
+    save_result(QUESTION, TUNED)
+    assert load_result(QUESTION) is None and cache.read_text() == "in the way"
+    assert (
+        f"cannot store the result of loader.workers=auto in {cache / 'autotune'} (" in caplog.text
+    )

@@ -1,0 +1,229 @@
+"""Measurements for `loader.workers=auto`: the step alone, a worker alone, and both together."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from engine.distributed import World
+from engine.plan import Plan
+from engine.stop_signal import StopSignal
+from engine.tune.measured import Measured, summarize, worker_times
+from pipeline.decode import ON_GPU, describe
+from pipeline.feed import Feed
+from pipeline.loader import Loader
+from pipeline.loader_plan import workers_for
+from pipeline.prefetcher import Batch
+from pipeline.worker import LoaderError
+
+T = TypeVar("T")
+
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
+MOST_STEPS = 200  # of a trial
+WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up the engines
+SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
+# With hybrid, workers and engines supply this many times the demand. It exceeds search.MARGIN
+# because it costs little: moving another 10 % of the images to an H200's engines slows ResNet-50
+# by 0.4 %.
+ENGINE_MARGIN = 1.25
+
+
+class StoppedError(RuntimeError):
+    """A signal has ended the measurement, on all ranks."""
+
+
+@dataclass
+class Benchmark:
+    """Measures all ranks at once. Each figure is that of the slowest rank.
+
+    Methods that wait for images raise StoppedError at a signal, and LoaderError if an image cannot
+    be read.
+
+    Attributes:
+        feed: with up to PROBE_WORKERS active workers, and buffers for more.
+        step: a real training step; the caller restores the state it changes.
+        stop: ends the measurement at a signal, on all ranks at the same batch.
+        next_step: where training begins; the batches from there on are used and discarded.
+    """
+
+    feed: Feed
+    step: Callable[[Batch], object]
+    plan: Plan
+    world: World
+    stop: StopSignal
+    next_step: int
+
+    @property
+    def loader(self) -> Loader:
+        return self.feed.train.loader
+
+    def max_workers(self, decoder: str) -> int:
+        """Number of workers of this rank for which there are cores and memory."""
+        loader = self.plan.loader
+        most = min(loader.cores, loader.ceiling)
+        return most if decoder == loader.decoder else workers_for(decoder, most)
+
+    def configure(self, decoder: str, workers: int, demand: float) -> None:
+        """Set the feed for a step of `demand` images/s, with as many workers as memory allows."""
+        # First the workers: the share of hybrid depends on their number.
+        self.loader.pool.activate(min(workers, self.plan.loader.ceiling))
+        self.feed.decode_with(decoder, enough=ENGINE_MARGIN * demand)
+
+    def batches(self, count: int) -> Iterator[Batch]:
+        """Yield the next batches, as many on all ranks."""
+        first, left = self.next_step, count
+        self.next_step += count
+        for batch in self.stop.interruptible(self.feed.train.batches(first, self.next_step)):
+            left -= 1
+            yield batch
+        if left:
+            raise StoppedError
+
+    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
+        """Call a function that waits for images; return the results of all ranks."""
+        results = self.world.all_gather(self.stop.wait_for(lambda: (function(),)))
+        if None in results:
+            raise StoppedError
+        return [result[0] for result in results if result is not None]
+
+    def measure_step(self, resident: Batch, rounds: int = 5) -> float:
+        """Images/s of the step on a batch that is already on the device."""
+
+        def seconds_of(steps: int) -> float:
+            synchronize(self.feed)
+            began = time.perf_counter()
+            for _ in range(steps):
+                self.step(resident)
+            synchronize(self.feed)
+            return (time.perf_counter() - began) / steps
+
+        # Every rank takes as many steps as the first: they average gradients together.
+        guess = self.world.all_gather(seconds_of(3))[0]
+        steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
+        seconds = median(seconds_of(steps) for _ in range(rounds))
+        return self.loader.batch_size / max(self.world.all_gather(seconds))
+
+    def measure_worker(self, *, encoded: float) -> Measured:
+        """Times of a worker whose batches nothing uses. It only reads if `encoded` is 1."""
+        results = self.on_all_ranks(
+            lambda: measure_worker(self.loader, self.next_step, encoded=encoded)
+        )
+        self.next_step = max(step for _, step in results)  # earlier files are in memory now
+        return min((times for times, _ in results), key=lambda times: times.per_worker)
+
+    def try_engines(self) -> str | None:
+        """Decode some batches with the GPU's JPEG engines; return why they fail, or None."""
+        failures = self.on_all_ranks(lambda: engines_fail(self.feed, self.next_step))
+        self.feed.decode_with(self.plan.loader.decoder)
+        return next(filter(None, failures), None)
+
+    def engine_rate(self) -> float:
+        """Images/s of the JPEG engines, after `try_engines`."""
+        return 1 / max(*self.world.all_gather(self.feed.engines.decoder.seconds_per_image), 1e-9)
+
+    def trial(self, decoder: str, workers: int, steps: int, demand: float) -> Measured:
+        """Train with a decoder and a number of workers, for a step of `demand` images/s alone."""
+        self.configure(decoder, workers, demand)
+        # The share of hybrid is right after the batches that are begun with the first guess.
+        ahead: int = max(self.world.all_gather(self.loader.ahead))
+        warm = WARM_BATCHES + (ahead if decoder == "hybrid" else 0)
+        clock = self.feed.train.clock
+        for position, batch in enumerate(self.batches(warm + steps)):
+            if position == warm:
+                synchronize(self.feed)
+                clock.timing()
+                self.loader.pool.recent[self.loader.source].clear()
+            self.step(batch)
+        timing = clock.timing(steps)
+        assert timing is not None
+        ranks = self.world.all_gather(summarize([timing], self.feed, self.plan))
+        # All ranks are as fast as the one that waits longest.
+        waiting = max(ranks, key=lambda rank: rank.wait_fraction)
+        slow = min(ranks, key=lambda rank: rank.per_worker)
+        rate = min(rank.rate for rank in ranks)
+        # Fewer workers do not give back the part of the GPU that its engines take.
+        slowed = decoder not in ON_GPU and rate < SLOWED * demand * (1 - waiting.wait_fraction)
+        return replace(
+            waiting,
+            rate=rate,
+            slowed=slowed,
+            cpu_ms=slow.cpu_ms,
+            storage_ms=slow.storage_ms,
+            core_ms=slow.core_ms,
+        )
+
+
+def measure_worker(loader: Loader, step: int, *, encoded: float = 0.0) -> tuple[Measured, int]:
+    """Let the active workers of this rank make batches that nothing uses, from a step on.
+
+    Args:
+        encoded: share of the images that the workers read and do not decode.
+
+    Returns:
+        The times of a worker, and the first step whose files have not been read.
+
+    Raises:
+        LoaderError: an image cannot be read.
+    """
+    loader.encoded_share = encoded
+    recent = loader.pool.recent[loader.source]
+    began = time.perf_counter()
+    for batch in loader.batches(step, step + MOST_STEPS):
+        batch.release(None)
+        if batch.step == step:  # every worker has begun
+            recent.clear()
+        elif time.perf_counter() - began > MEASURE_SECONDS / (4 if encoded else 2):
+            break
+    return Measured(**worker_times(recent)), batch.step + 1 + loader.ahead
+
+
+def engines_fail(feed: Feed, step: int) -> str | None:
+    """Make batches with the engines: this compiles the crop kernel and measures their rate.
+
+    Returns:
+        Why the engines fail; None if they do not.
+
+    Raises:
+        LoaderError: an image cannot be read.
+    """
+    taken = feed.engines.taken
+    feed.decode_with("gpu")
+    try:
+        deque(feed.train.batches(step, step + WARM_BATCHES), maxlen=0)
+    except LoaderError:
+        raise
+    except Exception as error:  # Triton without a compiler, CUDA, ...
+        return describe(error)
+    if feed.engines.taken == taken:
+        return str(feed.engines.refused)
+    measured = feed.engines.decoder.seconds_per_image
+    return None if measured else "augment.train or the files need the CPU"
+
+
+def choose_memory(feed: Feed) -> None:
+    """Give up page-locked buffers when copies from them are slower."""
+    assert feed.pinned is not None
+    locked = feed.train.loader.images[0]
+    pageable, target = locked.clone(), torch.empty_like(locked, device="cuda")
+
+    def seconds_of(source: torch.Tensor) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    if median(seconds_of(locked) for _ in range(7)) > median(
+        seconds_of(pageable) for _ in range(7)
+    ):
+        feed.pinned.release()
+
+
+def synchronize(feed: Feed) -> None:
+    """Wait for the GPU, if there is one."""
+    if feed.train.cuda:
+        torch.cuda.synchronize()

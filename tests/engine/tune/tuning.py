@@ -1,0 +1,59 @@
+"""Measuring on a CPU as on a GPU, with simulated cores and JPEG engines; a result to remember."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.tune import autotune, benchmark, search
+from pipeline import gpu, loader_plan, machine
+from tests.engines import PillowEngines
+
+TUNED = autotune.Tuned(
+    decoder="region",
+    workers=14,
+    prefetch_factor=3,
+    pin_memory=True,
+    alternatives={"region": 5600.0},
+    demand=6690.0,
+    rate=5600.0,
+    wait_fraction=0.16,
+    seconds=9.0,
+    lines=["the step takes 6,690 img/s", "decoder=region workers=14"],
+)
+Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
+
+
+def measure_on_cpu(patch: Patch) -> None:
+    """Measure on a CPU, with four simulated cores and short measurements."""
+    patch(loader_plan, "why_not_measured", lambda *_: "")
+    patch(machine, "cores", lambda: 4)
+    patch(machine, "threads_per_core", lambda: 1)
+    patch(machine, "cpu_quota", lambda: math.inf)
+    patch(autotune, "FEWEST_BATCHES", 0)
+    for module in (benchmark, search):
+        patch(module, "MEASURE_SECONDS", 0.2)
+    # Also on a busy machine, where steps are slow.
+    patch(search, "FEWEST_STEPS", 1)
+    patch(autotune, "LATE_SECONDS", math.inf)
+
+
+def compare_always(patch: Patch) -> None:
+    """Compare the engines with the CPU decoder even if that is enough."""
+    patch(search, "is_enough", lambda trials: False)
+    patch(search, "could_win", lambda *_: True)
+
+
+def simulate_engines(patch: Patch, engines: type = PillowEngines) -> None:
+    """Offer stand-ins for JPEG engines, which are always compared with the CPU decoder."""
+    choose, cuda = loader_plan.choose_decoders, torch.device("cuda")
+    patch(loader_plan, "why_no_engines", lambda device: None)
+    patch(loader_plan, "choose_decoders", lambda a, b, _, *more: choose(a, b, cuda, *more))
+    patch(gpu, "GpuDecoder", engines)
+    compare_always(patch)
+
+
+def choose(patch: Patch, decoder: str) -> None:
+    """Find this decoder to be the fastest."""
+    patch(autotune, "best_setting", lambda trials: (decoder, min(trials[decoder])))
