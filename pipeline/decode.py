@@ -57,7 +57,7 @@ Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class CropResize:
-    """A part of the drawn geometry: crop the region `box`, resize it to `size`, perhaps mirror it.
+    """A step of the geometry: crop the region `box`, resize it to `size`, perhaps mirror it.
 
     Attributes:
         box: pixels outside the image are black.
@@ -89,22 +89,25 @@ class JpegFile:
     size: tuple[int, int]
     decode: Decode
 
-    def resized(self, step: CropResize) -> np.ndarray:
+    def cropped(self, step: CropResize) -> np.ndarray:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""
-        box, size = step.box, step.size
-        if not lies_within(box, self.size):
-            return resize(crop(self.region((0, 0, *self.size), 1), box), size, step.interpolation)
-        scale = reduction(box, size) if step.quick else 1
+        (left, top, right, bottom), size = step.box, step.size
+        if left < 0 or top < 0 or right > self.size[0] or bottom > self.size[1]:
+            whole = self.region((0, 0, *self.size), 1)
+            return resize(crop(whole, step.box), size, step.interpolation)
+        scale = reduction(step.box, size) if step.quick else 1
         if scale == 1:
-            return resize(self.region(box, 1), size, step.interpolation)
+            return resize(self.region(step.box, 1), size, step.interpolation)
         # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
-        outer = box[0] // scale, box[1] // scale, -(-box[2] // scale), -(-box[3] // scale)
+        outer = left // scale, top // scale, -(-right // scale), -(-bottom // scale)
         small = Image.fromarray(np.ascontiguousarray(self.region(outer, scale)))
-        left, top = box[0] / scale - outer[0], box[1] / scale - outer[1]
-        right = min(box[2] / scale - outer[0], small.width)
-        bottom = min(box[3] / scale - outer[1], small.height)
-        method = Image.Resampling[step.interpolation.upper()]
-        return np.asarray(small.resize(size, method, box=(left, top, right, bottom)))
+        box = (
+            left / scale - outer[0],
+            top / scale - outer[1],
+            min(right / scale - outer[0], small.width),
+            min(bottom / scale - outer[1], small.height),
+        )
+        return np.asarray(small.resize(size, Image.Resampling[step.interpolation.upper()], box))
 
     def region(self, box: Box, scale: int) -> np.ndarray:
         """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
@@ -117,14 +120,14 @@ class JpegFile:
 
 
 class Picture:
-    """An image between two transforms: where it is from, and the geometry that was drawn for it.
+    """An image between two transforms: where it is from, and the geometry that was sampled for it.
 
     The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
     (pipeline/gpu). Every other method returns a new picture and computes nothing.
 
     Args:
         source: a file, or pixels, uint8 [H, W, 3].
-        geometry: what was drawn, in order.
+        geometry: the steps, in order.
     """
 
     def __init__(
@@ -167,17 +170,17 @@ class Picture:
         Raises:
             UnreadableError: the file cannot be decoded.
         """
-        made = self.source
+        image = self.source
         for step in self.geometry or (CropResize((0, 0, *self.size), self.size),):
-            if isinstance(made, JpegFile):
-                made = made.resized(step)
+            if isinstance(image, JpegFile):
+                image = image.cropped(step)
             else:
-                made = resize(crop(made, step.box), step.size, step.interpolation)
+                image = resize(crop(image, step.box), step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
-                made = as_tensor(made).flip(1).numpy()
-        assert not isinstance(made, JpegFile)
-        return made
+                image = as_tensor(image).flip(1).numpy()
+        assert not isinstance(image, JpegFile)
+        return image
 
     def pillow(self) -> Image.Image:
         return Image.fromarray(self.pixels())
@@ -217,21 +220,17 @@ def describe(error: BaseException) -> str:
 # Geometry.
 
 
-def lies_within(box: Box, size: tuple[int, int]) -> bool:
-    return box[0] >= 0 and box[1] >= 0 and box[2] <= size[0] and box[3] <= size[1]
-
-
 def crop(pixels: np.ndarray, box: Box) -> np.ndarray:
     """Crop the region `box` of uint8 [H, W, 3]; pixels outside the image are black."""
     left, top, right, bottom = box
-    height, width, _ = pixels.shape
-    if lies_within(box, (width, height)):
-        return pixels[top:bottom, left:right]
-    made = np.zeros((bottom - top, right - left, 3), np.uint8)
-    x0, x1 = max(left, 0), max(min(right, width), 0)
-    y0, y1 = max(top, 0), max(min(bottom, height), 0)
-    made[y0 - top : y1 - top, x0 - left : x1 - left] = pixels[y0:y1, x0:x1]
-    return made
+    inside = pixels[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+    height, width, _ = inside.shape
+    if (height, width) == (bottom - top, right - left):
+        return inside
+    padded = np.zeros((bottom - top, right - left, 3), np.uint8)
+    y, x = max(-top, 0), max(-left, 0)
+    padded[y : y + height, x : x + width] = inside
+    return padded
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
@@ -249,8 +248,8 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
     # batch takes 110 us instead of 2.
     planes = as_tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)
-    made = torch.nn.functional.interpolate(planes, size[::-1], mode=interpolation, antialias=True)
-    return made[0].permute(1, 2, 0).numpy()
+    planes = torch.nn.functional.interpolate(planes, size[::-1], mode=interpolation, antialias=True)
+    return planes[0].permute(1, 2, 0).numpy()
 
 
 def as_tensor(pixels: np.ndarray) -> torch.Tensor:
@@ -311,7 +310,7 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
     Opening the file with Pillow takes 50 us, as long as flipping three images.
     """
     for marker, at, end in segments(data):
-        if marker in FRAMES and end <= len(data):
+        if marker in FRAMES and at + 10 <= end <= len(data):
             bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
             return (width, height) if (bits, components) == (8, 3) and width * height else None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
@@ -364,29 +363,31 @@ def ends_in_grey(image: Image.Image) -> bool:
 def lacks_data(data: bytes) -> bool:
     """Whether a JPEG has no data for some of its blocks.
 
-    libjpeg makes them grey, and Pillow does not tell. More data before each marker, and for one
-    more restart interval, change the pixels only if blocks are missing there.
+    libjpeg makes them grey, and Pillow does not tell. This inserts more data before each marker,
+    and one more restart interval: the pixels change only if blocks are missing there.
     """
-    place = max((at for _, at, _ in segments(data)), default=2)
-    place = data.find(bytes((0xFF, START_OF_SCAN)), place) + 2
-    end = data.find(b"\xff\xd9", place)
-    if end < 0 or data[place + 3 + 2 * data[place + 2]]:
+    start = max((at for _, at, _ in segments(data)), default=2)
+    start = data.find(bytes((0xFF, START_OF_SCAN)), start) + 2
+    end = data.find(b"\xff\xd9", start)
+    if end < 0 or data[start + 3 + 2 * data[start + 2]]:
         return True  # of a progressive file, the first scan, with the mean of each block
-    more, restarts = data[:place], 0
-    for marker in MARKER.finditer(data, place, end + 2):
-        more += data[place : marker.start()] + FILLER
-        place, number = marker.start(), marker[0][-1] - 0xD0
+    longer, restarts = data[:start], 0
+    for marker in MARKER.finditer(data, start, end + 2):
+        longer += data[start : marker.start()] + FILLER
+        start, number = marker.start(), marker[0][-1] - 0xD0
         if 0 <= number < 8:
             if number != restarts % 8:
                 return True  # an interval is missing
             restarts += 1
         else:
-            more += bytes((0xFF, 0xD0 + restarts % 8)) + FILLER
+            longer += bytes((0xFF, 0xD0 + restarts % 8)) + FILLER
             restarts = 0
-    images = [Image.open(io.BytesIO(each), formats=FORMATS) for each in (data, more + data[place:])]
-    for image in images:
+    small = []
+    for content in (data, longer + data[start:]):
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
         image.draft(image.mode, (max(1, image.width // 8), max(1, image.height // 8)))
-    return images[0].tobytes() != images[1].tobytes()
+        small.append(image.tobytes())
+    return small[0] != small[1]
 
 
 def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray | None:
@@ -422,20 +423,19 @@ DECODERS: dict[str, Decode] = {
 ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
-def missing_decoders() -> dict[str, str]:
-    """Return for each decoder that is not installed what to do to get it."""
-    missing = {}
-    if isinstance(remedy := region.load(), str):
-        missing["region"] = remedy
-    if importlib.util.find_spec("simplejpeg") is None:
-        missing["simplejpeg"] = "pip install simplejpeg"
-    return missing
+def remedy(name: str) -> str:
+    """Return how to install a CPU decoder; an empty string if it is installed."""
+    if name == "region":
+        loaded = region.load()
+        return loaded if isinstance(loaded, str) else ""
+    if name == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
+        return "pip install simplejpeg"
+    return ""
 
 
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
-    missing = missing_decoders()
-    return [name for name in DECODERS if name not in missing]
+    return [name for name in DECODERS if not remedy(name)]
 
 
 def resolve(name: str) -> str:
@@ -444,12 +444,10 @@ def resolve(name: str) -> str:
     Raises:
         UserError: the decoder is not installed.
     """
-    usable = installed()
     if name == "auto":
-        return usable[0]
-    if name not in usable:
+        return installed()[0]
+    if problem := remedy(name):
         raise UserError(
-            f"loader.decoder={name}: not installed; {missing_decoders()[name]}, "
-            f"or use one of auto, {', '.join(usable)}"
+            f"loader.decoder={name}: not installed; {problem}, or use loader.decoder=auto"
         )
     return name

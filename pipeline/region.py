@@ -75,16 +75,16 @@ def compiled(folder: Path) -> Path:
     key = SOURCE.read_bytes() + platform.platform().encode()
     path = folder / f"region-{hashlib.sha256(key).hexdigest()[:24]}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    info = folder.stat()
+    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"remove {folder}: other users can replace the code in it")
     if path.is_file():
         return path
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        output = Path(made) / "region.so"
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        output = Path(temporary) / "region.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         os.replace(output, path)  # several processes may do this at the same time

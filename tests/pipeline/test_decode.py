@@ -153,13 +153,6 @@ def test_reduced_image_is_never_smaller_than_the_result() -> None:
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
-def test_a_damaged_jpeg_is_an_error_for_every_decoder(decoder: str) -> None:
-    data = encoded(photo(333, 251))
-    with pytest.raises(decode.UnreadableError, match="truncated"):
-        opened(data[: len(data) // 2], decoder).resized((224, 224)).pixels()
-
-
-@pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_plain_grey_jpeg_is_no_damaged_one(decoder: str, mode: str) -> None:
     """libjpeg makes missing blocks grey of this level."""
@@ -197,12 +190,6 @@ def test_max_pixels_is_checked_before_decoding(decoder: str, kind: str) -> None:
         decode.open_picture(data, decoder, 6299)
 
 
-def test_a_narrow_image_is_not_resized_to_gigabytes() -> None:
-    picture = opened(KINDS["jpeg 65500x1"][0]())
-    with pytest.raises(decode.UnreadableError, match="65500x1 pixels would give 16768000x256"):
-        picture.resized((65500 * 256, 256))
-
-
 def test_steps_are_computed_in_order() -> None:
     """Also of a file whose first step is a resize, with and without the shrinking decoder."""
     data = encoded(photo(333, 251))
@@ -228,10 +215,12 @@ def test_crop_and_mirror() -> None:
     pixels = picture.pixels()
     np.testing.assert_array_equal(picture.cropped((5, 7, 50, 60)).pixels(), pixels[7:60, 5:50])
     np.testing.assert_array_equal(picture.mirrored().pixels(), pixels[:, ::-1])
-    beyond = picture.cropped((-4, -3, 10, 10)).pixels()
-    np.testing.assert_array_equal(beyond[3:, 4:], pixels[:10, :10])
-    assert not beyond[:3].any()
-    assert not beyond[:, :4].any()
+    bordered = np.pad(pixels, ((300, 300), (300, 300), (0, 0)))
+    for box in [(-4, -3, 10, 10), (80, 60, 95, 79), (-5, -6, 100, 90), (-9, 5, -2, 7)]:
+        left, top, right, bottom = (side + 300 for side in box)
+        for source in (picture, decode.Picture(pixels)):
+            found = source.cropped(box).pixels()
+            np.testing.assert_array_equal(found, bordered[top:bottom, left:right])
 
 
 def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
