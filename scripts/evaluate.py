@@ -14,7 +14,7 @@ no training split. The classes of the images are found by name, so data.val may 
 
 Prints top-1, top-5, loss and the expected calibration error (ECE, 15 bins). Writes to --out, by
 default evaluation/<name of the checkpoint> in the current folder, never to the run directory:
-evaluation.json, per_class.csv, confusion.csv, worst.csv (the images with the largest loss), and
+evaluation.json, per_class.csv, confusion.csv, worst.csv (the 100 images with the largest loss), and
 pictures: worst.jpg, confusion.png, per_class.png, reliability.png. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
@@ -47,15 +47,12 @@ def read_options() -> argparse.Namespace:
     add("--self-check", action="store_true", help="compare with the run's own validation")
     cli.add_classes(parser)
     add("--out", type=Path, metavar="DIR", help="output folder")
-    add("--worst", type=int, default=100, metavar="N", help="images in worst.csv (100)")
     add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
     options, words = parser.parse_known_args()
     try:
         options.paths, options.overrides = cli.split_paths(words, what=CHECKPOINT)
         if not options.paths:
             raise UserError(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
-        if options.worst < 0:
-            raise UserError(f"--worst {options.worst}: give 0 or more")
         if options.self_check and options.flip:
             raise UserError("--self-check: a run validates without --flip; leave it out")
     except UserError as mistake:
@@ -97,6 +94,7 @@ from pipeline.splits import refuse_inside
 from pipeline.worker import start_forkserver
 from scripts.lib.trained import Trained, exit_status, open_trained
 
+WORST = 100  # images in worst.csv
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 # Largest differences of a repeated validation on a GPU on which cuDNN chooses its algorithms by
 # their measured time: two starts may round differently.
@@ -225,18 +223,16 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
         UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
-    where = f"data.val={trained.config.data.val}: has {len(found)} classes"
-    unknown = ", ".join(sorted(set(found) - set(known))[:3])
-    if known == found:
-        return known
+    unknown = sorted(set(found) - set(known))
     if known and not unknown and isinstance(val, FolderDataset):
         position = {name: place for place, name in enumerate(known)}
         labels = np.array([position[name] for name in found])[val.index.labels.array]
         val.index = replace(val.index, labels=SharedArray.copy_of(labels))
         return known
-    if known and (trained.stored or len(found) != len(known)):
+    where = f"data.val={trained.config.data.val}: has {len(found)} classes"
+    if known and known != found and (trained.stored or len(found) != len(known)):
         raise UserError(
-            f"{where}, of which the model does not know {unknown} (it knows "
+            f"{where}, of which the model does not know {', '.join(unknown[:3])} (it knows "
             f"{', '.join(known[:3])}, ...); give the data it was trained for, or --classes FILE"
         )
     if len(found) != trained.num_classes:
@@ -277,25 +273,21 @@ def check_repeats(trained: Trained, world: World) -> None:
     Raises:
         UserError: says what differs.
     """
-    stored = trained.stored
+    stored, path = trained.stored, trained.path
     if not stored:
-        raise UserError(f"--self-check: {trained.path} is not a checkpoint of this program")
+        raise UserError(f"--self-check: {path} is not a checkpoint of this program")
     if stored["last"].get("step") != trained.step:
-        raise UserError(
-            f"--self-check: {trained.path} was not written at a validation; give best.json, "
-            "last.json or a checkpoint of a finished epoch"
-        )
+        advice = "give best.json, last.json or a checkpoint of a finished epoch"
+        raise UserError(f"--self-check: {path} was not written at a validation; {advice}")
     keys = affecting(trained.config, RESULT)
     typed = {name: keys[name] for name in typed_keys(trained.config.typed) & keys.keys()}
     now = typed | {"ranks": world.size, "train.device": world.device.type}
     device = stored["plan"].get("device_type", world.device.type)
     was = {"ranks": 1, **stored["config"], "train.device": device}
-    for name, value in now.items():
-        if was.get(name) != value and name != "data.root":
-            raise UserError(
-                f"--self-check: {name} was {was.get(name)} in the run's validation, is {value}; "
-                "evaluate as the run did, or without --self-check"
-            )
+    for name in now.keys() - {"data.root"}:
+        if was.get(name) != now[name]:
+            values = f"{name} was {was.get(name)} in the run's validation, is {now[name]}"
+            raise UserError(f"--self-check: {values}; evaluate as the run did")
 
 
 def self_check(found: Evaluated, world: World) -> list[str]:
@@ -310,46 +302,39 @@ def self_check(found: Evaluated, world: World) -> list[str]:
         elif rounds and was is not None and abs(now - was) <= most:
             lines.append(f"{name} {now!r}, was {was!r}: cuDNN rounds differently at each start")
         else:
-            made = stored.get("made_by")
-            lines.append(f"{name} {now!r}, was {was!r}: {DIFFERS}; the run was made by {made}")
+            program = f"the run was made by {stored.get('made_by')}"
+            lines.append(f"{name} {now!r}, was {was!r}: {DIFFERS}; {program}")
     return lines
 
 
-def write(found: Evaluated, folder: Path, *, worst: int) -> None:
+def write(found: Evaluated, folder: Path) -> None:
     """Write the files of one evaluation."""
     classes, p, val = found.classes, found.predictions, found.datasets.val
     content = {**found.summary, "calibration": p.calibration(), "made_by": provenance()}
     write_json(folder / "evaluation.json", content)
-    write_csv(
-        folder / "per_class.csv",
-        ["class", "images", "top1", "top5", "loss", "name"],
-        [list(row.values()) for row in p.per_class(classes)],
-    )
-    pairs = p.confusions(len(classes))
-    named = [(classes[label], classes[prediction], n) for label, prediction, n in pairs]
-    write_csv(
-        folder / "confusion.csv",
-        ["class", "prediction", "images", "name", "prediction_name"],
-        [[label, other, n, readable(label), readable(other)] for label, other, n in named],
-    )
-    listed = []
-    for i in p.worst(worst):
+    header = "class,images,top1,top5,loss,name"
+    write_csv(folder / "per_class.csv", header, [[*row.values()] for row in p.per_class(classes)])
+    rows: list[list[Any]] = []
+    for i, j, images in p.confusions(len(classes)):
+        label, other = classes[i], classes[j]
+        rows.append([label, other, images, readable(label), readable(other)])
+    header = "class,prediction,images,name,prediction_name"
+    write_csv(folder / "confusion.csv", header, rows)
+    rows = []
+    for i in p.worst(WORST):
         label, other = classes[p.labels[i]], classes[p.predictions[i]]
         values = [float(p.confidences[i]), float(p.losses[i])]
-        listed.append([val.name(i), label, other, *values, readable(label), readable(other)])
-    write_csv(
-        folder / "worst.csv",
-        ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
-        listed,
-    )
+        rows.append([val.name(i), label, other, *values, readable(label), readable(other)])
+    header = "path,class,prediction,confidence,loss,name,prediction_name"
+    write_csv(folder / "worst.csv", header, rows)
     for tag, picture in p.draw(classes, val).items():
         name = tag.removeprefix("val/")
         picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
 
 
-def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+def write_csv(path: Path, header: str, rows: list[list[Any]]) -> None:
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file).writerows([header.split(","), *rows])
 
 
 def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
@@ -401,7 +386,7 @@ def evaluate_all(options: argparse.Namespace) -> int:
             lines += check
             if world.is_main:
                 print_result(found, folder, check, as_json=options.json)
-                write(found, folder, worst=options.worst)
+                write(found, folder)
     return int(any(DIFFERS in line for line in lines))
 
 

@@ -22,12 +22,11 @@ Every file has three texts, each of them JSON: `classes`, the names in the order
 `model`. They are the metadata_props of ONNX, the extra_files of pt2 and the __metadata__ of
 safetensors.
 
-Compares the file with eager PyTorch on 16 images, in batches of 1, 3 and 12: of the validation
-split if data.root is given or the checkpoint's still exists, and random ones otherwise. The
-largest difference of two logits must be at most 1e-4 of the largest logit. --self-check also
-predicts every file of the validation split, with only what the exported file states, and compares
-with the model in fp32: predictions may differ only where its two largest logits are less than
-1e-3 apart, and these files are listed.
+Compares the file with eager PyTorch on 16 random images, in batches of 1, 3 and 12. The largest
+difference of two logits must be at most 1e-4 of the largest logit. --self-check also predicts every
+file of the validation split, with only what the exported file states, and compares with the model
+in fp32: predictions may differ only where its two largest logits are less than 1e-3 apart, and
+these files are listed.
 
 The output file is written, or replaced, only if every check has passed.
 
@@ -98,7 +97,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -116,12 +115,10 @@ from pipeline.build import build_transform, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
-from pipeline.splits import has_split
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
-IMAGES = sum(BATCHES)
 # Of the largest logit. onnxruntime differed by up to 8e-7 of it for ResNet, ViT, Swin and
 # MobileNetV3; pt2 by 0.
 BOUND = 1e-4
@@ -191,12 +188,11 @@ class Job:
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
-        trained, size = self.trained, self.size
-        data = trained.config.data
+        trained, size, config = self.trained, self.size, self.trained.config
         preprocessing = {
-            "transforms": [explicit(entry) for entry in trained.config.augment.val],
-            "mean": list(data.mean),
-            "std": list(data.std),
+            "transforms": [explicit(entry) for entry in config.augment.val],
+            "mean": list(config.data.mean),
+            "std": list(config.data.std),
             "inside": self.inside,
             "input": {
                 "name": "images",
@@ -206,16 +202,16 @@ class Job:
             },
         }
         model = {
-            "name": trained.config.model.name,
-            "args": dict(trained.config.model.args),
+            "name": config.model.name,
+            "args": dict(config.model.args),
             "image_size": trained.image_size,
             "num_classes": trained.num_classes,
             "checkpoint": trained.name,
             "step": trained.step,
             "averaged_weights": trained.averaged,
         }
-        values = (list(trained.classes), preprocessing, model)
-        return {name: json.dumps(value) for name, value in zip(TEXTS, values, strict=True)}
+        texts = {"classes": list(trained.classes), "preprocessing": preprocessing, "model": model}
+        return {name: json.dumps(value) for name, value in texts.items()}
 
 
 def explicit(entry: Any) -> Any:
@@ -275,17 +271,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def replacing(out: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `out`; rename it to `out` if no error is raised."""
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
-        temporary = Path(folder) / out.name
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-
-
 # Reading, as another program would.
 
 
@@ -317,21 +302,25 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
 
 
 @torch.no_grad()
-def compare(job: Job, predict: Predict, model: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Return the largest difference from eager mode, and the bound, both in logits.
+def compare(job: Job, predict: Predict, model: nn.Module) -> str:
+    """Compare the file with eager mode on random images; return the largest difference.
 
-    Args:
-        images: uint8 [IMAGES, S, S, 3].
+    Raises:
+        ExportError: it exceeds BOUND.
     """
+    shape = (sum(BATCHES), job.size, job.size, 3)
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
     differences, largest = [], []
     for batch in images.split(BATCHES):
         eager = model(job.normalised(batch))
-        found = predict(job.input(batch))
-        assert found.shape == eager.shape
-        differences.append((found - eager).abs().amax())
+        differences.append((predict(job.input(batch)) - eager).abs().amax())
         largest.append(eager.abs().amax())
     # torch's maximum keeps a NaN, that of Python may not.
-    return float(torch.stack(differences).amax()), BOUND * float(torch.stack(largest).amax())
+    difference, bound = torch.stack(differences).amax(), BOUND * torch.stack(largest).amax()
+    found = f"largest difference {difference:.2g}, bound {bound:.2g}"
+    if not difference <= bound:  # also if it is NaN
+        raise ExportError(f"--to {job.to}: differs from eager mode: {found}; nothing is written")
+    return f"compared with eager mode: {found}"
 
 
 @torch.no_grad()
@@ -349,14 +338,13 @@ def self_check(
     Raises:
         ExportError: a prediction with a larger margin differs, or a file cannot be read.
     """
-    stated = texts["preprocessing"]
+    stated, trained = texts["preprocessing"], job.trained
     transforms = Compose(augment.build(stated["transforms"], augment.TRANSFORMS, key="augment.val"))
     mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
-    most = job.trained.config.data.max_pixels
 
     def load(i: int) -> tuple[np.ndarray, np.ndarray]:
         try:
-            picture = decode.open_picture(files.read(i), "pillow", most)
+            picture = decode.open_picture(files.read(i), "pillow", trained.config.data.max_pixels)
             pixels = transforms(picture, random.Random(0)).pixels()
             if not stated["inside"]:
                 pixels = ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
@@ -364,31 +352,25 @@ def self_check(
         except Exception as error:  # Pillow raises many types
             raise ExportError(f"--self-check: {files.name(i)}: {first_line(error)}") from None
 
-    device = resolve_device(job.trained.config.train.device)
+    device = resolve_device(trained.config.train.device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    model = job.trained.build(device)
-    classes = job.trained.classes or tuple(map(str, range(job.trained.num_classes)))
+    model = trained.build(device)
+    classes = trained.classes or tuple(map(str, range(trained.num_classes)))
     close: list[str] = []
-    wrong: list[str] = []
     with ThreadPoolExecutor(cores()) as pool:
         for start in range(0, len(files), CHECK_BATCH):
             rows = range(start, min(start + CHECK_BATCH, len(files)))
-            given, ours = (
-                torch.from_numpy(np.stack(x)) for x in zip(*pool.map(load, rows), strict=True)
-            )
-            found = predict(given).argmax(1)
-            values, expected = model(job.normalised(ours).to(device)).topk(2)
+            given, ours = map(np.stack, zip(*pool.map(load, rows), strict=True))
+            found = predict(torch.from_numpy(given)).argmax(1).tolist()
+            values, expected = model(job.normalised(torch.from_numpy(ours)).to(device)).topk(2)
             margins = (values[:, 0] - values[:, 1]).tolist()
-            pairs = zip(rows, found.tolist(), expected[:, 0].tolist(), margins, strict=True)
-            for i, a, b, margin in pairs:
-                if a != b:
-                    names = f"{classes[a]}, evaluation {classes[b]}"
-                    line = f"{files.name(i)}: {names}, margin {margin:.1e}"
-                    (close if margin < CLOSE else wrong).append(line)
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ExportError(f"--self-check: another prediction for {wrong[0]}{more}")
+            for i, a, b, margin in zip(rows, found, expected[:, 0].tolist(), margins, strict=True):
+                names = f"{classes[a]}, evaluation {classes[b]}"
+                line = f"{files.name(i)}: {names}, margin {margin:.1e}"
+                if a != b and not margin < CLOSE:
+                    raise ExportError(f"--self-check: another prediction for {line}")
+                close += [line] * (a != b)
     equal = f"{len(files) - len(close):,} of {len(files):,} predictions are equal"
     return [f"self-check: {line}" for line in (equal, *close)]
 
@@ -396,30 +378,24 @@ def self_check(
 # The command.
 
 
-def validation_files(trained: Trained, overrides: Sequence[str], *, needed: bool) -> Any:
-    """Return the validation split, or None if it is not known where its files are.
+def validation_files(trained: Trained) -> FolderDataset:
+    """Return the validation split.
 
     Raises:
-        UserError: it is needed and has no files, or a typed folder is wrong.
+        UserError: it is missing, or has no files.
     """
-    data = trained.config.data
-    typed = bool({"data", "data.root", "data.val"} & typed_keys(overrides))
-    present = data.root and has_split(data, data.train if data.val_fraction else data.val)
-    if data.source == "fake" or not (needed or typed or present):
-        if needed:
-            raise UserError("--self-check: data.source=fake has no files; give data.root=/path")
-        return None
     loader = replace(trained.config.loader, decoder="pillow")
     datasets = build_val(replace(trained.config, loader=loader))
+    if not isinstance(datasets.val, FolderDataset):
+        raise UserError("--self-check: the images are no files; give data.root=/path")
     datasets.prepare()
     return datasets.val
 
 
-def export(job: Job, out: Path, images: Tensor, files: FolderDataset | None = None) -> list[str]:
+def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]:
     """Write, check and only then rename the file.
 
     Args:
-        images: uint8 [IMAGES, S, S, 3] to compare with eager mode.
         files: the validation split, for --self-check.
 
     Returns:
@@ -430,32 +406,28 @@ def export(job: Job, out: Path, images: Tensor, files: FolderDataset | None = No
         ExportError: a check has found a difference, or the model cannot be exported.
     """
     model = job.trained.build(CPU)
-    with replacing(out) as temporary:
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
+        temporary = Path(folder) / out.name
         try:
             with quiet():
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
-            difference, bound = compare(job, predict, model, images)
-        except OSError:
+            lines = [compare(job, predict, model)]
+        except (OSError, ExportError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
             name = job.trained.config.model.name
             raise ExportError(
                 f"--to {job.to}: model.name={name} cannot be exported ({first_line(error)})"
             ) from None
-        found = f"largest difference {difference:.2g}, bound {bound:.2g}"
-        if not difference <= bound:  # also if it is NaN
-            raise ExportError(
-                f"--to {job.to}: differs from eager mode: {found}; nothing is written"
-            )
-        lines = [f"compared with eager mode: {found}"]
         if files is not None:
             lines += self_check(job, predict, texts, files)
-    wanted = texts["preprocessing"]["input"]
-    takes = (
-        f"images {wanted['dtype']} {wanted['shape']} -> logits [batch, {job.trained.num_classes}]"
-    )
-    graph = "weights alone" if job.to == "safetensors" else takes
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    takes = texts["preprocessing"]["input"]
+    graph = f"images {takes['dtype']} {takes['shape']} -> logits [batch, {job.trained.num_classes}]"
+    graph = "weights alone" if job.to == "safetensors" else graph
     return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
 
 
@@ -472,18 +444,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
-    files = validation_files(trained, options.overrides, needed=options.self_check)
-    images, origin = (
-        np.random.default_rng(0).integers(0, 256, (IMAGES, size, size, 3), np.uint8),
-        "random",
-    )
-    if files is not None:
-        places = np.linspace(0, len(files) - 1, IMAGES).astype(int).tolist()
-        images, origin = np.stack([files.load(0, i)[0] for i in places]), "validation"
-    job = Job(trained, options.to, options.preprocessing, size)
-    print(f"exporting {trained.name}; checked with {IMAGES} {origin} images", flush=True)
-    checked = files if options.self_check else None
-    print(*export(job, out, torch.from_numpy(images), checked), sep="\n")
+    files = validation_files(trained) if options.self_check else None
+    print(f"exporting {trained.name}", flush=True)
+    print(*export(Job(trained, options.to, options.preprocessing, size), out, files), sep="\n")
     return 0
 
 

