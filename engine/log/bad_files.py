@@ -1,10 +1,8 @@
 """data.on_error=skip: the training images that cannot be read, and how many may be so."""
 
-from pathlib import Path
-
 from conf.schema import Data
-from engine.distributed import World
 from engine.log.tracker import Tracker
+from engine.rundir import RunDirectory
 from engine.state import TrainingError
 from pipeline.loader import Loader
 
@@ -17,26 +15,22 @@ def too_many_unreadable(loader: Loader, data: Data) -> bool:
 class BadFiles:
     """Lists each unreadable training image once in bad_files.txt, over all starts of a run.
 
-    Each rank meets its own unreadable images and replaces them (pipeline/worker.py).
+    Each rank meets its own unreadable images and replaces them (pipeline/worker.py). Files may be
+    repaired before the next start: data.max_bad_fraction limits those of one start.
 
     Args:
         loader: of the training images.
-        folder: the run directory.
         tracker: writes the file, on rank 0.
-        limit: training stops if a larger fraction of the training images is unreadable in one
-            start: files may be repaired before the next.
 
     Attributes:
         listed: path -> reason, of all ranks and starts, as of the last `share`.
     """
 
-    def __init__(
-        self, loader: Loader, world: World, folder: Path, tracker: Tracker, limit: float
-    ) -> None:
-        self.loader, self.world, self.tracker, self.limit = loader, world, tracker, limit
-        self.path = folder / "bad_files.txt"
+    def __init__(self, loader: Loader, run: RunDirectory, tracker: Tracker) -> None:
+        self.loader, self.world, self.tracker = loader, run.world, tracker
+        self.limit, self.path = run.config.data.max_bad_fraction, run.path / "bad_files.txt"
         self.listed: dict[str, str] = {}
-        if world.is_main and self.path.is_file():
+        if self.world.is_main and self.path.is_file():
             text = self.path.read_text(encoding="utf-8", errors="surrogateescape")
             self.listed = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
 

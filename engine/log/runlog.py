@@ -4,10 +4,12 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from PIL import Image
@@ -16,7 +18,7 @@ from torch import Tensor
 from conf import strict_json
 from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
-from conf.schema import Config
+from conf.schema import Config, UserError
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import HEADER, outcome, print_lines, train_line, val_line
@@ -24,7 +26,7 @@ from engine.log.measurements import Meter, RunTimes, step_points, train_row
 from engine.log.pictures import tiles
 from engine.log.predictions import Predictions
 from engine.log.telemetry import GpuMonitor, memory_figures
-from engine.log.tracker import Tracker, wandb_board
+from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainState, diverged, params_sha256, state_bytes
@@ -42,8 +44,13 @@ NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the mes
 
 def check_log(config: Config) -> None:
     """Raise UserError for what this copy of the program cannot report."""
-    if "wandb" in config.log.trackers:
-        wandb_board(config.log.trackers)
+    if "wandb" in (trackers := config.log.trackers):
+        asked_for = f"log.trackers=[{','.join(trackers)}]"
+        require_room("engine.log.wandb_board", asked_for)
+        spec = find_spec("wandb")
+        if spec is None or spec.origin is None:  # a folder called wandb is no package
+            remedy = "run `pip install wandb`, or leave it out"
+            raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
     if steps := config.profile.steps:
         require_room("engine.extras.profiler", f"profile.steps={steps}")
 
@@ -100,10 +107,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.monitor = GpuMonitor(self.world.device)
         self._first_step = self._last_step = state.step
         self._stack = ExitStack()
-        self.bad_files: BadFiles | None = None
-        if config.data.on_error == "skip":
-            limit = config.data.max_bad_fraction
-            self.bad_files = BadFiles(feed.train.loader, self.world, run.path, tracker, limit)
+        self.bad_files = BadFiles(feed.train.loader, run, tracker)
         self.expectation: Any = None
         if config.expect is not None and has_room("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
@@ -192,7 +196,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report(last=last)
         with self.feed.train.pause(), self.times.lost(kind):
             yield
-            if kind == "checkpoint" and self.bad_files is not None:
+            if kind == "checkpoint":
                 self.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
@@ -244,7 +248,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.verdict.add(timing)
             row = train_row(interval, timing, self.plan) | self.monitor.read()
             row |= memory_figures(loader.pool.pids, self.world.device)
-            if self.bad_files is not None:
+            if self.plan.config.data.on_error == "skip":
                 row["data/unreadable_images"] = len(self.bad_files.listed)
             self.tracker.row(row)
             self.tracker.print(train_line(row, interval.values, self.plan.config.train.epochs))
@@ -261,8 +265,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Return what limits the speed, in an epoch or in this start. Collective."""
         if self.verdict is None:
             return []
-        slowdowns = self.monitor.slowdowns(of_epoch=period == "epoch")
-        return list(self.verdict.sentences(period, slowdowns=slowdowns))
+        return list(self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period)))
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -279,8 +282,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             with self.times.lost("checkpoint"):
                 run.wait()
             stop.poll()
-            if self.bad_files is not None:
-                self.bad_files.share()
+            self.bad_files.share()
             summary = {
                 "status": "interrupted" if stop else "finished",
                 "signal": stop.number,  # the exit status follows from it
@@ -289,7 +291,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 **self.times.summary(),
                 "workers": self.feed.train.loader.pool.active,
                 "verdict": self._verdict("run"),
-                "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
+                "unreadable_images": len(self.bad_files.listed),
             }
             if self.world.is_main:
                 run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")

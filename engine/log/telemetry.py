@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -64,8 +64,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        self._slow: Counter[str] = Counter()  # samples by reason, and all of them, since the start
-        self._slow_before: Counter[str] = Counter()  # at the end of the last epoch
+        # Samples by reason, and all of them, of the current epoch and of this start.
+        self._slow: dict[str, Counter[str]] = {"epoch": Counter(), "run": Counter()}
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -101,7 +101,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
                 with self._lock:
                     if tag == THROTTLED:
                         reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
-                        self._slow.update(["all", *reasons])
+                        for counts in self._slow.values():
+                            counts.update(["all", *reasons])
                         value = float(bool(reasons))
                     self._samples.setdefault(tag, []).append(value)
 
@@ -111,15 +112,14 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
             samples, self._samples = self._samples, {}
         return {tag: fmean(values) for tag, values in samples.items()}
 
-    def slowdowns(self, *, of_epoch: bool) -> str:
+    def slowdowns(self, period: Literal["epoch", "run"]) -> str:
         """Return why clocks were reduced since the start, or since the last call for an epoch.
 
         The power limit is left out: at full load, it is normal.
         """
         with self._lock:
-            counts = self._slow.copy()
-        if of_epoch:
-            counts, self._slow_before = counts - self._slow_before, counts
+            counts = self._slow[period].copy()
+            self._slow["epoch"].clear()
         samples = counts.pop("all", 0)
         return ", ".join(
             f"{reason}, {100 * count / samples:.0f} % of the time"

@@ -7,16 +7,14 @@ import io
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from PIL import Image
 
 from conf import strict_json
-from conf.rooms import require_room
 from conf.schema import Config
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
@@ -55,7 +53,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         trackers = config.log.trackers
         self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
-            open_wandb = wandb_board(trackers).open_wandb
+            from engine.log.wandb_board import open_wandb
+
             if close := self._guard("Weights & Biases", open_wandb, folder, config):
                 self._open.callback(self._guard, "Weights & Biases", close)
         if trackers:
@@ -179,13 +178,3 @@ class Tracker(AbstractContextManager["Tracker"]):
             logger.warning(text, name, what, remedy)
         self._failed.add(name)
         return None
-
-
-def wandb_board(trackers: Sequence[str]) -> ModuleType:
-    """Return the module for Weights & Biases; UserError if it or wandb is missing."""
-    asked_for = f"log.trackers=[{','.join(trackers)}]"
-    require_room("engine.log.wandb_board", asked_for)
-    from engine.log import wandb_board
-
-    wandb_board.check_installed(asked_for)
-    return wandb_board

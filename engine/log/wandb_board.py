@@ -5,26 +5,16 @@ part of training. wandb reads its own environment variables, such as WANDB_PROJE
 """
 
 import logging
-import sys
 import uuid
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
-from conf.schema import RESULT, Config, UserError, affecting
+from conf.schema import RESULT, Config, affecting
 from engine.checkpoint import replace_file
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the end
-
-
-def check_installed(asked_for: str) -> None:
-    """Raise UserError if wandb cannot be imported."""
-    spec = find_spec("wandb")
-    if spec is None or spec.origin is None:  # a folder called wandb is no package
-        remedy = "run `pip install wandb`, or leave it out"
-        raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
 
 
 def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
