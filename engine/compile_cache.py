@@ -26,16 +26,16 @@ class CompileCache:
 
     def __init__(self, run: Path, world: World) -> None:
         self.path = run / "compiled" / f"rank{world.local_rank}.bin"
+        self.manifest = self.path.with_suffix(".json")
         self._writes = world.rank == world.local_rank
         self._stored: set[Any] = set()  # kind and key of each kernel in the file
 
     def load(self) -> bool:
         """Give the stored kernels to torch.compile, if any. Call it before the first step."""
         try:
-            manifest, _ = _read_own(self.path.with_suffix(".json"))
-            content, identity = _read_own(self.path)
-            if json.loads(manifest) != _manifest(content, identity):
-                raise ValueError("it is damaged or copied, or was made by another version of torch")
+            content, facts = _read_own(self.path)
+            if json.loads(_read_own(self.manifest)[0]) != facts:
+                raise ValueError("it is damaged or copied, or written by another version of torch")
             self._stored = _keys(torch.compiler.load_cache_artifacts(content))
         except FileNotFoundError:
             return False
@@ -54,8 +54,7 @@ class CompileCache:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             _replace(self.path, compiled[0])
             # After a kill here, the old manifest does not fit, and the file is not used.
-            manifest = _manifest(*_read_own(self.path))
-            _replace(self.path.with_suffix(".json"), json.dumps(manifest).encode())
+            _replace(self.manifest, json.dumps(_read_own(self.path)[1]).encode())
         except OSError as error:
             logger.warning("%s cannot be written: %s", self.path, error.strerror)
 
@@ -64,17 +63,11 @@ def _keys(info: Any) -> set[Any]:
     return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
 
 
-def _manifest(content: bytes, identity: list[int]) -> dict[str, Any]:
-    """Return what rank<N>.json must hold for a file with this content."""
-    digest = hashlib.sha256(content).hexdigest()
-    return {"torch": str(torch.__version__), "sha256": digest, "identity": identity}
+def _read_own(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the content of a file, and what its manifest must hold.
 
-
-def _read_own(path: Path) -> tuple[bytes, list[int]]:
-    """Return the content of a file, and its identity: the inode and the time of its last change.
-
-    The system sets both. So a manifest does not fit a file that was copied or unpacked, even if
-    somebody else has prepared the two.
+    That includes the inode and the time of the last change, which the system sets: a manifest does
+    not fit a file that was copied or unpacked, even if somebody else has prepared the two.
 
     Raises:
         ValueError: another user can write the file or its folder.
@@ -84,7 +77,12 @@ def _read_own(path: Path) -> tuple[bytes, list[int]]:
         for each in (os.lstat(path.parent), status):  # everybody may write a symbolic link
             if each.st_uid != os.geteuid() or each.st_mode & 0o022:
                 raise ValueError("another user owns it or its folder, or can write there")
-        return file.read(), [status.st_ino, status.st_ctime_ns]
+        content = file.read()
+    return content, {
+        "torch": str(torch.__version__),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "identity": [status.st_ino, status.st_ctime_ns],
+    }
 
 
 def _replace(path: Path, content: bytes) -> None:

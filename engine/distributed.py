@@ -109,6 +109,20 @@ class World:
             if each is not None:
                 raise each
 
+    def require_same(
+        self, values: dict[str, Any], *, remedy: str = "give every rank the same command and data"
+    ) -> None:
+        """Refuse the first value that differs between the ranks. Collective."""
+        gathered = self.all_gather(values)
+        for rank, own in enumerate(gathered):
+            for name in {**gathered[0], **own}:
+                value, first = own.get(name), gathered[0].get(name)
+                if value != first:
+                    raise UserError(
+                        f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; "
+                        f"{remedy}"
+                    )
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
         if self.size > 1:
@@ -213,26 +227,10 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     return torch.device("cuda", local_rank)
 
 
-def same_on_all_ranks(
-    values: list[dict[str, Any]],
-    *,
-    remedy: str = "give every rank the same command and the same data",
-) -> None:
-    """Refuse the first difference between ranks, whose values are in rank order."""
-    for rank, own in enumerate(values):
-        for name in {**values[0], **own}:
-            value, first = own.get(name), values[0].get(name)
-            if value != first:
-                raise UserError(
-                    f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; {remedy}"
-                )
-
-
 def share_config(config: Config, world: World) -> Config:
     """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time."""
     config = replace(config, run=world.broadcast(lambda: config.run))
-    keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
-    same_on_all_ranks(world.all_gather(keys))
+    world.require_same({k: v for k, v in config_values(config).items() if k not in MAY_DIFFER})
     return config
 
 
@@ -293,8 +291,8 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             stack.callback(dist.destroy_process_group)
         world.raise_on_all_ranks(mistake)
         if heartbeat is not None:
-            same_on_all_ranks(
-                world.all_gather({"device": device.type, **_installation()}),
+            world.require_same(
+                {"device": device.type, **_installation()},
                 remedy="install the same program, versions and driver on every node",
             )
             heartbeat.meet(world.all_gather(heartbeat.introduction(launch.host)))

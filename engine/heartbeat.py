@@ -41,8 +41,8 @@ class Heartbeat:
     waits in a collective. A rank that responds may take longer.
 
     Attributes:
-        wakeup: for signal.set_wakeup_fd: it receives the signals of this process.
-        forwards: whether the main thread handles signals that other ranks have received.
+        wakeup: receives the signals of this process; for signal.set_wakeup_fd.
+        forwards: whether to pass signals of other ranks to the main thread, which handles them.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
@@ -63,7 +63,7 @@ class Heartbeat:
         self._since = math.inf if section is None else self._clock
 
     def introduction(self, host: str) -> tuple[str, Peer]:
-        """Open the socket; return its address as the machine `host` sees it."""
+        """Open the socket; return the name of this rank and its address as `host` sees it."""
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         self._socket = socket.socket(family, kind)
         self._socket.bind(("", 0))
@@ -82,9 +82,9 @@ class Heartbeat:
         last = time.monotonic()
         while True:
             if connection.wait([self._woken], period):
-                numbers = self._woken.recv(64)
-                self._signal = next((n for n in numbers if n in STOPS), self._signal)
-            # The clock stands still while the job is suspended, when no rank can respond.
+                received = [number for number in self._woken.recv(64) if number in STOPS]
+                self._signal = received[0] if received else self._signal
+            # While the whole job is suspended, no rank can respond: this time does not count.
             now = time.monotonic()
             self._clock, last = self._clock + min(now - last, 2 * period), now
             content = json.dumps([self.name, self.section, self._signal]).encode()

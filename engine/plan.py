@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def rewrites_layers(self) -> bool:
-        """Whether to use the layers of models/kernels, made for compiled bf16 on a GPU."""
+        """Whether to use the layers of models/kernels, which are for compiled bf16 on a GPU."""
         return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
 
     @property

@@ -14,7 +14,7 @@ from conf.schema import Config, UserError, config_values, differences
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.compile_cache import CompileCache
-from engine.distributed import World, same_on_all_ranks
+from engine.distributed import World
 from engine.identity import VALIDATED_ON, accepted_changes
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
@@ -81,7 +81,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
         world, values = self.world, {**config_values(self.config), "ranks": self.world.size}
-        same_on_all_ranks(world.all_gather(identity))
+        world.require_same(identity)
         self.resumed, accepted, before, self.finished = world.broadcast(
             lambda: self._open(state, plan, identity)
         )

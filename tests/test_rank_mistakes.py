@@ -48,7 +48,7 @@ def edit_program(folder: Path) -> None:
         file.write("# changed\n")
 
 
-SAME = "; give every rank the same command and the same data"
+SAME = "; give every rank the same command and data"
 OTHER_IMAGES = rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
 MISTAKES = {
     "batch": Mistake(

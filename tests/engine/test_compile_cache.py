@@ -134,7 +134,7 @@ def copied(folder: Path) -> None:
     shutil.copytree(original, folder)
 
 
-DAMAGED = "it is damaged or copied, or was made by another version of torch"
+DAMAGED = "it is damaged or copied, or written by another version of torch"
 OPEN = "another user ow"
 
 
