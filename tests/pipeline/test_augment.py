@@ -116,14 +116,12 @@ def test_crop_is_pillows_crop_and_resize(interpolation: str) -> None:
 def test_random_interpolation_draws_one_of_both_after_the_region() -> None:
     """As timm's RandomResizedCropAndInterpolation; the region is that of any interpolation."""
     bicubic = 0
-    for seed in range(100):
-        same = [
-            np.array_equal(cropped("random", seed)[0], cropped(name, seed)[0])
-            for name in INTERPOLATIONS
-        ]
+    for seed in range(60):
+        found = cropped("random", seed)[0]
+        same = [np.array_equal(found, cropped(name, seed)[0]) for name in INTERPOLATIONS]
         assert sum(same) == 1
         bicubic += same[1]
-    assert 35 < bicubic < 65
+    assert 18 < bicubic < 42
 
 
 @pytest.mark.parametrize("size", [(300, 260), (64, 64), (500, 65), (97, 101)])

@@ -13,16 +13,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from conf.schema import UserError
+from conf import cli
+from conf.schema import Config, Data, UserError
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
+from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
+from pipeline.dataset import BadImageError, Dataset, FolderDataset
 from pipeline.decode import open_picture
+from pipeline.feed import open_feed
 from pipeline.index import Index, load_index
+from pipeline.loader_plan import choose_decoders
+from tests.loader_plans import loader_plan, world_of
 from tests.stored import as_shards, as_tar, as_zip
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
@@ -123,48 +132,26 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
     assert len(crops) == 3 * 18  # never twice alike
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        ("truncated", "truncated"),
-        ("half a header", "."),
-        ("html", "cannot identify"),
-        ("missing", "No such file"),
-        ("truncated PNG", "truncated"),
-    ],
-)
-def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason: str) -> None:
+def test_bad_file_is_named_with_the_reason(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     path = Path(dataset.name(7))
-    good = path.read_bytes()
-    if damage == "truncated":
-        path.write_bytes(good[: len(good) // 2])
-    elif damage == "half a header":
-        path.write_bytes(good[:30])
-    elif damage == "html":
-        path.write_bytes(b"<html><body>404 Not Found</body></html>")
-    elif damage == "missing":
-        path.unlink()
-    elif damage == "truncated PNG":
-        buffer = io.BytesIO()
-        Image.open(io.BytesIO(good)).save(buffer, "PNG")
-        path.write_bytes(buffer.getvalue()[:-2000])
-    with pytest.raises(BadImageError, match=reason) as error:
-        dataset.load(0, 7)
-    assert str(error.value).startswith(f"{path}: ")
-    assert "\n" not in str(error.value)
+    path.write_bytes(path.read_bytes()[:2000])
+    for reason in ("truncated", "No such file"):
+        with pytest.raises(BadImageError, match=f"^{path}: .*{reason}") as error:
+            dataset.load(0, 7)
+        assert "\n" not in str(error.value)
+        path.unlink(missing_ok=True)
     dataset.load(0, 6)  # its neighbours are fine
     dataset.load(0, 8)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
-    """Bits flipped anywhere in a JPEG, a PNG and a TIFF file: pixels or BadImageError."""
+    """Bits flipped anywhere in a PNG and a TIFF file: pixels or BadImageError."""
     dataset, rng = open_dataset(changeable), np.random.default_rng(0)
     path = Path(dataset.name(0))
-    image = Image.open(path).resize((60, 60))
-    refused = 0
-    for kind in ("JPEG", "PNG", "TIFF"):
+    image, refused = Image.open(path).resize((60, 60)), 0
+    for kind in ("PNG", "TIFF"):
         buffer = io.BytesIO()
         image.save(buffer, kind)
         good = np.frombuffer(buffer.getvalue(), np.uint8)
@@ -176,7 +163,7 @@ def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
                 assert dataset.load(0, 0)[0].shape == (48, 48, 3)
             except BadImageError:
                 refused += 1
-    assert refused > 30
+    assert refused > 20
 
 
 def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> None:
@@ -293,14 +280,6 @@ def test_stale_container_is_opened_anew(
     assert dataset.index.sources[0]._file is not first  # type: ignore[union-attr]
 
 
-def test_fake_dataset() -> None:
-    dataset = FakeDataset(num_samples=1000, num_classes=7, size=24)
-    pixels, label = dataset.load(4, 703)
-    assert (pixels.shape, pixels.dtype, label) == ((24, 24, 3), np.uint8, 703 % 7)
-    assert pixels.std() > 50 and len(dataset) == 1000 and "703" in dataset.name(703)
-    assert FakeDataset(8, 3, 8).class_counts(3) == [3, 3, 2]
-
-
 def test_labels_count_and_replace(changeable: Path) -> None:
     for path in sorted((changeable / "dots").iterdir())[4:]:
         path.unlink()
@@ -308,3 +287,65 @@ def test_labels_count_and_replace(changeable: Path) -> None:
     assert dataset.class_counts(3) == [12, 4, 12]
     assert list(dataset.replacements(13)) == [14, 15, 12]
     assert [dataset.label(i) for i in (11, 12, 15, 16)] == [0, 1, 1, 2]
+
+
+# The table of datasets, and what a dataset of somebody's own must define.
+
+
+class Grey(Dataset):
+    """Four required methods and nothing else."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.count, self.size = count, size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        return np.full((self.size, self.size, 3), 100 * epoch + index, np.uint8), index % 2
+
+    def name(self, index: int) -> str:
+        return f"grey {index}"
+
+    def fingerprint(self) -> str:
+        return f"{self.count} grey images"
+
+
+def grey(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    return Grey(8, train.image_size), Grey(4, val.image_size), ("even", "odd")
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setitem(DATASETS, "fake", grey)
+    return cli.load(["data=fake", "data.image_size=16", "loader.batch_size=4"])
+
+
+def test_every_dataset_of_the_table_has_a_group() -> None:
+    assert set(DATASETS) <= {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_own_dataset_needs_only_the_required_methods(config: Config, workers: int) -> None:
+    datasets = build_datasets(config)
+    datasets.prepare()
+    assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
+    (decoder,), _ = choose_decoders(config, datasets.train, CPU)
+    world = world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
+    with open_feed(config, datasets, plan, world) as feed:
+        labels = [batch.labels.tolist() for batch in feed.val.batches(0, feed.val_batches)]
+        assert labels == [[0, 1, 0, 1]]
+        assert len(list(feed.train.batches(0, 4))) == 4
+    assert datasets.train[3][0].max() == 3
+    datasets.train.set_epoch(2)
+    assert datasets.train[3][0].max() == 203
+
+
+def test_dataset_without_an_entry_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(DATASETS, "fake")
+    with pytest.raises(UserError, match=r"^data.source=fake: there is no such dataset; choose "):
+        build_datasets(config)
