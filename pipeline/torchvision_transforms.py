@@ -56,8 +56,8 @@ class TorchvisionTransform:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which also seeds the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
-            made = self._transform(pixels.clone(memory_format=torch.contiguous_format))
-        return Picture(made.permute(1, 2, 0).numpy())
+            pixels = self._transform(pixels.clone(memory_format=torch.contiguous_format))
+        return Picture(pixels.permute(1, 2, 0).numpy())
 
     @cached_property
     def _transform(self) -> Any:

@@ -37,7 +37,7 @@ def whole(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(summary["params_sha256"])
 
 
-@pytest.mark.parametrize("storage", PACKS)
+@pytest.mark.parametrize("storage", ["shards", "zip and tar"])
 def test_same_weights_and_same_resume_within_an_epoch(
     storage: str, image_root: Path, tmp_path: Path, whole: str
 ) -> None:
@@ -88,14 +88,3 @@ def test_a_damaged_image_is_named(
         f"{packed}/train.tar: dots/03.jpg\tUnidentifiedImageError: cannot identify image file\n"
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 9
-
-
-def test_a_run_does_not_resume_with_changed_content(image_root: Path, tmp_path: Path) -> None:
-    root, options = tmp_path / "images", ["loader.workers=0", "train.max_steps=1"]
-    shutil.copytree(image_root, root)
-    path = root / "train" / "dots" / "03.jpg"
-    run(root, tmp_path / "run", *options)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    options[-1] = "train.max_steps=2"
-    with pytest.raises(UserError, match=r"data\.train was .*, content \w+, is .*, content \w+;"):
-        run(root, tmp_path / "run", *options)

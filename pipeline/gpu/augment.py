@@ -1,10 +1,10 @@
 """The operations of RandAugment and TrivialAugment on a GPU, with Pillow's pixels bit for bit.
 
 Journey of a batch, 5: after the copy to the device, before normalisation. If the training list ends
-in rand_augment or trivial_augment and the training runs on a GPU, workers only draw the operations
-(`Compose.draw`), and `apply_operations` applies those of a whole batch.
+in rand_augment or trivial_augment and the training runs on a GPU, workers only sample the
+operations (`Compose.sample`), and `apply_operations` applies those of a whole batch.
 
-The host turns each drawn operation into a row of numbers. It copies all rows at once and does not
+The host turns each operation into a row of numbers. It copies all rows at once and does not
 wait for the device. The kernels are in augment_kernel.py.
 """
 
@@ -31,7 +31,7 @@ _ROW = struct.Struct(f"{COLUMNS}d")
 
 
 def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
-    """Apply the drawn operations of a batch, one after another.
+    """Apply the operations of a batch, one after another.
 
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
@@ -69,7 +69,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
-    """Turn drawn operations into the rows that the kernels read.
+    """Turn operations into the rows that the kernels read.
 
     Args:
         operations: float64 [B, count, 2], in the format of `augment.as_rows`.
@@ -79,20 +79,20 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
         float64 [count, B, COLUMNS], see `_row`.
     """
     # The cache is looked up by the bytes of an operation: 2,048 of them take 0.3 ms.
-    drawn = np.ascontiguousarray(operations.transpose(1, 0, 2), np.float64)
-    rows = bytearray().join([_row(each, size) for each in drawn.view("V16").ravel().tolist()])
-    return np.frombuffer(rows, np.float64).reshape(*drawn.shape[:2], COLUMNS)
+    rounds = np.ascontiguousarray(operations.transpose(1, 0, 2), np.float64)
+    rows = bytearray().join([_row(each, size) for each in rounds.view("V16").ravel().tolist()])
+    return np.frombuffer(rows, np.float64).reshape(*rounds.shape[:2], COLUMNS)
 
 
 @cache
-def _row(drawn: bytes, size: int) -> bytes:
+def _row(operation: bytes, size: int) -> bytes:
     """The numbers of one operation, float64 [COLUMNS], from (position in NAMES, signed strength).
 
     The first is MOVED, followed by a matrix, or the position of another operation in NAMES,
     followed by its number: the weight of the image in a blend (float32, as in Blend.c), the mask of
     posterize, or the first level that solarize inverts.
     """
-    position, strength = struct.unpack("2d", drawn)
+    position, strength = struct.unpack("2d", operation)
     name = NAMES[int(position)]
     numbers: tuple[float, ...] = ()
     if name in BLENDED:

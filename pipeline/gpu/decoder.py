@@ -1,6 +1,6 @@
 """JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
 
-Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its
+Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, samples its
 augmentation, and writes bytes and geometry into the slot. Here nvJPEG decodes a batch on the
 hardware engines (14,000 images/s while an H200 also trains; one host thread waits without the GIL),
 and one kernel makes the batch: float [B, 3, S, S].
@@ -205,7 +205,7 @@ class GpuDecoder:
         table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
         table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
         if files_here.any():
-            address = self._room(table[files_here])
+            address = self._addresses(table[files_here])
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
@@ -224,7 +224,7 @@ class GpuDecoder:
         """Free the engines' memory. No batch may be in progress."""
         self.engines.close()
 
-    def _room(self, rows: np.ndarray) -> np.ndarray:
+    def _addresses(self, rows: np.ndarray) -> np.ndarray:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
         size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         total = int(size.sum())

@@ -1,4 +1,4 @@
-"""The geometry that a worker draws, as numbers for the crop kernel: where each pixel is from.
+"""The geometry that a worker samples, as numbers for the crop kernel: where each pixel is from.
 
 Journey of a batch, 3 for `loader.decoder=gpu` and `hybrid`. The transforms and their random numbers
 are those of the CPU path.
