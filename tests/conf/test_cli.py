@@ -17,7 +17,6 @@ from conf.compose import SECTIONS
 from conf.hints import ADVICE
 from conf.overrides import read_override
 from conf.schema import (
-    KEYS,
     NAMES,
     RESULT,
     Check,
@@ -37,9 +36,7 @@ from conf.schema import (
 from tests.conf.refused import DATA, refusal
 
 ROOT = Path(__file__).parents[2]
-OPTIM, SCHEDULE, RECIPE = (
-    ", ".join(group_names(group)) for group in ("optim", "schedule", "recipe")
-)
+OPTIM, RECIPE = (", ".join(group_names(group)) for group in ("optim", "recipe"))
 CHOICES = [(group, choice) for group in cli.GROUPS for choice in group_names(group)]
 
 
@@ -48,11 +45,9 @@ def sections(config: Config) -> dict[str, object]:
     return {name: asdict(config)[name] for name in SECTIONS}
 
 
-def command(
-    *arguments: str, cwd: Path, python: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run train.py in a subprocess."""
-    line = [sys.executable, *python, str(ROOT / "train.py"), *arguments]
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run train.py in a subprocess, which prints its imports on stderr."""
+    line = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *arguments]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
 
 
@@ -127,7 +122,7 @@ def test_values_keep_their_types() -> None:
 
 
 def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path: Path) -> None:
-    done = command("--help", cwd=tmp_path, python=("-X", "importtime"))
+    done = command("--help", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     for group in cli.GROUPS:
@@ -153,12 +148,11 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("options", [["--cfg", "job"], ["--cfg=job"]])
-def test_cfg_job_prints_yaml(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
     for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=demo"], "optim")):
         with pytest.raises(SystemExit) as stop:
-            cli.parse([*options, *words], script="train.py", purpose="")
+            cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
         expected = sections(cli.load(words[-1:], runnable=False))
         assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
@@ -167,7 +161,8 @@ def test_cfg_job_prints_yaml(options: list[str], capsys: pytest.CaptureFixture[s
 def test_a_typo_on_the_real_command_line(tmp_path: Path) -> None:
     done = command("recipe=demo", "optm.lr=0.3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "train.py: optm.lr=0.3: there is no key optm.lr; write optim.lr=0.3\n"
+    line = "train.py: optm.lr=0.3: there is no key optm.lr; write optim.lr=0.3"
+    assert done.stderr.splitlines()[-1] == line and "| torch" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,28 +181,21 @@ MISTAKES = {
     # an unknown choice, also under an injected path
     "recipe=imagenet_rn5": f"choose one of {RECIPE}; did you mean imagenet_rn50?",
     "optim=../optim/sgd": f"choose one of {OPTIM}",
-    "optim={lr: 1}": f"choose one of {OPTIM}",
     "model=resnet101": "; for any other model write model.name=resnet101",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
     # a wrong type
     "optim.lr=abc": "give a number",
-    "train.seed=1.5": "give a whole number",
     "optim.nesterov=0": "give true or false",
     "log.trackers=wandb": "give names among tensorboard, wandb, in brackets",
     "data.train=null": "give a name or a path",
     "augment.train=5": "give a list, in brackets",
     "optim.betas=0.9,0.95": "give 2 values in brackets, each a number",
-    "loader.batch_size=2^8": "give a whole number >= 1",
-    "optim.lr=[1": "cannot be read as key=value; give a number > 0",
     # a value that is not allowed
-    "train.max_steps=0": "give a number >= 1 or null",
     "loader.workers=true": "give auto or a whole number from 0 to 4096",
     "model.channels_last=1": "give auto or true or false",
     "train.epochs=1e308": "give a number > 0",
-    "data.std=[0.5, 0.5, 0]": "give 3 values in brackets, each a number > 0",
     "profile.steps=[3,2]": "give two steps, the first not after the last",
-    "train.device=gpu": "give one of auto, cpu, cuda",
     "train.class_weights=even": "give one of balanced or null",
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
@@ -224,16 +212,10 @@ MISTAKES = {
 
 @pytest.mark.parametrize("override", MISTAKES)
 def test_mistake_is_one_line_and_status_2(
-    override: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    override: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     line = refusal([DATA, override], capsys)
-    assert line.startswith(f"{override.partition('=')[0]}")
-    assert MISTAKES[override] in line
-    assert list(tmp_path.iterdir()) == []
+    assert line.startswith(f"{override.partition('=')[0]}") and MISTAKES[override] in line
 
 
 def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,31 +280,14 @@ def test_advice_is_an_override_that_is_allowed(flag: str) -> None:
 def test_if_a_key_is_given_twice_the_wrong_override_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for typed in (
-        ["optim.lr=0.1", "optim.lr=abc"],
-        ["optim.lr=abc", "optim.lr=0.1"],
-        ["optim.lr=0.1", "optim.lr=${nope}"],
-        ["optim.lr=0.1", "optim.lr=-2"],
-    ):
-        wrong = next(word for word in typed if word != "optim.lr=0.1")
-        assert refusal([DATA, *typed], capsys).startswith(f"{wrong}: ")
+    for wrong in ("optim.lr=abc", "optim.lr=${nope}", "optim.lr=[1"):
+        assert refusal([DATA, "optim.lr=0.1", wrong], capsys).startswith(f"{wrong}: ")
+    assert refusal([DATA, "optim.lr=abc", "optim.lr=0.1"], capsys).startswith("optim.lr=abc: ")
     assert cli.load([DATA, "optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
 
 
-PATHS = [
-    "/data/ü b",
-    "/d/(2012)",
-    "/d/a=b",
-    "/d/[x",
-    "/d/{x}",
-    "/d/#1",
-    "/d/it's",
-    "/d/a,b",
-    "/d/x\\",
-    "/d/\\'x",
-    "~/%$ x",
-    "/日本",
-]
+PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
+PATHS += ["/d/x\\", "/d/\\'x", "~/%$ x", "/日本"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -383,10 +348,6 @@ def test_checks(check: Check, allowed: list[Any], refused: list[Any], says: str)
 def test_show_formats_values_as_typed() -> None:
     values = [None, True, False, 0.1, 3.0, "auto", {"a": None}]
     assert " ".join(map(show, values)) == "null true false 0.1 3 auto {a: null}"
-
-
-def test_every_key_has_a_sentence() -> None:
-    assert set(sentences()) == set(KEYS)
 
 
 def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

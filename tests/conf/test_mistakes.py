@@ -107,8 +107,6 @@ def above(images: Path) -> None:
 # What is done to the images, the folder that is given, and the message; {} stands for the images.
 ROOTS: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda _: None, "/no/such/place", "data.root=/no/such/place: no such folder; it must hold "),
-    (lambda _: None, "nowhere", "data.root=nowhere: no such folder"),
-    (lambda _: None, "{}/train/dots/0000.jpg", "data.root={}/train/dots/0000.jpg: "),
     (lambda _: None, "{}/val/", "data.root={}/val/: holds no train; write data.root={}\n"),
     (lambda i: shutil.rmtree(i / "train"), "{}", "data.train={}/train: no such folder"),
     (
@@ -116,27 +114,12 @@ ROOTS: list[tuple[Callable[[Path], object], str, str]] = [
         "{}",
         "data.val={}/val: no such folder; {} holds validation",
     ),
-    (
-        lambda i: shutil.rmtree(i / "val"),
-        "{}/train",
-        "data.train={}/train/train: no such folder; {}/train holds ch",
-    ),
     (above, "{}", "data.root={}: holds no train; write data.root={}/Data/CLS-LOC\n"),
     (lambda i: only_a_file(i / "val"), "{}", "data.val={}/val: no class folders"),
     (
         lambda i: shutil.rmtree(i / "val" / "dots"),
         "{}",
         "data.val={}/val: has no class dots, which train has",
-    ),
-    (
-        lambda i: shutil.rmtree(i / "train" / "dots"),
-        "{}",
-        "data.train={}/train: has no class dots, which val has",
-    ),
-    (
-        lambda i: rename_images(i, "train/dots/*"),
-        "{}",
-        "data.train={}/train: class folder dots",
     ),
     (
         lambda i: rename_images(i, "*/*/*"),
@@ -167,11 +150,6 @@ TRANSFORMS = {
     "augment.batch=[mixupp]": "did you mean mixup?",
     "augment.train=[{random_resized_crop: {size: 9, sise: 3}}]": "argument 'sise'; it",
     "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": "[0.9, 0.1]: give",
-    "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
-    "augment.train=[{v2.RandAugment: {count: 2}}]": "unexpected keyword argument 'count'",
-    "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
-    "augment.train=[{a: 1, b: 2}]": "is not a transform",
-    "augment.train=[null]": "is not a transform",
     "augment.train=[]": "does not end in images of one size",
     "augment.val=[{resize: {size: 64}}]": "does not end in images of one size",
 }
@@ -186,7 +164,6 @@ def test_invalid_transform(refusal: Refusal, image_root: Path, override: str) ->
 
 LINES = {
     "model.name=resnet51": "model.name=resnet51: no such model; did you mean resnet",
-    "model.name=os.system": "model.name=os.system: no such model",
     "model.name=alexnet": "data.image_size: the model does not take images of 32 px",
     "model=vit_s16 data.image_size=40": "data.image_size: the model does not take images of 40 px",
     # Otherwise it would fail after the first epoch.
@@ -196,7 +173,6 @@ LINES = {
     "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
     "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
     "run.dir=notes": "run.dir=notes: cannot be used",
-    "run.dir=notes/run": "run.dir=notes/run: cannot be used",
     "run.dir=photos": "run.dir=photos: holds files that are not of a run",
     "run.dir=photos checkpoint.resume=never": "run.dir=photos: holds files that are not of a run",
     f"run.dir={'x' * 300}": f"run.dir={'x' * 300}: ",
@@ -218,8 +194,6 @@ SIZES = {
     "data.sizes={0: 32}": "not allowed; give {}, or 2 to 8 entries `epoch: size`",
     "data.sizes={1: 16, 2: 32}": "not allowed; ",
     "data.sizes={0: 16, 3: 24, 2: 32}": "not allowed; ",
-    "data.sizes={0: 4, 2: 32}": "not allowed; ",
-    "data.sizes=[16, 32]": "not allowed; ",
     "data.sizes={0: 16, 2: 24}": "the last size must be data.image_size=32; give ",
     "data.sizes={0: 16, 90: 32}": "the run ends after train.epochs=90, before epoch 90; lower it",
 }
@@ -238,28 +212,20 @@ def test_sizes_that_the_transforms_ignore(refusal: Refusal, image_root: Path) ->
     )
 
 
-def test_mistakes_are_found_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
+def test_mistakes_are_found_before_the_demo_is_drawn(
+    refusal: Refusal, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for override, line in {
         "model.name=nope": "model.name=nope: no such model",
-        "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
         "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
-        "loader.batch_size=2001": (
-            "loader.batch_size=2001: larger than the training split (2000 images)"
-        ),
-        "data.image_size=8": "data.image_size: the model does not take images of 8 px",
+        "loader.batch_size=2001": "loader.batch_size=2001: larger than the training split (2000 im",
         "loader.decoder=gpu": "loader.decoder=gpu: needs an NVIDIA GPU",
         "run.dir=photos": "run.dir=photos: holds files that are not of a run",
         "data.root=photos": "data.root=",
     }.items():
-        overrides = ["model.name=alexnet"] if override == "data.image_size=8" else []
-        assert refusal("data=demo", "train.device=cpu", *overrides, override).startswith(line)
-
-
-def test_too_little_memory_is_refused_before_the_demo_is_drawn(
-    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        assert refusal("data=demo", "train.device=cpu", override).startswith(line)
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
     assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
 

@@ -19,7 +19,5 @@ def test_numbers_that_are_not_finite_become_null(value: float) -> None:
     assert strictly_parsed(strict_json.dumps(content)) == expected
     assert strictly_parsed(strict_json.dumps(content, indent=2)) == expected
 
-
-def test_finite_content_is_unchanged() -> None:
-    content = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
-    assert strict_json.dumps(content) == json.dumps(content)
+    finite = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
+    assert strict_json.dumps(finite) == json.dumps(finite)
