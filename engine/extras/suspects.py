@@ -50,18 +50,19 @@ class SampleLosses(nn.Module):
         self.register_buffer("sums", torch.zeros(images, 2, dtype=torch.int32, device=device))
         self.register_buffer("latest", torch.full((images,), -1, dtype=torch.int32, device=device))
 
-    def add(self, samples: Tensor, each: Tensor, unless: Tensor | float = 0) -> None:
+    def add(self, samples: Tensor, per_image: Tensor, unless: Tensor | float = 0) -> None:
         """Add a batch. Nothing here waits for the device.
 
         Args:
             samples: int64 [B, 2], the (epoch, index) of each image.
-            each: int32 [B, 3], from `engine.losses.image_losses`.
+            per_image: int32 [B, 3], from `engine.losses.image_losses`.
             unless: float32 [], 1 to add nothing, else 0.
         """
         epochs, indices = samples.unbind(1)
+        _, counts, guesses = per_image.unbind(1)
         late = (epochs >= self.first_epoch) & (unless == 0)
-        self.sums.index_add_(0, indices, each[:, :2] * late[:, None])
-        predicted = ((epochs * self.classes).int() + each[:, 2]).where(late & (each[:, 1] > 0), -1)
+        self.sums.index_add_(0, indices, per_image[:, :2] * late[:, None])
+        predicted = ((epochs * self.classes).int() + guesses).where(late & (counts > 0), -1)
         self.latest.scatter_reduce_(0, indices, predicted, "amax")
 
     def collect(self, world: World) -> None:

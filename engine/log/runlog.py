@@ -202,7 +202,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def validated(
         self,
         row: dict[str, Any],
-        each: Sequence[Mapping[str, Tensor]],
+        batches: Sequence[Mapping[str, Tensor]],
         *,
         best: bool,
         previous: Mapping[str, float],
@@ -210,10 +210,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Report a validation, and warn if the run falls behind its recipe. Collective.
 
         Args:
-            each: what `engine.validation.evaluate` has collected on this rank.
+            batches: what `engine.validation.evaluate` has collected on this rank.
             previous: the row of the validation before.
         """
-        found = Predictions.gather(each, self.world)
+        found = Predictions.gather(batches, self.world)
         if not self.world.is_main:
             return
         self.tracker.print(val_line(row, self.plan.config.train.epochs, best=best))

@@ -13,7 +13,6 @@ from engine.log.pictures import BLUE, RED, bars, tiles
 from engine.log.predictions import COLUMNS, Predictions
 from engine.validation import evaluate
 from pipeline.dataset import FakeDataset
-from scripts.evaluate import MirrorAverage
 from train import validation_values
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -106,16 +105,6 @@ def test_worst(logits: Tensor, labels: Tensor) -> None:
     found.losses[17] = math.nan
     assert found.worst(1) == [17]
     assert len(found.worst(10_000)) == IMAGES and len(found.worst(0)) == 0
-
-
-def test_flip_averages_logits() -> None:
-    class Corner(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return images[:, :, 0, 0]
-
-    images = torch.randn(5, 3, 4, 4)
-    expected = (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2
-    assert torch.equal(MirrorAverage(Corner())(images), expected)
 
 
 def test_nan_is_no_hit() -> None:
