@@ -1,7 +1,7 @@
 """Measure the throughput of each stage: read, decode, loader, copy, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
-    python scripts/bench.py data.root=/imagenet --only loader step train --compare earlier.json
+    python scripts/bench.py data.root=/imagenet --only loader step train
     python scripts/bench.py data.root=/imagenet --workers 8 12 14
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
@@ -12,7 +12,6 @@ workers, in several rounds. It reports the best number and the knee, the fewest 
 0.98 of the best rate. To compare decoders or prefetch factors, run it with other overrides.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -30,21 +29,11 @@ SCRIPT = "bench.py"
 STAGES = ("read", "decode", "loader", "copy", "step", "train")
 
 
-def rates_in(path: Path) -> dict[str, float]:
-    """Return the rates of an earlier bench.json by stage; exit if it has none."""
-    try:
-        return {stage["name"]: stage["rate"] for stage in json.loads(path.read_text())["stages"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"is not the bench.json of an earlier run ({type(error).__name__}); give one"
-        cli.fail(f"--compare {path}: {message}", SCRIPT)
-
-
 if __name__ == "__main__":
     parser = cli.option_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
-    parser.add_argument("--compare", type=Path, help="show the ratio to this bench.json")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script=SCRIPT, purpose=__doc__)
@@ -52,7 +41,6 @@ if __name__ == "__main__":
         cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", SCRIPT)
     if OPTIONS.workers and min(OPTIONS.workers) < 0:
         cli.fail(f"--workers {min(OPTIONS.workers)}: give numbers from 0 on", SCRIPT)
-    EARLIER = rates_in(OPTIONS.compare) if OPTIONS.compare else {}
 
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +62,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
+from scripts.lib.trained import exit_status
 
 WINDOWS = 5
 # Over the numbers of workers, forwards and backwards equally often: a steady drift of the machine
@@ -350,15 +339,12 @@ class Stepper:
         return Stage("train", rates, f"time in which the device waited for data: {waited}", taken)
 
 
-def table(stages: Sequence[Stage], earlier: dict[str, float]) -> str:
-    """Format a line per stage: name, median rate, range, ratio to an earlier run, note."""
+def table(stages: Sequence[Stage]) -> str:
+    """Format a line per stage: name, median rate, range, note."""
     lines = []
     for stage in stages:
-        ratio = f"  x{stage.rate / earlier[stage.name]:.2f}" if stage.name in earlier else ""
         spread = f"{min(stage.rates):,.0f}-{max(stage.rates):,.0f}"
-        lines.append(
-            f"{stage.name:<12} {stage.rate:>10,.0f} images/s  ({spread}){ratio}  {stage.note}"
-        )
+        lines.append(f"{stage.name:<12} {stage.rate:>10,.0f} images/s  ({spread})  {stage.note}")
     return "\n".join(lines)
 
 
@@ -384,26 +370,16 @@ def summary(numbers: dict[int, list[tuple[Stage, Stage]]], alone: Stage) -> list
 
 
 def main() -> int:
-    cli.log_to_stderr()
-    try:
-        if OPTIONS.workers:
-            numbers = sorted(set(OPTIONS.workers))
-            alone, found = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
-            stages = summary(found, alone)
-        else:
-            stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
-        if not stages:
-            only = " ".join(OPTIONS.only)
-            raise UserError(f"--only {only}: nothing can be measured here; add another stage")
-    except UserError as error:
-        cli.fail(str(error), SCRIPT)
-    except RunError as error:
-        cli.complain(str(error), SCRIPT)
-        return 1
-    except KeyboardInterrupt:
-        cli.complain("interrupted", SCRIPT)
-        return 130
-    print(table(stages, EARLIER))
+    if OPTIONS.workers:
+        numbers = sorted(set(OPTIONS.workers))
+        alone, found = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
+        stages = summary(found, alone)
+    else:
+        stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
+    if not stages:
+        only = " ".join(OPTIONS.only)
+        raise UserError(f"--only {only}: nothing can be measured here; add another stage")
+    print(table(stages))
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": cores(),
@@ -411,15 +387,11 @@ def main() -> int:
         "config": cli.to_yaml(CONFIG),
         "stages": [{**asdict(stage), "rate": stage.rate} for stage in stages],
     }
-    try:
-        OPTIONS.out.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(OPTIONS.out / "bench.json", record)
-    except OSError as error:
-        cli.complain(f"--out {OPTIONS.out}: cannot be written: {error.strerror}", SCRIPT)
-        return 1
+    OPTIONS.out.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(OPTIONS.out / "bench.json", record)
     print(f"written to {OPTIONS.out}/bench.json")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, SCRIPT))

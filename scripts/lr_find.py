@@ -52,7 +52,7 @@ import train
 from conf.launch import exit_with
 from engine.checkpoint import write_json
 from engine.distributed import join_world
-from engine.log.pictures import BLUE, GREY, RED, SMALL, font, sheet
+from engine.log.pictures import BLUE, GREY, SMALL, font, sheet
 from engine.optim import Curve
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
@@ -119,8 +119,8 @@ def smoothed(losses: Sequence[float], steps: int) -> np.ndarray:
     An average over the steps before, as in fastai, lags behind the learning rate.
     """
     finite = np.asarray([loss for loss in losses if math.isfinite(loss)])
-    place = np.arange(len(finite))
-    weights = np.exp(-(((place[:, None] - place) / (SMOOTHING * steps)) ** 2) / 2)
+    position = np.arange(len(finite))
+    weights = np.exp(-(((position[:, None] - position) / (SMOOTHING * steps)) ** 2) / 2)
     return (weights @ finite) / weights.sum(1)
 
 
@@ -150,19 +150,18 @@ def picture(losses: Sequence[float], lrs: Sequence[float], steps: int, title: st
     smooth = smoothed(losses, steps)
     # A diverged loss would leave the rest of the curve flat.
     least, most = min(losses), smooth[0] + 0.5 * (smooth[0] - smooth.min()) + 1e-6
-    across = np.linspace(70, 870, len(lrs))
-    points, curve = (
-        list(zip(across, 60 + 360 * (most - np.fmin(y, most)) / (most - least), strict=False))
-        for y in (losses, smooth)
-    )
-    for x, y in points:
+    across = np.linspace(70, 870, len(lrs)).tolist()
+
+    def down(loss: np.ndarray) -> list[float]:
+        return (60 + 360 * (most - np.fmin(loss, most)) / (most - least)).tolist()
+
+    for x, y in zip(across, down(np.asarray(losses)), strict=True):
         draw.ellipse((x - 2, y - 2, x + 2, y + 2), GREY)
-    draw.line(curve, BLUE, 3)
+    draw.line(list(zip(across, down(smooth), strict=False)), BLUE, 3)
     for x, lr in list(zip(across, lrs, strict=True))[:: max(1, len(lrs) // 8)]:
         draw.text((x, 430), f"{lr:.2g}", "black", font(SMALL), "ma")
     for y, loss in ((420, least), (60, most)):
         draw.text((62, y), f"{loss:.2f}", "black", font(SMALL), "rm")
-    draw.text((470, 460), "learning rate", RED, font(SMALL), "mm")
     return image
 
 
