@@ -23,7 +23,6 @@ from PIL import Image
 from conf import cli
 from pipeline import decode, machine
 from pipeline.class_names import imagenet_names
-from pipeline.index import load_index
 from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
@@ -454,16 +453,6 @@ def test_storage_and_the_gpus(
     assert status == "ok" or "scripts/prepare.py --side" in row.do
 
 
-def test_read_rate(image_root: Path, tmp_path: Path) -> None:
-    as_tar(image_root / "train", tmp_path / "train.tar")
-    files = list((image_root / "train").rglob("*.jpg"))
-    mean = sum(path.stat().st_size for path in files) / len(files)
-    for place in (image_root / "train", tmp_path / "train.tar"):
-        index = load_index(place, key="data.train")
-        rate, each = machine_checks.read_rate(index, list(range(len(index))), 2)
-        assert rate > 0 and each == mean
-
-
 # GPUs.
 
 
@@ -577,11 +566,11 @@ def test_a_gpu_that_reports_little_and_no_nvml(see: See) -> None:
 
 
 def test_unused_gpus(see: See) -> None:
-    row = see(ranks=1)[0]
-    assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 1 used")
-    assert "torchrun --nproc-per-node 2" in row.do
-    row = see("train.device=cpu")[0]
-    assert row.status == "warn" and row.do == "remove train.device"
+    for rows, cure in (
+        (see(ranks=1), "torchrun --nproc-per-node 2"),
+        (see("train.device=cpu"), "remove train.device"),
+    ):
+        assert rows[0].status == "warn" and cure in rows[0].do
 
 
 def test_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,9 +579,3 @@ def test_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = only(machine_checks.gpu(case_of(root, "train.device=auto")))
     assert row.status == "warn" and "is built without CUDA" in row.found
     assert only(machine_checks.gpu(case_of(root, "train.device=cuda"))).status == "fail"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    exists = os.path.exists
-    driver = "/proc/driver/nvidia/version"
-    monkeypatch.setattr(os.path, "exists", lambda path: path == driver or exists(path))
-    row = only(machine_checks.gpu(case_of(root)))
-    assert "sees no GPU although there is an NVIDIA driver" in row.found

@@ -84,16 +84,19 @@ def test_self_check_of_something_else(folder: Path, override: str, message: str)
         evaluate.check_repeats(opened(folder, override), ALONE)
 
 
-def test_self_check_of_another_start(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"config": {"ranks": 4}}, r"ranks was 4 in the run's validation, is 1"),
+        ({"last": {"step": 3}}, "was not written at a validation"),
+        (None, "is not a checkpoint of this program"),
+    ],
+)
+def test_self_check_of_another_start(folder: Path, stored: Any, message: str) -> None:
     trained = opened(folder)
-    stored = {**trained.stored, "config": {**trained.stored["config"], "ranks": 4}}
-    with pytest.raises(UserError, match=r"ranks was 4 in the run's validation, is 1"):
-        evaluate.check_repeats(replace(trained, stored=stored), ALONE)
-    stored = {**trained.stored, "last": {"step": 3}}
-    with pytest.raises(UserError, match="was not written at a validation"):
-        evaluate.check_repeats(replace(trained, stored=stored), ALONE)
-    with pytest.raises(UserError, match="is not a checkpoint of this program"):
-        evaluate.check_repeats(replace(trained, stored={}), ALONE)
+    changed = stored and {**trained.stored, **stored}
+    with pytest.raises(UserError, match=message):
+        evaluate.check_repeats(replace(trained, stored=changed or {}), ALONE)
 
 
 def test_files(found: Evaluated, tmp_path: Path) -> None:

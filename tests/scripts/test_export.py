@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import models
@@ -85,32 +84,6 @@ def test_each_format(
         eager = trained.build(CPU)(job.normalised(images))
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
-
-
-def test_another_program_needs_only_the_file(
-    trained: Trained, files: FolderDataset, tmp_path: Path
-) -> None:
-    """It uses torch and Pillow. Pillow's resize rounds differently, by up to one level."""
-    out = tmp_path / "model.pt2"
-    export.export(job_for(trained), out)
-    texts = {"classes": "", "preprocessing": ""}
-    program = torch.export.load(out, extra_files=texts).module()
-    given = json.loads(texts["preprocessing"])
-    resize, crop = (entry for entry in given["transforms"])
-    image = Image.open(files.name(5))
-    factor = resize["resize"]["size"] / min(image.size)
-    size = (int(image.width * factor), int(image.height * factor))
-    image = image.resize(size, Image.Resampling.BILINEAR)
-    side = crop["center_crop"]["size"]
-    left, top = round((image.width - side) / 2), round((image.height - side) / 2)
-    image = image.crop((left, top, left + side, top + side))
-    pixels = (np.asarray(image) / 255 - given["mean"]) / given["std"]
-    logits = program(torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32))[0]
-    batch = torch.from_numpy(files.load(0, 5)[0])[None]
-    with torch.no_grad():
-        eager = trained.build(CPU)(job_for(trained).normalised(batch))[0]
-    torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
-    assert len(json.loads(texts["classes"])) == len(logits)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -242,14 +215,6 @@ def test_self_check_finds_another_normalisation(trained: Trained, files: FolderD
     texts["preprocessing"]["mean"] = [-2.0, 3.0, -2.0]
     with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
         export.self_check(job, trained.build(CPU), texts, files)
-
-
-def test_self_check_has_the_limit_of_the_run(trained: Trained, files: FolderDataset) -> None:
-    """For the largest image."""
-    config = replace(trained.config, data=replace(trained.config.data, max_pixels=99))
-    job = job_for(replace(trained, config=config))
-    with pytest.raises(ExportError, match=r"data\.max_pixels=99"):
-        export.self_check(job, trained.build(CPU), texts_of(job), files)
 
 
 def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: FolderDataset) -> None:

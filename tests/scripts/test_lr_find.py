@@ -84,8 +84,3 @@ def test_divergence() -> None:
     assert has_diverged([2.0, math.inf]) and has_diverged([math.nan])
     assert not has_diverged([2.0] * 30 + [30.0])  # one bad batch
     assert has_diverged([2.0] * 30 + [11.0] * 5) and not has_diverged([2.0] * 30 + [7.0] * 5)
-
-
-def test_smoothing_keeps_a_line() -> None:
-    line = np.linspace(1, 0, 100)
-    np.testing.assert_allclose(smoothed(line.tolist(), 100)[20:-20], line[20:-20], atol=1e-6)

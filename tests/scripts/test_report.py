@@ -173,16 +173,9 @@ def test_files_may_be_missing(
     [
         b"",
         b"\xff\xfe\x00",
-        b"[]",
         b"null",
-        b"{",
-        b'"\\ud800"',
-        b"[" * 100_000,
-        b"a: *b",
-        b"NaN",
-        b'{"step": "x", "loss": 1}\n{"step": null}\n[1]\n\n{"step": -1}',
-        b'{"step": 1}\n{"step": 2, "split": ["train"]}',
-        b'{"status": ["a"], "verdict": 3, "seconds_lost": [1], "signal": "x", "history": 5}',
+        b'{"step": "x", "split": "train", "loss": "x"}\n{"step": null}\n[1]\n{"step": 1}',
+        b'{"status": ["a"], "verdict": 3, "seconds_lost": [1], "total_seconds": "x"}',
     ],
 )
 def test_a_file_may_hold_anything(copied: Path, content: bytes) -> None:
@@ -191,30 +184,6 @@ def test_a_file_may_hold_anything(copied: Path, content: bytes) -> None:
         (copied / name).write_bytes(content)
         made(copied)
         (copied / name).write_bytes(before)
-
-
-ODD = [0, -1, 1e299, -1e299, 5e-324, math.nan, math.inf, "x", None, True, [], {}, 10**400, 1e-12]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_value_may_be_anything(tmp_path: Path, seed: int) -> None:
-    """The page still holds only shapes inside the charts."""
-    keys = ["loss", "epoch", "seconds", "odd", "data_wait_fraction", "compute_fraction"]
-    keys += ["gpu_power_watts", "gpu_power_watts_min", "gpu_power_watts_max"]
-    place = iter(range(seed * 7919, 10**9))
-
-    def odd() -> Any:
-        n = next(place)
-        return ODD[n * 2654435761 % 2**32 % len(ODD)] if n % 3 else n % 11
-
-    rows = [
-        {"step": i * 10, "split": "val" if i % 4 == 3 else "train", **{key: odd() for key in keys}}
-        for i in range(12)
-    ]
-    summary = {key: odd() for key in ("total_seconds", "top1", "signal", "step")}
-    lost = {"validation": odd(), "checkpoint": odd()}
-    first = synthetic(tmp_path / "run", rows, **summary, seconds_lost=lost, verdict=[odd()])
-    made(first, synthetic(tmp_path / "other", rows[::-1]), out=tmp_path / "both.html")
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
