@@ -50,17 +50,20 @@ def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
     Raises:
         UserError: the weights are missing or cannot be read.
     """
-    typed = typed_keys(config.typed)
     if config.model.weights is None:
         raise UserError(
             "model.weights is missing: fine-tuning starts from trained weights; give "
             "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
             "torchvision or timm, or the folder of a run"
         )
-    values = of_weights(config, typed)
-    return {
-        f"from {config.model.weights}": values | _train_transforms(values, config, typed),
+    typed = typed_keys(config.typed)
+    decided = {
+        f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
+    }
+    return {
+        reason: {key: value for key, value in values.items() if key not in typed}
+        for reason, values in decided.items()
     }
 
 
@@ -90,39 +93,37 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     if config.model.weights != "pretrained":
         path = checkpoint.find(path)
         content = models.read_file(path, origin=f"model.weights={config.model.weights}")
-    stored: Values = {}
+    names_model = bool(typed & {"model", "model.name"})
     if checkpoint.is_ours(content):
         size = checkpoint.plan_in(content).get("image_size", 224)
-        stored = {**content["config"], "data.image_size": size}
+        values = {**content["config"], "data.image_size": size}
     elif exported := models.exported(path):
-        stored = exported.values
-    own_model = bool(typed & {"model", "model.name"})
-    if stored:  # of a run of this program
-        names = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
-        names += [] if own_model else ["model.name", "model.args"]
-        return {name: stored[name] for name in names if name in stored}
-    name = config.model.name
-    if not own_model:
-        stored_name = models.stored_name(content)
-        if stored_name is not None and stored_name not in models.available():
-            stored_name = f"timm/{stored_name}"  # timm's files name the model without the prefix
-        name = models.published_model(path) or stored_name or name
-    val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
-    stated = models.published(name, path, val_size=val_size)
-    return {"model.name": name} | (stated.values if stated else {})
+        values = exported.values
+    else:
+        name = config.model.name if names_model else _model_of(path, content) or config.model.name
+        val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
+        stated = models.published(name, path, val_size=val_size)
+        values = {"model.name": name} | (stated.values if stated else {})
+    keys = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
+    keys += [] if names_model else ["model.name", "model.args"]
+    values = {key: values[key] for key in keys if key in values}
+    if "bicubic" in str(values.get("augment.val")):
+        size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
+        values["augment.train"] = [_bicubic(entry, size) for entry in config.augment.train]
+    return values
 
 
-def _train_transforms(values: Values, config: Config, typed: set[str]) -> Values:
-    """Return augment.train with the interpolation of the weights, if it is not the default."""
-    if "bicubic" not in str(values.get("augment.val")):
-        return {}
-    size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
+def _model_of(path: Path, content: Any) -> str | None:
+    """Return the name of the model of a file that another project wrote; None if it is unknown."""
+    name = models.stored_name(content)
+    if name is not None and name not in models.available():
+        name = f"timm/{name}"  # timm's files name the model without the prefix
+    return models.published_model(path) or name
+
+
+def _bicubic(transform: Any, size: int) -> Any:
+    """Return a transform of the training images with the interpolation of the weights."""
+    if not isinstance(transform, dict) or "random_resized_crop" not in transform:
+        return transform
     changed = {"size": size, "interpolation": "bicubic"}
-    return {
-        "augment.train": [
-            {"random_resized_crop": {**entry["random_resized_crop"], **changed}}
-            if isinstance(entry, dict) and "random_resized_crop" in entry
-            else entry
-            for entry in config.augment.train
-        ]
-    }
+    return {"random_resized_crop": {**transform["random_resized_crop"], **changed}}
