@@ -65,12 +65,7 @@ def build(
     """
     options = dict(args or {})
     given = f"model.args={show(options)}"
-    for key, value in options.items():
-        if key in RESERVED:
-            raise UserError(f"{given}: {key} follows from other keys")
-        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
-        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
-            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
+    _check(options, given)
     blur = options.pop("blur_pool", False)
     try:
         model = _create(name, num_classes, image_size, pretrained, options)
@@ -92,6 +87,16 @@ def build(
             f"({reason}); change one of them"
         ) from None
     return model
+
+
+def _check(options: Mapping[str, Any], given: str) -> None:
+    """Refuse arguments that libraries accept silently, or that other keys decide."""
+    for key, value in options.items():
+        if key in RESERVED:
+            raise UserError(f"{given}: {key} follows from other keys")
+        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
+        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
 
 
 def _create(
