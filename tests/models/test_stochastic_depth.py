@@ -13,7 +13,7 @@ from conf.packages import import_torchvision
 BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "resnet_tiny": (3, ("bn2",)),
     "resnet18": (8, ("bn2",)),
-    "resnext50_32x4d": (16, ("bn3",)),
+    "resnet50": (16, ("bn3",)),
     "vit_s16": (12, ("attn", "mlp")),
 }
 LAST = 0.6
