@@ -31,6 +31,7 @@ from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
 from pipeline.shared import Pinned
 from tests.drawings import draw_image
+from tests.engines import PillowEngines
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -227,25 +228,14 @@ def test_worker_decodes_a_dataset_that_has_no_files() -> None:
             batch.release(None)
 
 
-class RefusingEngines:
-    """Stands in for GpuDecoder: refuses a batch with files, and copies the pixels of another."""
-
-    seconds_per_image = 0.0
-
-    def make_batch(
-        self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any
-    ) -> None:
-        if (rows[:, geometry.LENGTH] > 0).any():
-            raise EngineError("nvjpegDecodeBatched returned status 2")
-        out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
-
-
 def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
     image_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN))
     for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
-        upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
+        engines: Any = PillowEngines(torch.device("cpu"), 8)
+        engines.broken = True
+        upload = EngineUpload(loader, engines)
         image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
         prefetcher = Prefetcher(loader, image, depth=1)
         prefetcher.set_upload(upload)
@@ -256,7 +246,7 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
                 np.testing.assert_array_equal(found, expected)
         prefetcher.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "status 2: the CPU decoder decodes this batch instead" in caplog.text
+    assert "the CPU decoder decodes this batch instead" in caplog.text
 
 
 class Library:
@@ -278,36 +268,30 @@ class Library:
         return self.statuses.get("nvjpegGetProperty", 0)
 
 
-def engines(*arguments: Any, **statuses: int) -> Engines:
-    return Engines(Library(*arguments, **statuses))  # type: ignore[arg-type]
-
-
 def test_errors_of_nvjpeg_name_the_call_and_the_status() -> None:
-    with pytest.raises(EngineError, match=r"nvjpegCreateEx of .* status 7: this GPU has no JPEG"):
-        engines(nvjpegCreateEx=7)
-    with pytest.raises(EngineError, match=r"^nvJPEG 11 is too old; install version 12$"):
-        engines(11)
-    with pytest.raises(EngineError, match="nvjpegGetProperty of nvJPEG returned status 1"):
-        engines(nvjpegGetProperty=1)
-
-
-def test_engines_free_what_they_create() -> None:
-    made = engines()
-    made.close()
-    created, freed = ["nvjpegCreateEx", "nvjpegJpegStateCreate"], ["nvjpegJpegStateDestroy"]
-    assert made.library.calls == [*created, *freed, "nvjpegDestroy"]  # type: ignore[attr-defined]
+    for library, message in (
+        (Library(nvjpegCreateEx=7), r"nvjpegCreateEx of .* status 7: this GPU has no JPEG"),
+        (Library(11), r"^nvJPEG 11 is too old; install version 12$"),
+        (Library(nvjpegGetProperty=1), "nvjpegGetProperty of nvJPEG returned status 1"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            Engines(library)  # type: ignore[arg-type]
 
 
 def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -> None:
-    made, calls = engines(), []
+    library: Any = Library()
+    engines, counts = Engines(library), []
     stream: Any = SimpleNamespace(cuda_stream=0)
     for count, status in ((2, 0), (2, 0), (3, 6), (3, 0)):
-        made.library.statuses["nvjpegDecodeBatched"] = status  # type: ignore[attr-defined]
+        library.statuses["nvjpegDecodeBatched"] = status
         array = np.zeros(count, np.uint64)
         with pytest.raises(EngineError) if status else nullcontext():
-            made.decode(array, array, array, stream)
-        calls.append(made.library.calls[2:].count("nvjpegDecodeBatchedInitialize"))  # type: ignore[attr-defined]
-    assert calls == [1, 1, 2, 3]
+            engines.decode(array, array, array, stream)
+        counts.append(library.calls.count("nvjpegDecodeBatchedInitialize"))
+    assert counts == [1, 1, 2, 3]
+    engines.close()
+    assert library.calls[:2] == ["nvjpegCreateEx", "nvjpegJpegStateCreate"]
+    assert library.calls[-2:] == ["nvjpegJpegStateDestroy", "nvjpegDestroy"]
 
 
 def test_nvidias_own_package_is_the_first_choice(
