@@ -38,7 +38,7 @@ class Feed:
             enough: images/s that this rank needs; hybrid aims for no more.
         """
         if decoder in ON_GPU:
-            assert self.engines is not None, "the buffers have no room for files"
+            assert self.engines is not None, "allocated without memory for files"
             self.train.set_upload(self.engines)
             self.engines.share_with_workers(decoder == "hybrid", enough=enough)
         else:

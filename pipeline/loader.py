@@ -58,8 +58,7 @@ class HostBatch:
     samples: torch.Tensor  # int64 [B, 2], the (epoch, index) of each row
     step: int  # of the sampler
     slot: int  # position in the ring
-    # float64 [B, count, 2], the drawn operations that are still to be applied to the images, as of
-    # `augment.as_rows`; None if there are none.
+    # float64 [B, count, 2] as of `augment.as_rows`: operations that the device applies, or None.
     operations: np.ndarray | None
     release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
@@ -160,11 +159,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
-    def submit(
-        self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0, size: int = 0
-    ) -> Task:
+    def submit(self, task: Task) -> Task:
         """Queue a task and return it. Tasks start in the order of the calls."""
-        task = Task(source, slot, row, samples, encoded, size)
         self.waiting.append(task)
         self._dispatch()
         return task
@@ -192,9 +188,10 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 self._finish(task, run_task(task, self.sources))
 
     def activate(self, workers: int) -> None:
-        """Send tasks to this many workers, at least one of those started; start missing ones.
+        """Send tasks to the first `workers` workers, and start those that are missing.
 
-        The others finish the tasks they have, and are idle.
+        The others finish their tasks and are idle. At least one worker that has been started stays
+        active; without any, tasks run in this process.
         """
         self.active = max(workers, min(1, len(self.workers)))
         while len(self.workers) < self.active:
@@ -414,7 +411,7 @@ class Loader:
             part = samples[row : row + TASK_ROWS]
             # The same share of every task: all workers decode equally many rows.
             encoded = round(self.encoded_share * len(part))
-            tasks.append(self.pool.submit(self.source, slot, row, part, encoded, size))
+            tasks.append(self.pool.submit(Task(self.source, slot, row, part, encoded, size)))
         return tasks
 
     def load_in_process(self, batch: HostBatch) -> None:

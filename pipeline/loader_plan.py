@@ -314,7 +314,7 @@ def plan_buffers(
     if decoder in decode.ON_GPU:
         extra["file_bytes"] = gpu_room().file_bytes_per_row(train.mean_bytes())
     if train.operations and has_room("pipeline.gpu") and gpu_room().has_kernels(world.device):
-        extra["operations"] = train.operations  # that the workers draw and the GPU applies
+        extra["operations"] = train.operations  # that the workers sample and the GPU applies
     train_slot = buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra)
     val_slot = buffer_layout(batch_size=share, size=datasets.val_size, slots=1)
     arrays = [*train_slot.values(), *val_slot.values()]

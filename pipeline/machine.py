@@ -80,8 +80,8 @@ def free_memory(
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
                 stat = _table(folder / "memory.stat")
                 cached = stat[f"{total}inactive_file"] + stat[f"{total}active_file"]
-                held = int((folder / used).read_text()) - cached
-                free = min(free, int((folder / limit).read_text()) - held)
+                in_use = int((folder / used).read_text()) - cached
+                free = min(free, int((folder / limit).read_text()) - in_use)
     return max(0, free)
 
 

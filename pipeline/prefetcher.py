@@ -126,12 +126,12 @@ Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
 
 
 def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
-    """Copy uint8 pixels to the device; apply drawn operations and normalise there, in float32."""
+    """Copy uint8 pixels to the device; apply sampled operations and normalise there, in float32."""
     return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot, mixed)
 
 
 def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
-    """Apply the drawn operations of a batch to its pixels and normalise them, in float32.
+    """Apply the sampled operations of a batch to its pixels and normalise them, in float32.
 
     Args:
         pixels: uint8 [B, 3, S, S] on the device; their memory may be overwritten.

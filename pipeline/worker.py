@@ -58,8 +58,8 @@ class Source:
     # if the sample was unreadable and another one replaced it.
     samples: SharedArray
     encoded: Any = None  # pipeline.gpu.EncodedRows for rows that the GPU decodes, if there are any
-    # float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
-    # `augment.as_rows`; None if the workers apply them.
+    # float64 [slots, B, count, 2] as of `augment.as_rows`: operations that the GPU applies. None if
+    # the workers apply them.
     operations: SharedArray | None = None
     skip_unreadable: bool = False  # replace an unreadable sample instead of failing
     smaller: Mapping[int, Dataset] = field(default_factory=dict)  # side -> the same samples

@@ -368,6 +368,7 @@ import os, signal, sys, threading
 import numpy as np
 from pathlib import Path
 from pipeline.loader import WorkerPool, start_source
+from pipeline.worker import Task
 from tests.pipeline.loaders import SIZE, crops
 from tests.processes import descendants, is_running
 
@@ -391,13 +392,14 @@ sender.start()
 pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
 started = descendants(os.getpid())
 for step in range(20):
-    pool.wait([pool.submit(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)])
+    tasks = [Task(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)]
+    pool.wait([pool.submit(task) for task in tasks])
 finished.set()
 sender.join()
 assert received == set(numbers), received
 assert all(map(is_running, started))
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
-blocked = pool.submit(0, 1, 0, np.zeros((1, 2), np.int64))
+blocked = pool.submit(Task(0, 1, 0, np.zeros((1, 2), np.int64)))
 print(fifo, flush=True)
 pool.wait([blocked])
 """
