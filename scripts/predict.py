@@ -267,15 +267,9 @@ class Output:
                 cells: list[Any] = [cell for i, p in pairs for cell in (names[i], f"{p:.6f}")]
                 self.csv.writerow([result.path, *cells, *(readable(names[i]) for i, _ in pairs)])
             elif self.form == "jsonl":
-                predictions = [
-                    {
-                        "class": names[i],
-                        "index": i,
-                        "probability": round(p, 6),
-                        "name": readable(names[i]),
-                    }
-                    for i, p in pairs
-                ]
+                keys = ("class", "index", "probability", "name")
+                found = [(names[i], i, round(p, 6), readable(names[i])) for i, p in pairs]
+                predictions = [dict(zip(keys, values, strict=True)) for values in found]
                 row = {"path": result.path, "predictions": predictions}
                 self.file.write(strict_json.dumps(row) + "\n")
             else:

@@ -14,6 +14,7 @@ of metrics.jsonl gets a chart, including metrics that a fork adds.
 `expect` of the recipe's file: later runs are compared with it.
 """
 
+import argparse
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import fill
@@ -133,7 +135,7 @@ def read_run(folder: Path) -> Run:
     run.config_text = read_text(run, "config.yaml")
     try:
         run.config = dict(leaves(yaml.safe_load(run.config_text)))
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):
+    except (yaml.YAMLError, AttributeError):
         run.notes.append("config.yaml is not a config")
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = read_object(run, "summary.json")
@@ -160,13 +162,10 @@ def read_text(run: Run, name: str) -> str:
 
 def read_object(run: Run, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(read_text(run, name) or "{}")
-    except (ValueError, RecursionError):
-        content = None
-    if isinstance(content, dict):
-        return content
-    run.notes.append(f"{name} is not a JSON object")
-    return {}
+        return dict(json.loads(read_text(run, name) or "{}"))
+    except (ValueError, TypeError):
+        run.notes.append(f"{name} is not a JSON object")
+        return {}
 
 
 def read_rows(run: Run) -> None:
@@ -176,7 +175,7 @@ def read_rows(run: Run) -> None:
             row = json.loads(line)
             step, split = number_in(row["step"], -1), row["split"]
             before = run.rows[split]
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError):
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
             continue
         for rows in run.rows.values():
@@ -455,30 +454,37 @@ def top1_by_epoch(run: Run) -> list[float]:
     return curve
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = cli.option_parser(__doc__)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="output file (report.html)")
-    parser.add_argument("--reference", action="store_true", help="print the node `expect` instead")
-    options = parser.parse_args(arguments)
-    try:
-        # Each run once, also if its folder is given twice.
-        found = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
-        runs = list(found.values())
-        if options.reference:
-            print(reference(runs))
-            return 0
-        out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-        try:
-            out.write_text(build(runs), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{out}: cannot be written: {error.strerror}; give --out") from None
-    except UserError as error:
-        cli.fail(str(error), "report.py")
+def run(options: argparse.Namespace) -> int:
+    """Print the reference or write the page.
+
+    Raises:
+        UserError: a folder is no run, or the runs cannot be a reference.
+        OSError: the page cannot be written.
+    """
+    # Each run once, also if its folder is given twice.
+    found = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
+    runs = list(found.values())
+    if options.reference:
+        print(reference(runs))
+        return 0
+    out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
+    out.write_text(build(runs), encoding="utf-8")
     print(f"written to {out}")
     return 0
+
+
+def explain(error: BaseException) -> str | None:
+    return str(error) if isinstance(error, OSError) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.option_parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
+    add("--out", type=Path, metavar="FILE", help="output file (report.html)")
+    add("--reference", action="store_true", help="print the node `expect` instead")
+    options = parser.parse_args(arguments)
+    return cli.exit_status(partial(run, options), "report.py", limits=explain)
 
 
 if __name__ == "__main__":

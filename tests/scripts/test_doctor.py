@@ -116,9 +116,7 @@ def test_a_fault_is_a_row_and_status_1(root: Path) -> None:
     (root / name).write_bytes(b"<html>404")
     process = run(root)
     assert (process.returncode, process.stderr) == (1, ""), process.stdout + process.stderr
-    assert re.search(
-        r"^fail  readable +train: 1 of all 37 cannot be read\n +-> ", process.stdout, re.M
-    )
+    assert re.search(r"^fail  readable +train: 1 of all 37 cannot be read$", process.stdout, re.M)
     assert "not utf-8 \\udcff.jpg: not an image, begins with b'<html>404'" in process.stdout
 
 
@@ -348,20 +346,11 @@ def test_cores(
     assert row.status == status and row.found.startswith(f"{usable} of {online} hardware threads")
 
 
-@pytest.mark.parametrize(
-    ("have", "overrides", "status"),
-    [
-        (("region", "simplejpeg", "pillow"), [], "ok"),
-        (("simplejpeg", "pillow"), [], "warn"),
-        (("region", "pillow"), ["loader.decoder=pillow"], "warn"),
-    ],
-)
-def test_the_decoder(
-    root: Path, monkeypatch: pytest.MonkeyPatch, have: Any, overrides: list[str], status: str
-) -> None:
-    monkeypatch.setattr(decode, "installed", lambda: list(have))
-    row = list(machine_checks.cores(case_of(root, *overrides)))[1]
-    assert row.status == status and (status == "ok" or "install a C compiler" in row.do)
+def test_the_decoder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for have, status in ((["region", "pillow"], "ok"), (["simplejpeg", "pillow"], "warn")):
+        monkeypatch.setattr(decode, "installed", lambda have=have: have)
+        row = list(machine_checks.cores(case_of(root)))[1]
+        assert row.status == status and (status == "ok" or "install a C compiler" in row.do)
 
 
 @pytest.mark.parametrize(

@@ -677,11 +677,11 @@ def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple
 
 
 @pytest.mark.parametrize("side", [96, 1000])  # also where it would only be copied
-@pytest.mark.parametrize(("name", "kind"), [("a.jpg", "JPEG"), ("a.png", "PNG")])
-def test_a_truncated_file_is_an_error(name: str, side: int, kind: str) -> None:
-    data = encoded(drawn(), kind)
-    with pytest.raises(Exception, match=r"truncated|broken|Truncated"):
-        smaller(data[: len(data) // 2], name, side=side)
+def test_a_truncated_file_is_an_error(side: int) -> None:
+    for name, kind in (("a.jpg", "JPEG"), ("a.png", "PNG")):
+        data = encoded(drawn(), kind)
+        with pytest.raises(Exception, match=r"truncated|broken|Truncated"):
+            smaller(data[: len(data) // 2], name, side=side)
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
