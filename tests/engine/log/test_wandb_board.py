@@ -134,4 +134,4 @@ def test_offline(image_root: Path, tmp_path: Path) -> None:
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert b"throughput/images_per_second" in content and b"recipe" in content
-    assert list((written.parent / "files" / "media").rglob("*.png"))
+    assert list((written.parent / "files" / "media").rglob("*.jpeg"))
