@@ -57,14 +57,14 @@ class Sweep:
         self.swept: list[str] = []
         columns = []
         for word in (word for word in words if word not in self.settings):
-            values = _values(word, self.config_dir)
-            if not values:
+            key, values = _key(word), _values(word, self.config_dir)
+            if values:
+                # Of Hydra's sweepers, only the basic one knows glob().
+                is_glob = "=glob(" in word
+                self.swept.append(f"{key}={','.join(values)}" if is_glob else word.lstrip("+"))
+                columns.append([f"{key}={value}" for value in values])
+            else:
                 self.fixed.append(word)
-                continue
-            # Of Hydra's sweepers, only the basic one knows glob().
-            several = f"{_key(word)}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
-            self.swept.append(several)
-            columns.append([f"{_key(word)}={value}" for value in values])
         jobs = itertools.islice(itertools.product(*columns), 1 if self.searches else None)
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
         folders: dict[str, tuple[str, ...]] = {}
@@ -83,13 +83,13 @@ class Sweep:
         """
         script, fixed = os.path.abspath(sys.argv[0]), self.fixed
 
-        def job(_: Any) -> float:
+        def run_job(_: Any) -> float:
             return _run_job(script, [*fixed, *HydraConfig.get().overrides.task])
 
         self._register()
         maximise = [own for sweeper, own in MAXIMISE.items() if sweeper in self.settings]
         sys.argv[1:] = ["-m", *maximise, *self.swept, *self.settings]
-        # A launcher of Hydra may run `job` in another process, which imports this package.
+        # A launcher of Hydra may run `run_job` in another process, which imports this package.
         root = str(Path(__file__).absolute().parents[1])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
@@ -98,16 +98,16 @@ class Sweep:
         # With config_path=None, Hydra would find the YAML files beside this module.
         start = hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")
         try:
-            start(job)()
+            start(run_job)()
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
             raise UserError(f"-m: {str(error).splitlines()[0]}") from None
         if self.searches:
             return 0
-        found = {job: _read_summary(config) for job, config in self.jobs.items()}
-        for name in sorted(found, key=lambda name: -_best_top1(found[name])):
-            result = f"{_best_top1(found[name]):7.3f}" if found[name] else "no result"
-            print(f"{result}  {' '.join(name)}  {self.jobs[name].run.dir}")
-        return 0 if all(each.get("status") == "finished" for each in found.values()) else 1
+        found = {job: _result(config) for job, config in self.jobs.items()}
+        for job, (status, top1) in sorted(found.items(), key=lambda item: -item[1][1]):
+            result = f"{top1:7.3f}" if status else "no result"
+            print(f"{result}  {' '.join(job)}  {self.jobs[job].run.dir}")
+        return 0 if all(status == "finished" for status, _ in found.values()) else 1
 
     def _register(self) -> None:
         """Register the keys and the names of the choices with Hydra, but not their content."""
@@ -163,14 +163,14 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and stored.read_text(encoding="utf-8") == to_yaml(config)
-    finished = same and _read_summary(config).get("status") == "finished"
+    finished = same and _result(config)[0] == "finished"
     if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
         if status == 2 or status > 128:
             sys.exit(status)
         if status != 0:
             return 0.0
-    return _best_top1(_read_summary(config))
+    return _result(config)[1]
 
 
 def _run_child(command: Sequence[str]) -> int:
@@ -180,8 +180,9 @@ def _run_child(command: Sequence[str]) -> int:
     """
 
     def begin() -> None:
-        # It is for the parent: Slurm may send it to all processes, and it would end a run.
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(
+            signal.SIGUSR2, signal.SIG_IGN
+        )  # of submitit, which sends it to all processes
         stop_with_parent()
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=begin)
@@ -195,12 +196,11 @@ def _run_child(command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _read_summary(config: Config) -> dict[str, Any]:
+def _result(config: Config) -> tuple[str, float]:
+    """The status and the best top-1 (percent) of a run; "" and 0 if it was killed or failed."""
     try:
-        return dict(json.loads((Path(config.run.dir) / "summary.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # a run that is killed or fails has none
-        return {}
-
-
-def _best_top1(summary: dict[str, Any]) -> float:
-    return float(summary.get("best_top1") or 0.0)
+        text = (Path(config.run.dir) / "summary.json").read_text(encoding="utf-8")
+        summary = json.loads(text)
+    except (OSError, ValueError):
+        return "", 0.0
+    return str(summary["status"]), float(summary["best_top1"] or 0.0)

@@ -15,6 +15,7 @@ import yaml
 import train
 from conf import cli
 from conf.multirun import Sweep
+from tests.conf.refused import refusal
 from tests.processes import is_running, wait_until
 from tests.small_run import SMALL_RUN
 
@@ -51,32 +52,21 @@ def test_jobs_are_the_combinations() -> None:
 
 MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
-    "optm.lr=0.1,0.2": "there is no key optm.lr; did you mean optim.lr?",
     "schedule=cosine,cosin": "schedule=cosin: no such schedule",
     "optim=sgd,adamw optim.nesterov=true": "optim.nesterov=true: has no effect with ",
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
-    "train.seed=range(3,1)": "train.seed=range(3,1): has no value; give at least one",
     "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): cannot be read as key=value; give a number > 0",
     "loader.workers=1,2": "-m: loader.workers=1 and loader.workers=2 have the same run directory",
     "optim.lr=1,2 run.name=x": "-m: optim.lr=1 and optim.lr=2 have the same run directory",
-    "optim.lr=1, 2": "2: is not key=value; a list has no spaces: optim.lr=1,2",
+    "optim.lr=1, 2": "2: is not key=value; a value with spaces needs quotes: 'optim.lr=1, 2'",
 }
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_in_any_job_is_found_before_the_first(
-    typed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    typed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(["-m", DEMO, *shlex.split(typed)], script="train.py", purpose="")
-    out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("train.py: ") and MISTAKES[typed] in err
-    assert list(tmp_path.iterdir()) == []
+    assert MISTAKES[typed] in refusal(["-m", DEMO, *shlex.split(typed)], capsys)
 
 
 def test_refused_elsewhere(
@@ -86,9 +76,7 @@ def test_refused_elsewhere(
         cli.parse(["-m", "optim.lr=1,2", DEMO], script="lr_find.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        cli.parse(["--multirun", "optim.lr=1,2", DEMO], script="train.py", purpose="")
-    assert "-m: a sweep does not run under torchrun or srun; " in capsys.readouterr().err
+    assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", DEMO], capsys)
 
 
 def test_cfg_job_prints_every_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,12 +143,11 @@ class Desk:
         self.folder = folder
         (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
 
-    def start(self, outcomes: list[Any], *more: str, typed: str = "") -> "subprocess.Popen[str]":
+    def start(self, outcomes: list[Any], *more: str) -> "subprocess.Popen[str]":
         (self.folder / "started").write_text("")
         (self.folder / "outcomes").write_text(json.dumps(outcomes))
-        seeds = typed or f"train.seed=range({len(outcomes)})"
         return subprocess.Popen(
-            [sys.executable, "train.py", "-m", DEMO, seeds, *more],
+            [sys.executable, "train.py", "-m", DEMO, f"train.seed=range({len(outcomes)})", *more],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder)},
             stdout=subprocess.PIPE,
@@ -169,9 +156,9 @@ class Desk:
             start_new_session=True,
         )
 
-    def run(self, outcomes: list[Any], *more: str, typed: str = "") -> tuple[int, list[str], str]:
+    def run(self, outcomes: list[Any], *more: str) -> tuple[int, list[str], str]:
         """Return the exit status of the sweep, the seeds that were started, and the output."""
-        with self.start(outcomes, *more, typed=typed) as process:
+        with self.start(outcomes, *more) as process:
             out = process.communicate()[0]
         return process.returncode, (self.folder / "started").read_text().split(), out
 
@@ -195,14 +182,13 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     assert {path.name for path in desk.folder.iterdir()} == own
     # Finished jobs are not started again, unless their config has changed.
     assert desk.run([0, 0, 0])[:2] == (0, ["1"])
-    assert desk.run([0, 0], "train.max_steps=9")[:2] == (0, ["0", "1"])
-    assert desk.run([0, 0], "checkpoint.resume=never")[:2] == (0, ["0", "1"])
+    assert desk.run([0], "train.max_steps=9")[:2] == (0, ["0"])
+    assert desk.run([0], "checkpoint.resume=never")[:2] == (0, ["0"])
 
 
-@pytest.mark.parametrize("outcome", [2, 143, -signal.SIGTERM])
-def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int) -> None:
-    status, started, _ = desk.run([outcome, 0])
-    assert (status, started) == (outcome if outcome > 0 else 128 - outcome, ["0"])
+@pytest.mark.parametrize(("outcome", "expected"), [(2, 2), (-signal.SIGTERM, 143)])
+def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int, expected: int) -> None:
+    assert desk.run([outcome, 0])[:2] == (expected, ["0"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -247,20 +233,17 @@ def test_a_mistake_that_hydra_finds(desk: Desk, typed: str, says: str) -> None:
     assert not (desk.folder / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "hydra: {callbacks: {own: {_target_: os.mkdir, path: made}}}\n",
-        "defaults: [demo, {override /hydra/launcher: own}]\n",
-    ],
-)
-def test_no_target_in_a_yaml_file_runs(desk: Desk, content: str) -> None:
+def test_no_target_in_a_yaml_file_runs(desk: Desk) -> None:
     (desk.folder / "recipe").mkdir()
     (desk.folder / "hydra" / "launcher").mkdir(parents=True)
     (desk.folder / "hydra" / "launcher" / "own.yaml").write_text("_target_: os.mkdir\npath: made\n")
-    (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
-    desk.run([0], f"--config-dir={desk.folder}", "recipe=own", "data=demo")
-    assert not list(desk.folder.rglob("made"))
+    for content in (
+        "hydra: {callbacks: {own: {_target_: os.mkdir, path: made}}}\n",
+        "defaults: [demo, {override /hydra/launcher: own}]\n",
+    ):
+        (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
+        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", "data=demo")
+        assert not list(desk.folder.rglob("made"))
 
 
 @pytest.mark.slow
