@@ -137,22 +137,23 @@ def test_refusals_change_nothing(
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000020.pt"])
-def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
-    before = tree(run)
-    path = resume if resume == "auto" else str(run / resume)
-    for identity, features, message in (
-        (
-            {"model.name": "resnet50"},
-            2,
-            "model.name was resnet_tiny, is resnet50; model.name",
-        ),
+@pytest.mark.parametrize("given", ["auto", "checkpoints/step-00000020.pt"])
+@pytest.mark.parametrize(
+    ("identity", "features", "message"),
+    [
+        ({"model.name": "resnet50"}, 2, "model.name was resnet_tiny, is resnet50; model.name"),
         ({"dataset": "def"}, 2, "dataset was abc, is def; these changes affect the result"),
         ({}, 3, "its state does not fit this training: RuntimeError: .*size mismatch for weight"),
-    ):
-        with pytest.raises(UserError, match=f"cannot resume .*: {message}") as error:
-            open_run(run, path, {**IDENTITY, **identity}, features)
-        assert "\n" not in str(error.value)
+    ],
+)
+def test_another_training_is_refused_and_nothing_changes(
+    run: Path, given: str, identity: dict[str, str], features: int, message: str
+) -> None:
+    before = tree(run)
+    resume = given if given == "auto" else str(run / given)
+    with pytest.raises(UserError, match=f"cannot resume .*: {message}") as error:
+        open_run(run, resume, {**IDENTITY, **identity}, features)
+    assert "\n" not in str(error.value)
     assert tree(run) == before
 
 
@@ -277,12 +278,9 @@ def test_finished_run(
     ("data", "given", "refused"),
     [
         (Data(), "train/run", "is inside /"),  # the next scan would take it for a class
-        (Data(), "val/a/../run", "is inside /"),
         (Data(), "link/run", "is inside /"),
-        (Data(), "train/dots/x", "is inside /"),
         (Data(), "training/a", ""),
         (Data(train="/images"), "/images/a", "where every folder is a class"),
-        (Data(val_fraction=0.1), "runs", ""),
         (Data(source="fake"), "train/a", ""),
     ],
 )
