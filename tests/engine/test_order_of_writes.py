@@ -47,7 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def save(folder: Path, step: int, keep: int = 1, best_step: int | None = None) -> Path:
-    content = {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}
+    weights = torch.full((1000,), float(keep))  # a step that is saved again has other weights
+    content = {"step": step, "state": {"weights": weights}, "identity": {}, "config": {}}
     return checkpoint.save(folder, content, keep=keep, best_step=best_step)
 
 

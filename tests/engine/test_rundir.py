@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conf.schema import Config, Data, Run, UserError
+from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.identity import FIXED, accepted_changes
 from engine.rundir import RunDirectory
@@ -57,6 +58,15 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
     (run / "checkpoints" / "step-00000010.pt").write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
         open_run(run)
+
+
+def test_best_json_is_written_after_a_kill(run: Path) -> None:
+    """The checkpoint says that it is the best; a kill has prevented best.json."""
+    state = {**state_of(30).state_dict(), "best": {"step": 30, "top1": 50.0}}
+    content = {"step": 30, "identity": IDENTITY, "config": {}, "state": state}
+    checkpoint.save(run / "checkpoints", content, keep=9)
+    assert open_run(run) == run / "checkpoints" / "step-00000030.pt"
+    assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 30
 
 
 def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
