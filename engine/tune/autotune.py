@@ -111,10 +111,7 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
     """Set the feed as remembered, or as measured; return the result and the lines to print.
 
     If few steps remain, nothing is measured, and the feed gets as many workers as there are cores.
-
-    Raises:
-        LoaderError: an image cannot be read.
-        StoppedError: a signal came.
+    Raises LoaderError if an image cannot be read, and StoppedError at a signal.
     """
     plan, world, pool = benchmark.plan, benchmark.world, benchmark.loader.pool
     fingerprint = benchmark.loader.dataset.fingerprint()
@@ -126,10 +123,9 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
         benchmark.configure(tuned.decoder, tuned.workers, tuned.demand)
         if benchmark.feed.pinned is not None and not tuned.pin_memory:
             benchmark.feed.pinned.release()
-        less = pool.active < tuned.workers
-        room = f"; there is memory for {pool.active} workers" if less else ""
-        note = f"remembered{room}; autotune.refresh=true measures again"
-        return replace(tuned, workers=pool.active), [*tuned.lines, note]
+        tuned = replace(tuned, workers=pool.active)  # less memory may be free than before
+        note = f"remembered, with {tuned.workers} workers; autotune.refresh=true measures again"
+        return tuned, [*tuned.lines, note]
     steps = plan.stop_step - benchmark.next_step
     if steps < FEWEST_BATCHES:
         decoder = plan.loader.decoder
@@ -143,12 +139,7 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
 
 
 def measure(benchmark: Benchmark) -> Tuned:
-    """Measure the step and a worker, try settings, and leave the feed at the best one.
-
-    Raises:
-        LoaderError: an image cannot be read.
-        StoppedError: a signal came.
-    """
+    """Measure the step and a worker, try settings, and leave the feed at the best one."""
     feed, plan, config = benchmark.feed, benchmark.plan, benchmark.plan.config.loader
     (resident,) = [batch.clone() for batch in benchmark.batches(1)]
     for _ in range(WARM_STEPS):

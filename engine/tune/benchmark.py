@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -109,9 +110,8 @@ class Benchmark:
 
     def measure_worker(self, *, encoded: float) -> Measured:
         """Times of a worker whose batches nothing uses. It only reads if `encoded` is 1."""
-        results = self.on_all_ranks(
-            lambda: measure_worker(self.loader, self.next_step, encoded=encoded)
-        )
+        read = partial(measure_worker, self.loader, self.next_step, encoded=encoded)
+        results = self.on_all_ranks(read)
         self.next_step = max(step for _, step in results)  # earlier files are in memory now
         return min((times for times, _ in results), key=lambda times: times.per_worker)
 
@@ -160,14 +160,8 @@ class Benchmark:
 def measure_worker(loader: Loader, step: int, *, encoded: float = 0.0) -> tuple[Measured, int]:
     """Let the active workers of this rank make batches that nothing uses, from a step on.
 
-    Args:
-        encoded: share of the images that the workers read and do not decode.
-
-    Returns:
-        The times of a worker, and the first step whose files have not been read.
-
-    Raises:
-        LoaderError: an image cannot be read.
+    They only read a share `encoded` of the images. Return the times of a worker, and the first step
+    whose files have not been read.
     """
     loader.encoded_share = encoded
     recent = loader.pool.recent[loader.source]
@@ -182,13 +176,9 @@ def measure_worker(loader: Loader, step: int, *, encoded: float = 0.0) -> tuple[
 
 
 def engines_fail(feed: Feed, step: int) -> str | None:
-    """Make batches with the engines: this compiles the crop kernel and measures their rate.
+    """Make batches with the engines; return why they fail, or None.
 
-    Returns:
-        Why the engines fail; None if they do not.
-
-    Raises:
-        LoaderError: an image cannot be read.
+    This compiles the crop kernel and measures their rate.
     """
     taken = feed.engines.taken
     feed.decode_with("gpu")

@@ -141,10 +141,7 @@ def parts_of_steps(parts: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What the ranks together have shown over the same steps; rates in images/s of all of them.
-
-    A trial of loader.workers=auto counts as the only rank: its figures are of the slowest one.
-    """
+    """What the ranks together have shown over the same steps; rates in images/s of all of them."""
 
     ranks: Sequence[Measured]
     # The rank whose input or host the others wait for. They wait where gradients are averaged,
@@ -161,8 +158,7 @@ class Figures:
     unlaunched: float  # share in which the device waited for the processes, `stalled` included
     saturated: bool  # several GPUs wait for images because what feeds them is busy on all ranks
     straggler: Measured  # the rank that takes longest to compute its gradients
-    others_ms: float  # median time of the other ranks for that
-    straggling: float  # share in which they wait for it; 0 if not known, or maybe chance
+    straggling: float  # share in which the others wait for it; 0 if not known, or maybe chance
     exchange: float  # share in which the ranks average gradients, without waiting for one of them
 
     def without(self, share: float) -> float:
@@ -193,7 +189,7 @@ def figures_of(ranks: Sequence[Measured]) -> Figures:
     waited = max(lost) if saturated else slowest.wait_fraction
     rate = len(ranks) * ranks[0].rate
     step = rate / max(1e-3, 1 - waited)
-    straggler, others_ms, straggling = find_straggler(ranks)
+    straggler = max(ranks, key=lambda rank: rank.own_ms)
     return Figures(
         ranks=ranks,
         slowest=slowest,
@@ -205,24 +201,21 @@ def figures_of(ranks: Sequence[Measured]) -> Figures:
         unlaunched=slowest.late_fraction + stalled,
         saturated=saturated,
         straggler=straggler,
-        others_ms=others_ms,
-        straggling=straggling,
+        straggling=straggling_share(straggler, ranks),
         exchange=min(rank.exchange_ms for rank in ranks) / max(ranks[0].period_ms, 1e-9),
     )
 
 
-def find_straggler(ranks: Sequence[Measured]) -> tuple[Measured, float, float]:
-    """Return `straggler`, `others_ms` and `straggling` of `Figures`.
+def straggling_share(slow: Measured, ranks: Sequence[Measured]) -> float:
+    """Return `straggling` of `Figures`.
 
     It may be chance if the difference is less than three standard errors, or if ranks on a CPU vary
     as much.
     """
-    slow = max(ranks, key=lambda rank: rank.own_ms)
     others = [rank for rank in ranks if rank is not slow]
     if not others or not all(rank.own_ms for rank in ranks):
-        return slow, 0.0, 0.0
-    others_ms = median(rank.own_ms for rank in others)
-    later = slow.own_ms - others_ms
+        return 0.0
+    later = slow.own_ms - median(rank.own_ms for rank in others)
     error = math.hypot(slow.own_error_ms, median(rank.own_error_ms for rank in others))
     share = min(1.0, later / slow.period_ms) if later > 3 * error else 0.0
-    return slow, others_ms, share if slow.on_gpu or share >= VARIES_ON_CPU else 0.0
+    return share if slow.on_gpu or share >= VARIES_ON_CPU else 0.0

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Literal
 
 from engine.distributed import World
@@ -223,11 +224,12 @@ def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
 def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """All ranks wait until one of them has computed its gradients."""
     slow, lost = figures.straggler, figures.straggling
+    others_ms = median(rank.own_ms for rank in figures.ranks if rank is not slow)
     device = "GPU" if slow.on_gpu else "CPU"
     clock = f"; its {device} lowered its clock ({slow.slowdowns})" if slow.slowdowns else ""
     return (
         f"slowed by a straggler: {slow.place} needs {slow.own_ms:.1f} ms to compute its gradients, "
-        f"the other ranks {figures.others_ms:.1f} ms, and they wait for it {lost:.0%} of the time; "
+        f"the other ranks {others_ms:.1f} ms, and they wait for it {lost:.0%} of the time; "
         f"all ranks together processed {figures.rate:,.0f} img/s{clock}"
     ), [
         f"check the clock and cooling of its {device} and which other processes use it "

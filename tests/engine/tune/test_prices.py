@@ -20,7 +20,6 @@ from engine.tune.prices import (
     workers_to_reach,
 )
 from pipeline.build import build_datasets
-from pipeline.dataset import Dataset
 from pipeline.decode import DECODERS, installed
 from pipeline.feed import open_feed
 from tests.engine.tune.sweeps import SWEEPS
@@ -122,12 +121,9 @@ def photos(root: Path, side: int, count: int = 8) -> Path:
     return root
 
 
-def dataset_of(root: Path, decoder: str) -> Dataset:
-    return build_datasets(cli.load([f"data.root={root}", f"loader.decoder={decoder}"])).train
-
-
 def remedies_of(root: Path, decoder: str) -> tuple[Remedy, ...]:
-    return measure_remedies(dataset_of(root, decoder), 8)
+    config = cli.load([f"data.root={root}", f"loader.decoder={decoder}"])
+    return measure_remedies(build_datasets(config).train, 8)
 
 
 def test_smaller_files_gain_where_files_are_large(tmp_path: Path) -> None:

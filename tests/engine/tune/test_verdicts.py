@@ -1,13 +1,13 @@
 """Two ranks are slowed down on purpose, and the verdict names the cause."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +32,11 @@ OPTIONS = [
 ]
 
 
-@contextlib.contextmanager
-def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]:
-    """Start a command on two ranks; kill what is left of it at the end of the block."""
-    ranks: Job = []
-    try:
-        for environment in reversed(ranks_environment(2)):
-            with log.with_suffix(f".{environment['RANK']}").open("wb") as file:
-                ranks.append(
-                    subprocess.Popen(
-                        [*prefix, *arguments],
-                        env={**environment, "OMP_NUM_THREADS": "1"},
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
 def verdict_of(
     root: Path,
     folder: Path,
     *overrides: str,
-    prefix: list[str] | None = None,
+    prefix: Sequence[str] = (),
     disturb: Callable[[Job], None] = lambda ranks: None,
 ) -> str:
     """Run two ranks to their end; print and return the verdict.
@@ -67,28 +45,41 @@ def verdict_of(
         prefix: to write before the command of each rank.
         disturb: receives the processes of the ranks, rank 1 first, and returns before they end.
     """
-    log = folder.with_suffix(".log")
-    arguments = command(root, folder, *OPTIONS, *overrides)
-    with started(arguments, prefix or [], log) as ranks:
+    arguments = [*prefix, *command(root, folder, *OPTIONS, *overrides)]
+    with ExitStack() as stack:
+        ranks: Job = []
+        for environment in reversed(ranks_environment(2)):
+            log = stack.enter_context(folder.with_suffix(f".{environment['RANK']}").open("wb"))
+            environment["OMP_NUM_THREADS"] = "1"
+            rank = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
+            stack.callback(rank.wait)
+            stack.callback(rank.kill)
+            ranks.append(rank)
         disturb(ranks)
         for rank in ranks:
-            assert rank.wait(3 * HANGS_SECONDS) == 0, log.with_suffix(".0").read_text()
+            assert rank.wait(3 * HANGS_SECONDS) == 0, folder.with_suffix(".0").read_text()
     verdict = " ".join(json.loads((folder / "summary.json").read_text())["verdict"])
     print(f"{folder.name}: {verdict}")
     return verdict
 
 
-def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
-    """Both ranks and another process have one core."""
-    needs_linux()
-    core = str(min(os.sched_getaffinity(0)))
-    prefix = ["taskset", "-c", core]
-    other = subprocess.Popen([*prefix, sys.executable, "-c", "while True: pass"])
+@contextmanager
+def running(*arguments: str) -> Iterator[None]:
+    """Run another process in the `with` block."""
+    other = subprocess.Popen(arguments)
     try:
-        verdict = verdict_of(image_root, tmp_path / "cores", "train.max_steps=100", prefix=prefix)
+        yield
     finally:
         other.kill()
         other.wait()
+
+
+def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
+    """Both ranks and another process have one core."""
+    needs_linux()
+    prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    with running(*prefix, sys.executable, "-c", "while True: pass"):
+        verdict = verdict_of(image_root, tmp_path / "cores", "train.max_steps=100", prefix=prefix)
     assert verdict.startswith("core-bound: rank ")
 
 
@@ -147,13 +138,9 @@ def two_gpus(image_root: Path, tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.gpu
 def test_straggler_among_gpus(two_gpus: Callable[..., str]) -> None:
     """Another process uses the GPU of rank 1."""
-    other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
-    try:
+    with running(sys.executable, "-c", LOADS_GPU):
         # For half a minute: one step per second is measured.
         verdict = two_gpus("straggler", "train.max_steps=2000")
-    finally:
-        other.kill()
-        other.wait()
     assert verdict.startswith("slowed by a straggler: rank 1 on ")
 
 

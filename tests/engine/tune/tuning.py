@@ -25,15 +25,15 @@ TUNED = autotune.Tuned(
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
 
 
-def measure_on_cpu(patch: Patch) -> None:
-    """Measure on a CPU, with four simulated cores and short measurements."""
+def measure_on_cpu(patch: Patch, *, seconds: float = 0.2) -> None:
+    """Measure on a CPU, with four simulated cores, for some seconds: longer than a step."""
     patch(loader_plan, "why_not_measured", lambda *_: "")
     patch(machine, "cores", lambda: 4)
     patch(machine, "threads_per_core", lambda: 1)
     patch(machine, "cpu_quota", lambda: math.inf)
     patch(autotune, "FEWEST_BATCHES", 0)
     for module in (benchmark, search):
-        patch(module, "MEASURE_SECONDS", 0.2)
+        patch(module, "MEASURE_SECONDS", seconds)
     # Also on a busy machine, where steps are slow.
     patch(search, "FEWEST_STEPS", 1)
     patch(autotune, "LATE_SECONDS", math.inf)
@@ -43,6 +43,7 @@ def compare_always(patch: Patch) -> None:
     """Compare the engines with the CPU decoder even if that is enough."""
     patch(search, "is_enough", lambda trials: False)
     patch(search, "could_win", lambda *_: True)
+    patch(search, "ROUNDS", 20)  # so that each of them is tried, however slow
 
 
 def simulate_engines(patch: Patch, engines: type = PillowEngines) -> None:
