@@ -45,18 +45,22 @@ class Container:
     """A tar or zip file. Each process opens it once, when it reads the first member.
 
     Threads and forked processes may share it, because `pread` uses no file position.
+
+    Args:
+        path: the file.
+        stamp: its mtime (ns) and its size (bytes) when its members were listed.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stamp: tuple[int, int]) -> None:
         self.path = path
+        self.stamp = stamp
         self._file: FileIO | None = None
 
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        # Of two threads, one may replace the file of the other, which is then closed.
-        file = self._file = self._file or FileIO(self.path)
+        file = self._file or self._open()
         try:
             data = os.pread(file.fileno(), length, start)
         except OSError:
@@ -66,8 +70,16 @@ class Container:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
 
+    def _open(self) -> FileIO:
+        file = FileIO(self.path)
+        info = os.fstat(file.fileno())
+        if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be at these places
+            raise OSError(f"{self.path} has changed since the start; start again")
+        self._file = file  # of two threads, one may replace the other's, which is then closed
+        return file
+
     def __reduce__(self) -> tuple[Any, ...]:  # an open file means nothing in another process
-        return Container, (self.path,)
+        return Container, (self.path, self.stamp)
 
 
 def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:

@@ -229,10 +229,13 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             ) from None
         if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
+    sources: tuple[Folder | Container, ...]
     if "places" in scan:
         machine.spare_files()  # raises the limit: each worker keeps all shards open
-    source = Container if "places" in scan else Folder
-    sources = tuple(source(os.fsdecode(path)) for path in scan["sources"].tolist())
+        places = zip(scan["sources"].tolist(), scan["stamps"].tolist(), strict=True)
+        sources = tuple(Container(os.fsdecode(path), tuple(stamp)) for path, stamp in places)
+    else:
+        sources = tuple(Folder(os.fsdecode(path)) for path in scan["sources"].tolist())
     return _index(root, tuple(map(os.fsdecode, scan["classes"].tolist())), sources, scan)
 
 

@@ -155,6 +155,15 @@ def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     assert found == [f"a/{number:03d}.jpg" for number in range(40)]
 
 
+def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train.tar", "a/1.jpg")
+    index = load_index(tmp_path / "train", key="data")
+    write_tar(tmp_path / "train.tar", "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
+    for _ in range(2):  # also after the first error
+        with pytest.raises(OSError, match="has changed since the start"):
+            index.read(0)
+
+
 def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "train.tar", "a/1.jpg")
     os.utime(path, (0, 0))
