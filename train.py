@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import gc
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.launch import exit_with
-from conf.rooms import has_room, require_room
+from conf.optional import has_part, require_part
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
@@ -41,13 +41,7 @@ from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.step_graph import (
-    WARMUP_STEPS,
-    WARMUP_STEPS_DDP,
-    StepGraph,
-    Values,
-    compile_later_sizes,
-)
+from engine.step_graph import StepGraph, Values, compile_later_sizes, warmup_steps
 from engine.stop_signal import StopSignal
 from engine.validation import METRICS, evaluate, hits, validation_batches
 from pipeline.build import Datasets, build_datasets
@@ -131,7 +125,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
             accumulate=config.train.accumulate,
         ),
         before=before,
-        warmup_steps=WARMUP_STEPS if network is state.model else WARMUP_STEPS_DDP,
+        warmup_steps=warmup_steps(network),
         disabled_reason=None if on_gpu else "training runs on the CPU",
     )
 
@@ -253,7 +247,6 @@ def validate(
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
     rows: list[Values] = []
     with log.pause("validation"):
-        began = time.perf_counter()
         for network in networks:
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, plan.config.train.accumulate)
@@ -266,9 +259,7 @@ def validate(
             best = not state.best or row["top1"] > state.best["top1"]
             previous, state.last = state.last, row
             state.best = row if best else state.best
-            seconds = time.perf_counter() - began
-            counts = {"split": "val", "images": plan.val_images, "seconds": seconds}
-            log.validated({**row, **counts}, rows, best=best, previous=previous)
+            log.validated(row, rows, best=best, previous=previous)
     stop.poll()
 
 
@@ -287,7 +278,7 @@ def resolve_config(config: Config, world: World) -> Config:
         UserError: a key differs between the ranks; or weights or images cannot be read.
     """
     if config.adapt:
-        require_room("engine.extras.finetune", f"recipe={config.recipe}")
+        require_part("engine.extras.finetune", f"recipe={config.recipe}")
         from engine.extras.finetune import adapt
 
         config = adapt(config, world)
@@ -342,7 +333,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     sample_losses = None
-    if has_room("engine.extras.suspects"):
+    if has_part("engine.extras.suspects"):
         from engine.extras.suspects import SampleLosses
 
         first_epoch = int(config.train.epochs / 2) * config.data.repeats  # as the sampler counts
@@ -361,11 +352,9 @@ def stop_signal(state: TrainState, run: RunDirectory, feed: Feed, world: World) 
     return StopSignal(world, failed, unsaved=lambda: state.step != run.step_on_disk)
 
 
-def out_of_memory_explained(
-    plan: Plan, state: TrainState, world: World
-) -> AbstractContextManager[None]:
+def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
     """Replace CUDA's out-of-memory error by one line; without engine/tune, leave it as it is."""
-    if not has_room("engine.tune"):
+    if not has_part("engine.tune"):
         return nullcontext()
     from engine.tune.out_of_memory import explain_out_of_memory
 
@@ -388,7 +377,7 @@ def tune_loader(
     """
     run.world.set_section("measurement")
     compile_later_sizes(step, feed, plan, state, stop)
-    if not has_room("engine.tune"):
+    if not has_part("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader
 

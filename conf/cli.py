@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from conf.compose import SECTIONS, load, to_yaml
 from conf.hints import check_words, refuse_word
+from conf.optional import require_part
 from conf.overrides import CONFIG_DIR, read_override, split_config_dir
-from conf.rooms import require_room
 from conf.schema import (
     GROUPS,
     NAMES,
@@ -75,7 +75,7 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
         raise UserError("-m: only train.py has sweeps; start this script once per value")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
-    require_room("conf.multirun", "-m")
+    require_part("conf.multirun", "-m")
     from conf.multirun import Sweep
 
     sweep = Sweep(words, runnable=options.cfg is None)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.plan import Plan
 from engine.state import TrainState, untouched
@@ -40,6 +41,11 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     batch: Batch
     values: Values
+
+
+def warmup_steps(network: nn.Module) -> int:
+    """Return the number of steps before a CUDA graph is recorded; more if the network is DDP."""
+    return WARMUP_STEPS_DDP if isinstance(network, DistributedDataParallel) else WARMUP_STEPS
 
 
 class StepGraph:

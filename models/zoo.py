@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from conf.optional import has_part
 from conf.packages import import_torchvision
-from conf.rooms import has_room
 from conf.schema import Model, UserError, did_you_mean, show
 from models.layers import blur_strided_convolutions, drop_blocks
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
@@ -170,7 +170,7 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
     Args:
         channels_last: memory format of the model. The convnet layers are faster only with it.
     """
-    if has_room("models.kernels"):
+    if has_part("models.kernels"):
         from models.kernels.layers import rewrite
 
         rewrite(model, channels_last=channels_last)

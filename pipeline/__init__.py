@@ -3,7 +3,7 @@
 1 sampler; 2 dataset (index, containers, splits); 3 decode (region), augment; 4 worker, loader;
 5 prefetcher (batch_augment, clock). feed connects them.
 
-A file imports only files that come before it in the list of tests/test_layout.py. Optional rooms:
+A file imports only files that come before it in the list of tests/test_layout.py. Optional parts:
 gpu (the GPU's JPEG engines and augmentation), demo (images that the program draws).
 """
 
@@ -12,8 +12,8 @@ from types import ModuleType
 
 
 @cache
-def gpu_room() -> ModuleType:
-    """Return the optional room pipeline.gpu, imported here only; ask `has_room` first."""
+def gpu_part() -> ModuleType:
+    """Return the optional part pipeline.gpu, imported here only; ask `has_part` first."""
     from pipeline import gpu
 
     return gpu

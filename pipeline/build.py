@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.rooms import require_room
+from conf.optional import require_part
 from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
@@ -138,7 +138,7 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    require_room("pipeline.demo", "data.source=demo")
+    require_part("pipeline.demo", "data.source=demo")
     from pipeline.demo.images import DemoDataset
 
     options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.schema import Config
-from pipeline import augment, gpu_room
+from pipeline import augment, gpu_part
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
@@ -105,9 +105,9 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         val = Prefetcher(val_loader, images, depth=depth)
         engines = None
         if plan.uses_engines:
-            decoder = gpu_room().GpuDecoder(world.device, train_loader.batch_size)
+            decoder = gpu_part().GpuDecoder(world.device, train_loader.batch_size)
             stack.callback(decoder.close)
-            engines = gpu_room().EngineUpload(train_loader, decoder)
+            engines = gpu_part().EngineUpload(train_loader, decoder)
         stack.callback(train.close)
         stack.callback(val.close)
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import gpu_room
+from pipeline import gpu_part
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
 from pipeline.worker import (
@@ -79,7 +79,7 @@ def buffer_layout(
         "samples": ((slots, batch_size, 2), np.int64),
     }
     if file_bytes:
-        layout |= gpu_room().file_buffers(slots, batch_size, file_bytes)
+        layout |= gpu_part().file_buffers(slots, batch_size, file_bytes)
     if operations:
         layout["operations"] = ((slots, batch_size, operations, 2), np.float64)
     return layout
@@ -98,7 +98,7 @@ def start_source(
     buffers: Any = {name: SharedArray(*shape) for name, shape in shapes.items()}
     if "files" in buffers:
         files, geometry = buffers.pop("files"), buffers.pop("geometry")
-        buffers["encoded"] = gpu_room().EncodedRows(files, geometry, size)
+        buffers["encoded"] = gpu_part().EncodedRows(files, geometry, size)
     return Source(dataset, size, **buffers, skip_unreadable=skip_unreadable, smaller=smaller or {})
 
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from conf.rooms import has_room, require_room
+from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
-from pipeline import decode, gpu_room, machine
+from pipeline import decode, gpu_part, machine
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.loader import buffer_layout, slots_needed
@@ -120,7 +120,7 @@ def plan_loader(
         UserError: the decoder is not available, or files or memory are too few for the workers.
     """
     if config.autotune.refresh:
-        require_room("engine.tune", "autotune.refresh=true")
+        require_part("engine.tune", "autotune.refresh=true")
     train, auto = datasets.train, config.loader.workers == "auto"
     budget, limit = worker_budget(world.local_size)
     not_measured = why_not_measured(config, train, world.device, budget) if auto else ""
@@ -180,7 +180,7 @@ def why_not_measured(config: Config, dataset: Dataset, device: torch.device, wor
     if dataset.mean_bytes() <= SMALL_FILE and workers >= ENOUGH_WORKERS:
         kilobytes = dataset.mean_bytes() / 1000
         return f"small files ({kilobytes:.1f} kB on average) decode faster than the GPU trains"
-    return "" if has_room("engine.tune") else "this copy has no engine/tune"
+    return "" if has_part("engine.tune") else "this copy has no engine/tune"
 
 
 def choose_decoders(
@@ -231,15 +231,15 @@ def choose_decoders(
 
 def why_no_engines(device: torch.device) -> str | None:
     """Why the GPU's JPEG engines cannot be used on this device; None if they can."""
-    if not has_room("pipeline.gpu"):
+    if not has_part("pipeline.gpu"):
         return "this copy has no pipeline/gpu"
-    reason: str | None = gpu_room().why_no_engines(device)
+    reason: str | None = gpu_part().why_no_engines(device)
     return reason
 
 
 def _check_engines(config: Config, decoder: str, missing: str | None) -> None:
     """Check that gpu or hybrid can be used; `missing` is the result of `why_no_engines`."""
-    require_room("pipeline.gpu", f"loader.decoder={decoder}")
+    require_part("pipeline.gpu", f"loader.decoder={decoder}")
     if decoder == "hybrid" and config.train.deterministic:
         raise UserError(
             "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
@@ -254,7 +254,7 @@ def _check_engines(config: Config, decoder: str, missing: str | None) -> None:
 
 def _needs_pixels(config: Config, dataset: FolderDataset) -> str:
     """Why JPEG engines could decode no image of this training set; "" if they could."""
-    place = gpu_room().first_on_pixels(dataset.transform)
+    place = gpu_part().first_on_pixels(dataset.transform)
     if place is None:
         return ""
     entry = config.augment.train[place]
@@ -312,8 +312,8 @@ def plan_buffers(
     share = loader.batch_size // world.size
     extra = {"file_bytes": 0, "operations": 0}
     if decoder in decode.ON_GPU:
-        extra["file_bytes"] = gpu_room().file_bytes_per_row(train.mean_bytes())
-    if train.operations and has_room("pipeline.gpu") and gpu_room().has_kernels(world.device):
+        extra["file_bytes"] = gpu_part().file_bytes_per_row(train.mean_bytes())
+    if train.operations and has_part("pipeline.gpu") and gpu_part().has_kernels(world.device):
         extra["operations"] = train.operations  # that the workers sample and the GPU applies
     train_slot = buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra)
     val_slot = buffer_layout(batch_size=share, size=datasets.val_size, slots=1)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import gpu_room
+from pipeline import gpu_part
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
 from pipeline.loader import HostBatch, Loader
@@ -137,7 +137,7 @@ def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool
         pixels: uint8 [B, 3, S, S] on the device; their memory may be overwritten.
     """
     if host.operations is not None:
-        pixels = gpu_room().apply_operations(pixels, host.operations)
+        pixels = gpu_part().apply_operations(pixels, host.operations)
     # Two passes over the memory, which the training step needs at the same time. One pass would
     # fuse multiplication and addition, and round differently than a CPU does.
     scaled = pixels * slot.format.scale

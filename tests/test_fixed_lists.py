@@ -9,7 +9,7 @@ from tests.test_layout import PROGRAM, ROOT, calls, tree
 
 
 def test_size() -> None:
-    """No room has more lines than its limit in .ci/size: what comes in pays with what goes."""
+    """No part has more lines than its limit in .ci/size: what comes in pays with what goes."""
     done = subprocess.run(
         [sys.executable, ROOT / ".ci" / "size"], capture_output=True, text=True, check=False
     )

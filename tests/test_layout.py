@@ -1,4 +1,4 @@
-"""The structure of the program: directions of imports, optional rooms, and banned calls."""
+"""The structure of the program: directions of imports, optional parts, and banned calls."""
 
 import ast
 import subprocess
@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Room -> rooms of this project that it may import, in addition to itself.
-LOW = ("conf.schema", "conf.files", "conf.rooms", "conf.packages")
+# Part -> parts of this project that it may import, in addition to itself.
+LOW = ("conf.schema", "conf.files", "conf.optional", "conf.packages")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),
     "pipeline": LOW,
@@ -57,7 +57,7 @@ def sources() -> dict[str, Path]:
     """Dotted name -> file, for every module of the project."""
     files = [
         ROOT / "train.py",
-        *(p for room in ALLOWED for p in sorted((ROOT / room).rglob("*.py"))),
+        *(p for part in ALLOWED for p in sorted((ROOT / part).rglob("*.py"))),
     ]
     return {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
@@ -83,17 +83,17 @@ def calls(path: Path) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
 
 
-def within(name: str, rooms: tuple[str, ...] | list[str]) -> bool:
-    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def test_imports_have_one_direction() -> None:
     assert [p.name for p in ROOT.glob("*.py")] == ["train.py"]
     for name, path in SOURCES.items():
-        room = name.split(".")[0]
+        part = name.split(".")[0]
         for imported in imports(path):
             if imported.split(".")[0] in ALLOWED:
-                assert within(imported, (room, *ALLOWED[room])), f"{name} imports {imported}"
+                assert within(imported, (part, *ALLOWED[part])), f"{name} imports {imported}"
 
 
 def test_pipeline_is_read_in_one_direction() -> None:
@@ -112,14 +112,14 @@ def test_core_of_the_engine_does_not_know_its_observers() -> None:
             assert not wrong, f"{name} imports {wrong}"
 
 
-def test_an_optional_room_is_imported_in_one_place() -> None:
-    for room, place in OPTIONAL.items():
+def test_an_optional_part_is_imported_in_one_place() -> None:
+    for part, place in OPTIONAL.items():
         found = {
             name
             for name, path in PROGRAM.items()
-            if not within(name, [room]) and any(within(i, [room]) for i in imports(path))
+            if not within(name, [part]) and any(within(i, [part]) for i in imports(path))
         }
-        assert found <= {place}, f"{room} is imported by {found}"
+        assert found <= {place}, f"{part} is imported by {found}"
 
 
 def test_no_circular_imports() -> None:

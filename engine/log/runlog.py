@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conf import strict_json
 from conf.compose import to_yaml
-from conf.rooms import has_room, require_room
+from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
@@ -46,13 +46,13 @@ def check_log(config: Config) -> None:
     """Raise UserError for what this copy of the program cannot report."""
     if "wandb" in (trackers := config.log.trackers):
         asked_for = f"log.trackers=[{','.join(trackers)}]"
-        require_room("engine.log.wandb_board", asked_for)
+        require_part("engine.log.wandb_board", asked_for)
         spec = find_spec("wandb")
         if spec is None or spec.origin is None:  # a folder called wandb is no package
             remedy = "run `pip install wandb`, or leave it out"
             raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
     if steps := config.profile.steps:
-        require_room("engine.extras.profiler", f"profile.steps={steps}")
+        require_part("engine.extras.profiler", f"profile.steps={steps}")
 
 
 def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
@@ -83,7 +83,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     Args:
         state: read for the reports; only `totals`, the seconds by kind, are modified.
-        verdict: judges the speed, see engine/tune/verdict.py; None without that room.
+        verdict: judges the speed, see engine/tune/verdict.py; None without that part.
         started: time.monotonic() when the program began.
     """
 
@@ -101,7 +101,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         config = plan.config
         self.plan, self.run, self.state, self.world = plan, run, state, run.world
         self.feed, self.tracker, self.verdict = feed, tracker, verdict
-        self.started = started
+        self.started = self._pause_began = started
         self.meter = Meter(self.world)
         self.times = RunTimes(state.totals, first_step=state.step, began=started)
         self.monitor = GpuMonitor(self.world.device)
@@ -109,7 +109,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._stack = ExitStack()
         self.bad_files = BadFiles(feed.train.loader, run, tracker)
         self.expectation: Any = None
-        if config.expect is not None and has_room("engine.extras.expectation"):
+        if config.expect is not None and has_part("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
 
             self.expectation = Expectation(config.expect, plan, continues=bool(state.history))
@@ -194,6 +194,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.feed.train.end_step()
         self.state.divergence.send(self.state.step)
         self._report(last=last)
+        self._pause_began = time.perf_counter()
         with self.feed.train.pause(), self.times.lost(kind):
             yield
             if kind == "checkpoint":
@@ -213,6 +214,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             batches: what `engine.validation.evaluate` has collected on this rank.
             previous: the row of the validation before.
         """
+        seconds = time.perf_counter() - self._pause_began
+        row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
         found = Predictions.gather(batches, self.world)
         if not self.world.is_main:
             return

@@ -1,6 +1,6 @@
 """Optional: JPEG decoding and augmentation on a GPU.
 
-The rest of the program reaches this room by `pipeline.gpu_room()`, and uses the names below.
+The rest of the program reaches this part by `pipeline.gpu_part()`, and uses the names below.
 """
 
 from pipeline.gpu.augment import apply_operations, has_kernels

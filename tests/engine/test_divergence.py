@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.rooms import has_room
+from conf.optional import has_part
 from conf.schema import Optim
 from engine.divergence import Divergence
 from engine.optim import build_optimizer
@@ -27,7 +27,7 @@ def new_state(name: str, *, fused: bool) -> TrainState:
     layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
     model = nn.Sequential(nn.Flatten(), *layers)
     losses = None
-    if has_room("engine.extras.suspects"):
+    if has_part("engine.extras.suspects"):
         from engine.extras.suspects import SampleLosses
 
         losses = SampleLosses(4, CLASSES, first_epoch=0, device=torch.device("cpu"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conf import cli
-from conf.rooms import has_room
+from conf.optional import has_part
 from conf.schema import Config, UserError
 from pipeline import loader_plan as plan
 from pipeline import machine
@@ -42,9 +42,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pretend to be a host, by default with 16 cores, much memory and JPEG engines."""
 
     def pretend(**found: float) -> None:
-        monkeypatch.setattr(plan, "has_room", lambda name: name == "engine.tune" or has_room(name))
+        monkeypatch.setattr(plan, "has_part", lambda name: name == "engine.tune" or has_part(name))
         monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
-        if has_room("pipeline.gpu"):
+        if has_part("pipeline.gpu"):
             monkeypatch.setattr("pipeline.gpu.has_kernels", lambda device: device == CUDA)
         usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf, spare_files=100_000)
         for name, value in (usual | {"free_memory": 1 << 40} | found).items():
@@ -194,7 +194,7 @@ def test_when_it_is_not_measured(
 def test_without_the_room_that_measures(host: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     host()
     pytest.importorskip("pipeline.gpu")  # `host` pretends that there are engines
-    monkeypatch.setattr(plan, "has_room", lambda name: name != "engine.tune")
+    monkeypatch.setattr(plan, "has_part", lambda name: name != "engine.tune")
     found = planned("loader.workers=auto")
     assert (found.workers, found.measured) == (15, False)
     assert found.not_measured == "this copy has no engine/tune"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import gpu_room
+from pipeline import gpu_part
 from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
@@ -67,7 +67,7 @@ def open_prefetcher(
 
 def decode_with(prefetcher: Prefetcher, engines: Any, *, hybrid: bool = False) -> None:
     """Decode with a GpuDecoder, or with a stand-in for one."""
-    upload = gpu_room().EngineUpload(prefetcher.loader, engines)
+    upload = gpu_part().EngineUpload(prefetcher.loader, engines)
     upload.share_with_workers(hybrid)
     prefetcher.set_upload(upload)
 
@@ -541,7 +541,7 @@ def test_every_batch_transform_with_every_decoder_and_precision(
         format, file_bytes = ImageFormat(CUDA, MEAN, STD, dtype), (1 << 16) * engines
         with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
             if engines:
-                gpu_decoder = gpu_room().GpuDecoder(CUDA, BATCH)
+                gpu_decoder = gpu_part().GpuDecoder(CUDA, BATCH)
                 decode_with(prefetcher, gpu_decoder, hybrid=decoder == "hybrid")
             (batch,) = prefetcher.batches(4, 5)
             torch.cuda.synchronize()
