@@ -97,11 +97,12 @@ def load(
     upper = [_group(group, choice, config_dir) for group, choice in choices.items()]
     upper += [Layer(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
-    planned = _merge(lower, OmegaConf.structured(Config))  # what the recipe gives
+    planned = _merge(lower, _defaults())  # what the recipe gives
     tree = _merge(upper, planned)
-    _check_functions(tree)
+    before, now = _flat(planned), _flat(tree)
+    _check_functions(now)
     try:
-        changed = _changes(planned, tree)
+        changed = _changes(tree, before, now)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
         notes = list(_notes(planned, tree, choices, typed, decided or {}))
@@ -117,6 +118,11 @@ def load(
     config.recipe, config.typed, config.notes = recipe, list(overrides), notes
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     return config
+
+
+@cache
+def _defaults() -> DictConfig:
+    return OmegaConf.structured(Config)
 
 
 def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
@@ -210,12 +216,12 @@ def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
     return {name: found[name] for name in KEYS}
 
 
-def _check_functions(tree: DictConfig) -> None:
+def _check_functions(values: Values) -> None:
     """Refuse functions such as `${oc.env:NAME}` in a value, except for paths, and `${now:FORMAT}`.
 
     An environment variable must not change the training, and its value would be stored.
     """
-    for name, value in _flat(tree).items():
+    for name, value in values.items():
         functions = set(re.findall(r"\$\{([\w.]+):", str(value))) - {"now"}
         if functions - {"oc.env" if name in PATHS else "now"}:
             raise UserError(
@@ -224,18 +230,17 @@ def _check_functions(tree: DictConfig) -> None:
             )
 
 
-def _changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
+def _changes(tree: DictConfig, before: Values, now: Values) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
     An expression of the recipe has its value in the new tree: that of data.val_size,
     ${data.image_size}, is 64 after data.image_size=64.
 
     Args:
-        planned: the composed recipe.
-        tree: the same after typed groups and keys.
+        tree: the recipe, and typed groups and keys.
+        before, now: the expressions of the recipe, and of `tree`.
     """
-    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
-    changed = {}
+    values, changed = _flat(tree, resolve=True), {}
     for name, f in FIELDS.items():
         if f.metadata["affects"] & RESULT and before[name] != now[name] and in_effect(tree, f):
             node = OmegaConf.create({name: before[name]}, parent=tree)

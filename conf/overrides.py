@@ -5,9 +5,11 @@ names a folder with more choices: it belongs to them, because they may mean noth
 """
 
 import contextlib
+import copy
 import re
 import shlex
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_origin
 
@@ -15,7 +17,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.hints import what_to_write
@@ -68,7 +70,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        aliases = sum(isinstance(t, yaml.AliasToken) for t in yaml.scan(text) if "*" in text)
+        tokens = yaml.scan(text) if "*" in text else ()
+        aliases = sum(isinstance(token, yaml.AliasToken) for token in tokens)
         if len(text) > LARGEST_FILE or aliases > MOST_ALIASES:
             raise UserError(f"{path}: is too long, or has too many aliases (*name); shorten it")
         content = OmegaConf.to_container(OmegaConf.load(path))
@@ -153,11 +156,16 @@ def _has_type(name: str, value: Any) -> bool:
         return True
     section, _, last = name.partition(".")
     try:
-        OmegaConf.update(OmegaConf.structured(getattr(Config(), section)), last, value)
+        OmegaConf.update(copy.deepcopy(_typed(section)), last, value)
     except OmegaConfBaseException:
         return False
     # OmegaConf would accept 2 and yes for true.
     return FIELDS[name].type is not bool or isinstance(value, bool)
+
+
+@cache
+def _typed(section: str) -> DictConfig:
+    return OmegaConf.structured(getattr(Config(), section))
 
 
 def allowed_values(name: str) -> str:

@@ -49,8 +49,8 @@ OPTIONAL = {
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def sources() -> dict[str, Path]:
@@ -69,18 +69,21 @@ SOURCES = sources()
 PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("tests.")}
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
-    for node in ast.walk(tree(path)):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: use absolute imports"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    return (node for node in nodes(path) if isinstance(node, ast.Call))
 
 
 def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
@@ -123,9 +126,7 @@ def test_an_optional_part_is_imported_in_one_place() -> None:
 
 
 def test_no_circular_imports() -> None:
-    modules = {
-        name: list(imports(path)) for name, path in SOURCES.items() if path.name != "__init__.py"
-    }
+    modules = {name: imports(path) for name, path in SOURCES.items() if path.name != "__init__.py"}
     graph = {
         name: {o for o in modules if o != name and any(within(i, [o]) for i in imported)}
         for name, imported in modules.items()
@@ -136,30 +137,33 @@ def test_no_circular_imports() -> None:
         graph = {name: found for name, found in graph.items() if name not in leaves}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Return the top-level modules of a new interpreter after a statement."""
-    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Return the top-level modules that each statement loads, one after the other."""
+    code = "import sys\nbefore = set()"
+    for statement in statements:
+        code += f"\n{statement}\nnow = {{name.split('.')[0] for name in sys.modules}}"
+        code += "\nprint('>', *(now - before))\nbefore = now"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return set(done.stdout.splitlines()[-1].split())
+    lines = [line for line in done.stdout.splitlines() if line.startswith(">")]
+    return [set(line.split()) for line in lines]
 
 
 def test_slow_packages_are_imported_when_used() -> None:
     """torch takes seconds: --help and a mistake are answered without it."""
-    conf = loaded_by(
-        "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')"
+    slow = {"torchvision", "tensorboard", "timm", "simplejpeg", "onnx", "matplotlib"}
+    conf, torch, program = loaded_by(
+        "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')",
+        "import torch",  # a build for CUDA imports pynvml
+        "import train",
     )
     assert {"conf", "hydra"} <= conf
-    assert conf.isdisjoint({"torch", "torchvision", "numpy", "PIL", "pipeline", "models", "engine"})
-    worker = loaded_by("import pipeline.worker")
-    assert worker.isdisjoint({"torchvision", "models", "engine", "tensorboard", "hydra"})
-    program = loaded_by("import train")
-    assert {"torch", "pipeline", "models", "engine"} <= program
-    program -= loaded_by("import torch")  # a build for CUDA imports pynvml
-    assert program.isdisjoint(
-        {"torchvision", "tensorboard", "timm", "pynvml", "simplejpeg", "onnx", "matplotlib"}
-    )
+    assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})
+    assert {"pipeline", "models", "engine"} <= program
+    assert (torch | program).isdisjoint(slow) and "pynvml" not in program
+    (worker,) = loaded_by("import pipeline.worker")
+    assert worker.isdisjoint({"models", "engine", "hydra", *slow})
 
 
 def test_modules_have_specific_names() -> None:

@@ -68,10 +68,10 @@ class Nvml:
 
         return ask
 
-    def wait(self, more: int = 20, name: str = "nvmlDeviceGetTemperature") -> None:
-        """Wait until a query, by default one that never fails here, has been asked more often."""
-        after = self.calls.count(name) + more
-        wait_until(lambda: self.calls.count(name) >= after)
+    def wait(self) -> None:
+        """Wait until a query that never fails here has been asked 20 times more."""
+        after = self.calls.count("nvmlDeviceGetTemperature") + 20
+        wait_until(lambda: self.calls.count("nvmlDeviceGetTemperature") >= after)
 
 
 EVERYTHING = {
@@ -175,9 +175,10 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
             release.wait()  # in the driver: eight samples are complete
         return masks[min(number, 7)]
 
-    nvml = install(Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=mask))
+    query = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    nvml = install(Nvml(**{query: mask}))
     with GpuMonitor(CUDA) as monitor:
-        nvml.wait(9, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        wait_until(lambda: nvml.calls.count(query) == 9)
         assert monitor.read()["gpu/throttled_fraction"] == 4 / 8
         driver = "thermal throttling by the driver"
         text = monitor.slowdowns("epoch")

@@ -137,6 +137,7 @@ def test_smaller_files_gain_where_files_are_large(tmp_path: Path) -> None:
 def test_faster_decoder_is_named(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best, fastest = installed()[0], next(iter(DECODERS))
     assert len(remedies_of(image_root, best)) == (1 if best == fastest else 2)
+    pytest.importorskip("simplejpeg")
     monkeypatch.setattr(prices, "installed", lambda: ["simplejpeg", "pillow"])
     assert "loader.decoder=auto" in remedies_of(image_root, "pillow")[1].text
     monkeypatch.setattr(prices, "installed", lambda: ["pillow"])
