@@ -186,12 +186,22 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     assert desk.run([0], "checkpoint.resume=never")[:2] == (0, ["0"])
 
 
-@pytest.mark.parametrize(("outcome", "expected"), [(2, 2), (-signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [pytest.param(2, 2, marks=pytest.mark.slow), (-signal.SIGTERM, 143)],
+)
 def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int, expected: int) -> None:
     assert desk.run([outcome, 0])[:2] == (expected, ["0"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_reaches_the_job(desk: Desk, number: int) -> None:
     """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
     if number == signal.SIGKILL and sys.platform != "linux":

@@ -411,7 +411,7 @@ RESUMED = {
     ],
     "sizes, mixup": ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
 }
-SLOW = ("momentum and average", "dropout, AdamW, average, mixup, cutmix")
+SLOW = list(RESUMED)[:3]
 
 
 @pytest.mark.parametrize(
@@ -669,7 +669,7 @@ def test_corrupt_image(
     assert not (folder / "summary.json").exists()
 
 
-@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("log_every", [pytest.param(1, marks=pytest.mark.slow), 50])
 def test_loss_not_finite(log_every: int, go: Any, status: Any, folder: Path) -> None:
     """No checkpoint has non-finite weights; a lower learning rate can resume from the last one."""
     options = ["schedule.name=constant", "train.validate_every_epochs=5"]

@@ -48,7 +48,7 @@ def test_losses_are_those_of_one_process(
         *OPTIONS,
         "loader.batch_size=16",
         "train.epochs=9",
-        "train.max_steps=20",
+        "train.max_steps=10",
         "train.validate_every_epochs=4",
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, {random_erasing: {p: 0.5}}]",
     ]

@@ -342,6 +342,7 @@ def test_task_queued_behind_a_deadly_one_is_not_blamed(
     assert len(caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A signal to the whole process group ends it; its workers become orphans."""
     dataset = crops(image_root / "train")

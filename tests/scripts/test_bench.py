@@ -100,7 +100,11 @@ def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
     ("arguments", "message"),
     [
         (["--seconds", "0"], "--seconds 0.0: give a number > 0"),
-        (["--only", "copy"], "--only copy: nothing can be measured here; add another stage"),
+        pytest.param(
+            ["--only", "copy"],
+            "--only copy: nothing can be measured here; add another stage",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
