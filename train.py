@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.step_graph import StepGraph, Values, compile_later_sizes, warmup_steps
+from engine.step_graph import StepGraph, Values, compile_later_sizes, steps_before_capture
 from engine.stop_signal import StopSignal
 from engine.validation import METRICS, evaluate, hits, validation_batches
 from pipeline.build import Datasets, build_datasets
@@ -72,10 +71,12 @@ def train(config: Config) -> dict[str, Any]:
 
         feed = enter(open_feed(config, datasets, plan.loader, world))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
-        step = enter(build_step(plan, state, world))
+        train_on_batch = enter(build_step(plan, state, world))
         stop = enter(stop_signal(state, run, feed, world))
         enter(out_of_memory_explained(plan, state, world))
-        verdict = tune_loader(feed, step, plan, state, run, stop, tracker)
+        world.set_section("measurement")
+        compile_later_sizes(train_on_batch, feed, plan, state, stop)
+        verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:
@@ -86,10 +87,10 @@ def train(config: Config) -> dict[str, Any]:
         # A signal ends the loop before the same step on all ranks, even if one waits for input.
         for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
-            values = step(batch)  # forward, loss, backward, clip, update, average
+            values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = plan.due(state.step)  # log, epoch, validate, save
-            log.end_step(values, send=due.log)
+            log.end_step(values, send=due.log)  # raises if an earlier loss was not finite
             if due.epoch:
                 log.end_epoch()
             if due.validate and not stop.poll():
@@ -125,7 +126,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
             accumulate=config.train.accumulate,
         ),
         before=before,
-        warmup_steps=warmup_steps(network),
+        steps_before_capture=steps_before_capture(network),
         disabled_reason=None if on_gpu else "training runs on the CPU",
     )
 
@@ -320,8 +321,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
         pretrained=weights == "pretrained",
         args=config.model.args,
     )
-    if weights not in (None, "pretrained"):
-        models.load_weights(model, find(Path(str(weights))))
+    if weights and weights != "pretrained":
+        models.load_weights(model, find(weights))
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     models.freeze(model, config.model.freeze)
@@ -370,13 +371,11 @@ def tune_loader(
     stop: StopSignal,
     tracker: Tracker,
 ) -> Any:
-    """Compile the step for each image size; set decoder and workers for loader.workers=auto.
+    """Set decoder and workers for loader.workers=auto.
 
     Returns:
         What judges the speed of the run, for `RunLog`; None without engine/tune.
     """
-    run.world.set_section("measurement")
-    compile_later_sizes(step, feed, plan, state, stop)
     if not has_part("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader

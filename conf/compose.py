@@ -40,10 +40,12 @@ from conf.schema import (
     with_size,
 )
 
-DEFAULT_RECIPE: str = OmegaConf.load(FOLDER / "config.yaml").defaults[-2].recipe
+DEFAULT_RECIPE: str = next(
+    layer.recipe for layer in OmegaConf.load(FOLDER / "config.yaml").defaults if "recipe" in layer
+)
 SECTIONS = {name.split(".")[0] for name in KEYS}
 # Keys that may take a path from an environment variable. The path is stored with the run.
-PATHS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
+PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
@@ -223,10 +225,10 @@ def _check_functions(values: Values) -> None:
     """
     for name, value in values.items():
         functions = set(re.findall(r"\$\{([\w.]+):", str(value))) - {"now"}
-        if functions - {"oc.env" if name in PATHS else "now"}:
+        if functions - {"oc.env" if name in PATH_KEYS else "now"}:
             raise UserError(
                 f"{name}={show(value)}: only ${{key}} and ${{now:FORMAT}} are allowed, and in "
-                f"paths ({', '.join(PATHS)}) also ${{oc.env:NAME}}; write the value itself"
+                f"paths ({', '.join(PATH_KEYS)}) also ${{oc.env:NAME}}; write the value itself"
             )
 
 

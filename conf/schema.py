@@ -151,7 +151,7 @@ def _is_rising(sizes: Any) -> bool:
 
 
 def last_name(path: Any) -> Any:
-    """Of a path, or of each path of a list, the last part: it stands for it in a run's name."""
+    """Return the last part of a path, or of each path in a list, for the name of a run."""
     if isinstance(path, list):
         return [last_name(str(one)) for one in path]
     if not path or not isinstance(path, str):
@@ -168,6 +168,7 @@ TRACKERS = ("tensorboard", "wandb")
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
+TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
@@ -211,8 +212,8 @@ FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 STEP = {"schedule.name": ("step",)}
 BCE = {"train.loss": ("bce",)}
-SGD = all_but("optim", "adamw", "lamb")
-MOMENTS = all_but("optim", "sgd")
+HAS_MOMENTUM = all_but("optim", "adamw", "lamb")
+HAS_BETAS = all_but("optim", "sgd")
 
 
 def _engines(decoder: str) -> str:
@@ -331,13 +332,13 @@ class Optim:
     """optimiser"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
-    momentum: float = key(0.9, BOTH, FRACTION, when=SGD)
+    momentum: float = key(0.9, BOTH, FRACTION, when=HAS_MOMENTUM)
     """sgd: momentum"""
-    nesterov: bool = key(False, BOTH, when=SGD)
+    nesterov: bool = key(False, BOTH, when=HAS_MOMENTUM)
     """sgd: Nesterov momentum"""
-    betas: list[float] = key([0.9, 0.999], RESULT, each(number(0, 1, below=True), 2), when=MOMENTS)
+    betas: list[float] = key([0.9, 0.999], RESULT, TWO_SHARES, when=HAS_BETAS)
     """adamw, lamb: decay rates of the two moments"""
-    eps: float = key(1e-8, RESULT, POSITIVE, when=MOMENTS)
+    eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
     """adamw, lamb: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0))
     """weight decay"""

@@ -223,7 +223,7 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
 
 
-def find(path: Path) -> Path:
+def find(path: str | Path) -> Path:
     """Return the checkpoint that a path stands for.
 
     The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
@@ -233,6 +233,7 @@ def find(path: Path) -> Path:
     Raises:
         UserError: there is none.
     """
+    path = Path(path)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         for pointer in (folder / "best.json", folder / "last.json"):

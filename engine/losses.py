@@ -13,9 +13,9 @@ from conf.schema import Train, UserError
 
 # The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
 UNIT, LIMIT = 1024, 16.0
-# Least share of its own label in an image's target. Of the demo with 45 wrong labels among 2,000,
-# the first 40 rows held 39 without mixing, 32 with mixup 0.2 and 36 with cutmix; without this limit
-# 4 and 35.
+# Least share of its own label in an image's target. Of the demo with 45 wrong labels among 2,000
+# images, the first 40 rows of suspects.csv held 39 without mixing, 32 with mixup 0.2 and 36 with
+# cutmix; without this limit, 4 with mixup and 35 with cutmix.
 OWN_SHARE = 0.6
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -37,7 +37,7 @@ def build_criterion(config: Train, class_weights: Tensor | None = None) -> Crite
 
 
 def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
-    """Weights of the classes in inverse proportion to their images; the mean image has 1.
+    """Weights of the classes in inverse proportion to their images; the mean over all images is 1.
 
     They are scikit-learn's `balanced`: images / (classes * images of the class).
     """

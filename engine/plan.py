@@ -191,7 +191,7 @@ def make_plan(
     build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    check_steps(config, stop_step)
+    check_profile(config, stop_step)
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     loader = plan_loader(
@@ -275,7 +275,7 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
 
 
-def check_steps(config: Config, steps: int) -> None:
+def check_profile(config: Config, steps: int) -> None:
     """Refuse profile.steps after the end of the run."""
     if config.profile.steps and config.profile.steps[0] >= steps:
         raise UserError(

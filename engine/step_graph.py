@@ -27,9 +27,9 @@ Values = dict[str, Tensor]
 """Named tensors on the device. A step's tensors of shape [] are logged under their names."""
 
 # The steps before the capture compile, choose kernels and create the optimiser's state.
-WARMUP_STEPS = 3
+STEPS_BEFORE_CAPTURE = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
-WARMUP_STEPS_DDP = 12
+STEPS_BEFORE_CAPTURE_DDP = 12
 # A graph keeps the memory of a whole step. A validation needs another quarter of it.
 VALIDATION_SHARE = 0.25
 
@@ -43,9 +43,13 @@ class _Captured(NamedTuple):
     values: Values
 
 
-def warmup_steps(network: nn.Module) -> int:
+def steps_before_capture(network: nn.Module) -> int:
     """Return the number of steps before a CUDA graph is recorded; more if the network is DDP."""
-    return WARMUP_STEPS_DDP if isinstance(network, DistributedDataParallel) else WARMUP_STEPS
+    return (
+        STEPS_BEFORE_CAPTURE_DDP
+        if isinstance(network, DistributedDataParallel)
+        else STEPS_BEFORE_CAPTURE
+    )
 
 
 class StepGraph:
@@ -60,7 +64,7 @@ class StepGraph:
             after an error, there must be no gradients: those of a failed capture are not computed.
         before: called with the number of a step before its kernels are launched, to fill the
             tensors of values that change from step to step, such as the learning rate.
-        warmup_steps: number of steps without a graph before a capture.
+        steps_before_capture: number of steps without a graph before a capture.
         disabled_reason: why no graph is captured; None to capture. Set if a capture fails.
     """
 
@@ -69,11 +73,11 @@ class StepGraph:
         step: Callable[[Batch], Values],
         *,
         before: Callable[[int], None],
-        warmup_steps: int = WARMUP_STEPS,
+        steps_before_capture: int = STEPS_BEFORE_CAPTURE,
         disabled_reason: str | None = None,
     ) -> None:
         self.step, self.before = step, before
-        self.warmup_steps, self.disabled_reason = warmup_steps, disabled_reason
+        self.steps_before_capture, self.disabled_reason = steps_before_capture, disabled_reason
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps_by_shape: Counter[Hashable] = Counter()
         self._captured: _Captured | None = None
@@ -100,7 +104,7 @@ class StepGraph:
         self._steps_by_shape[shape] += 1
         if self._captured is not None and self._captured.shape != shape:
             self._captured = None
-        if self._captured is None and self._steps_by_shape[shape] > self.warmup_steps:
+        if self._captured is None and self._steps_by_shape[shape] > self.steps_before_capture:
             self._capture(batch, shape)
         captured = self._captured
         if captured is None:
@@ -116,7 +120,9 @@ class StepGraph:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
         self._captured = None
         # One more warm-up step is enough: it creates the optimiser's state.
-        self._steps_by_shape = Counter(dict.fromkeys(self._steps_by_shape, self.warmup_steps - 1))
+        self._steps_by_shape = Counter(
+            dict.fromkeys(self._steps_by_shape, self.steps_before_capture - 1)
+        )
 
     def _capture(self, batch: Batch, shape: Hashable) -> None:
         """Capture the step, or set `disabled_reason`. The caller replays it."""
@@ -161,6 +167,6 @@ def compile_later_sizes(
     with untouched(state):
         for first in firsts:
             for batch in stop.interruptible(feed.train.batches(first, first + 1)):
-                for _ in range(step.warmup_steps):
+                for _ in range(step.steps_before_capture):
                     step(batch)
     step.reset()

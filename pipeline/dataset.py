@@ -96,7 +96,8 @@ class Dataset(ABC):
         """Return the number of samples of each class."""
         if self.labels is None:
             raise UserError(
-                "train.class_weights: this dataset knows labels only after loading; leave it out"
+                "train.class_weights: this dataset knows labels only after loading; leave it out, "
+                "or define `labels` in its class"
             )
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
@@ -106,7 +107,10 @@ class Dataset(ABC):
 
     def with_transform(self, transform: Compose) -> "Dataset":
         """Return a dataset of the same samples with other transforms, for data.sizes."""
-        raise UserError("data.sizes: this dataset makes images of one size only; leave it out")
+        raise UserError(
+            "data.sizes: this dataset makes images of one size only; leave it out, or define "
+            "`with_transform` in its class"
+        )
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""

@@ -125,12 +125,12 @@ class DeviceSlot:
 Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
 
 
-def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
+def upload_pixels(host: HostBatch, slot: DeviceSlot, to_mix: bool) -> Tensor:
     """Copy uint8 pixels to the device; apply sampled operations and normalise there, in float32."""
-    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot, mixed)
+    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot, to_mix)
 
 
-def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
+def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, to_mix: bool) -> Tensor:
     """Apply the sampled operations of a batch to its pixels and normalise them, in float32.
 
     Args:
@@ -141,7 +141,7 @@ def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool
     # Two passes over the memory, which the training step needs at the same time. One pass would
     # fuse multiplication and addition, and round differently than a CPU does.
     scaled = pixels * slot.format.scale
-    if mixed:
+    if to_mix:
         return scaled.add_(slot.format.shift)
     images = slot.memory("images", pixels.shape, slot.format.dtype)
     return torch.add(scaled, slot.format.shift, out=images)

@@ -101,7 +101,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         config = plan.config
         self.plan, self.run, self.state, self.world = plan, run, state, run.world
         self.feed, self.tracker, self.verdict = feed, tracker, verdict
-        self.started = self._pause_began = started
+        self.started, self._pause_began = started, 0.0
         self.meter = Meter(self.world)
         self.times = RunTimes(state.totals, first_step=state.step, began=started)
         self.monitor = GpuMonitor(self.world.device)

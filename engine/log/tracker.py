@@ -175,6 +175,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             remedy = f"; pip install {missing}" if missing else ""
             what = f"{type(error).__name__}: {error}"
             text = "%s cannot be written (%s); training continues without it%s"
-            logger.warning(text, name, what, remedy)
+            is_bug = not (missing or isinstance(error, OSError))
+            logger.warning(text, name, what, remedy, exc_info=is_bug)
         self._failed.add(name)
         return None

@@ -277,7 +277,7 @@ class EngineUpload:
         if hybrid:
             self._balance()
 
-    def __call__(self, host: HostBatch, slot: DeviceSlot, mixed: bool) -> torch.Tensor:
+    def __call__(self, host: HostBatch, slot: DeviceSlot, to_mix: bool) -> torch.Tensor:
         """Make normalised images [B, 3, S, S] on the device.
 
         Raises:
@@ -288,8 +288,8 @@ class EngineUpload:
         if host.operations is not None:  # they compute on whole levels
             out = slot.memory("raw", host.images.shape, torch.uint8)
             self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
-            return finish_pixels(out, host, slot, mixed)
-        if mixed:  # the transforms compute in float32, as after a CPU decoder, and make new images
+            return finish_pixels(out, host, slot, to_mix)
+        if to_mix:  # the transforms compute in float32, as after a CPU decoder, and make new images
             out = torch.empty(
                 host.images.shape, device=image.device, memory_format=image.memory_format
             )

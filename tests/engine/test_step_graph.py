@@ -13,12 +13,12 @@ from engine.distributed import World, join_world
 from engine.log.measurements import step_points
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
-from engine.step_graph import WARMUP_STEPS, StepGraph, Values
+from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from pipeline.build import build_datasets
 from pipeline.clock import Marks, StepClock
 from pipeline.prefetcher import Batch
 
-SIZE, ROWS, STEPS = 64, 16, 3 * WARMUP_STEPS
+SIZE, ROWS, STEPS = 64, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = [
     "data=fake",
     "train.deterministic=true",
