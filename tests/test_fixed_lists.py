@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from conf.schema import KEYS
-from tests.test_layout import PROGRAM, ROOT, calls, tree
+from tests.sources import PROGRAM, ROOT, calls, nodes
 
 
 def test_size() -> None:
@@ -41,7 +41,7 @@ def test_environment_variables() -> None:
     """Variables give the rank of this process and the cache folder; none affects the result."""
     read = set()
     for path in PROGRAM.values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {
                 "os.environ.get",
                 "os.getenv",

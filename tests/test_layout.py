@@ -3,11 +3,9 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports
+
 # Part -> parts of this project that it may import, in addition to itself.
 LOW = ("conf.schema", "conf.files", "conf.optional", "conf.packages")
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -46,44 +44,6 @@ OPTIONAL = {
     "engine.extras.profiler": "engine.log.runlog",
     "conf.multirun": "conf.cli",
 }
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-def sources() -> dict[str, Path]:
-    """Dotted name -> file, for every module of the project."""
-    files = [
-        ROOT / "train.py",
-        *(p for part in ALLOWED for p in sorted((ROOT / part).rglob("*.py"))),
-    ]
-    return {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in files
-    }
-
-
-SOURCES = sources()
-PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("tests.")}
-
-
-@cache
-def imports(path: Path) -> list[str]:
-    """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
-    found = []
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: use absolute imports"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
-
-
-def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in nodes(path) if isinstance(node, ast.Call))
 
 
 def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
