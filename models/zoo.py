@@ -5,6 +5,7 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,13 @@ def _of_torchvision(
     is_resnet = vision.models.get_model_builder(name).__module__ == vision.models.resnet.__name__
     if is_resnet:  # other models with stochastic depth take it themselves
         options.pop("stochastic_depth_prob", None)
-    model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
+    create = partial(vision.models.get_model, name, num_classes=num_classes, **options)
+    try:
+        model: nn.Module = create()
+    except NotImplementedError:  # RegNets read tensors of widths, which the meta device has not
+        with torch.device("cpu"):
+            model = create()
+        model = model.to(torch.get_default_device())
     if probability and is_resnet:
         drop_blocks(model, probability)
     kinds = {type(module) for module in model.modules()}

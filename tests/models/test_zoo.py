@@ -46,6 +46,7 @@ def test_every_parameter_of_our_models_learns(name: str) -> None:
         ("vit_b_16", 85_668_106),
         ("efficientnet_b0", 4_020_358),
         ("swin_t", 27_527_044),
+        ("regnet_y_400mf", 3_907_554),
     ],
 )
 def test_names_and_sizes(name: str, count: int) -> None:
