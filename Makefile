@@ -26,7 +26,7 @@ test: env  ## the tests that take seconds each
 	@$(PYTEST) $(ARGS)
 
 # A test file that can start a process or train imports one of these modules.
-quick: env  ## the test files that start no process and do not train: about a minute
+quick: env  ## the test files that start no process and do not train: 45 s
 	@$(PYTEST) $(ARGS) \
 	    $$(grep -rLE --include='test_*.py' \
 	        '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' tests)

@@ -1,4 +1,4 @@
-"""Train an image classifier from a folder of JPEGs.
+"""Train an image classifier.
 
     python train.py data.root=/imagenet loader.workers=auto
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
@@ -64,7 +64,7 @@ def train(config: Config) -> dict[str, Any]:
         config = resolve_config(config, world)
         run = enter(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        run.open(state, plan, run_identity(config, datasets, plan))
+        run.open(state, plan, run_identity(config, datasets, plan))  # loads a checkpoint
         introduce(plan, run, state)
         if run.finished is not None:
             return run.finished

@@ -1,7 +1,7 @@
 """The keys of the config: type, default, what it affects, help sentence and allowed values.
 
 Hydra composes the YAML groups in this folder. The result is merged into `Config`, and `check`
-refuses values that the types accept but the program does not. A `Config` is then constant.
+refuses values that the types accept but the program does not. Nothing changes a `Config` later.
 """
 
 import ast

@@ -74,8 +74,9 @@ class Heartbeat:
         return self.name, Peer((own, self._socket.getsockname()[1]))
 
     def meet(self, introductions: list[tuple[str, Peer]]) -> None:
-        """Exchange datagrams with the other ranks from now on."""
+        """Exchange datagrams with the other ranks from now on; the first ones now."""
         self.peers = {name: peer for name, peer in introductions if name != self.name}
+        self._exchange()
 
     def _run(self) -> None:
         period = min(BEAT_SECONDS, self.timeout_seconds / 5)
@@ -87,14 +88,18 @@ class Heartbeat:
             # While the whole job is suspended, no rank can respond: this time does not count.
             now = time.monotonic()
             self._clock, last = self._clock + min(now - last, 2 * period), now
-            content = json.dumps([self.name, self.section, self._signal]).encode()
-            for peer in self.peers.values():
-                with suppress(OSError):  # full queue; no route at the moment
-                    self._socket.sendto(content, peer.address)
-            with suppress(OSError):  # until nothing more has arrived
-                while self.peers:
-                    self._receive(*self._socket.recvfrom(4096))
+            self._exchange()
             self._check()
+
+    def _exchange(self) -> None:
+        """Send each rank a datagram, and receive those that have arrived."""
+        content = json.dumps([self.name, self.section, self._signal]).encode()
+        for peer in self.peers.values():
+            with suppress(OSError):  # full queue; no route at the moment
+                self._socket.sendto(content, peer.address)
+        with suppress(OSError):  # until nothing more has arrived
+            while self.peers:
+                self._receive(*self._socket.recvfrom(4096))
 
     def _receive(self, content: bytes, sender: Any) -> None:
         try:

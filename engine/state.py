@@ -88,7 +88,7 @@ class TrainState:
 
     Attributes:
         sample_losses: the losses of each training image, an engine.extras.suspects.SampleLosses;
-            None without that package.
+            None without that part.
         divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.

@@ -202,7 +202,7 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # "Corrupt EXIF data" and the like: the pixels are not affected
     warnings.filterwarnings("ignore", module="PIL")
-    torch.set_num_threads(1)  # there is a worker for every core
+    torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:

@@ -13,7 +13,8 @@ def test_size() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / ".ci" / "size"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout
+    advice = "write less, or raise the limit in .ci/size; a fork may delete this test"
+    assert done.returncode == 0, f"{done.stdout}{advice}"
 
 
 def test_measured_values_become_valid_json() -> None:

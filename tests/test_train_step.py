@@ -86,8 +86,8 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
         # A fork may log further values.
         assert {name: values[name].item() for name in expected} == pytest.approx(expected, rel=1e-5)
         assert state.ema is not None
-        for network, expected in ((model, weights), (state.ema.module, averages)):
-            for found, value in zip(network.parameters(), expected, strict=True):
+        for network, wanted in ((model, weights), (state.ema.module, averages)):
+            for found, value in zip(network.parameters(), wanted, strict=True):
                 np.testing.assert_allclose(
                     found.detach().numpy(), value, rtol=1e-4, atol=1e-6, err_msg=f"step {step}"
                 )

@@ -19,6 +19,7 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
+from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import HEADER, outcome, print_lines, train_line, val_line
@@ -342,7 +343,7 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
         "expectation": None if expectation is None else expectation.compare(last),
         "best_top1": state.best.get("top1"),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
-        "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,
+        "best_checkpoint": file_name(best_step) if best_step else None,
         "history": state.history,
         "params_sha256": params_sha256(state.model),
     }

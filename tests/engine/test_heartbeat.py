@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine import heartbeat
 from engine.heartbeat import Heartbeat, Peer
 from tests.processes import wait_until
 
@@ -48,6 +49,16 @@ def test_each_rank_learns_the_section_of_the_other(two: tuple[Heartbeat, Heartbe
     wait_until(lambda: other(first).section == "validation" and other(second).section == "start")
     assert other(second).address[1] != 9, "the datagrams of the first one tell where it is"
     assert list(first.peers) == [f"rank 1 (process {os.getpid()} on {socket.gethostname()})"]
+
+
+def test_ranks_have_heard_each_other_when_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is stopped before its thread runs again would be taken for a lossy network."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 3600)
+    first, second = Heartbeat(0, 1e6), Heartbeat(1, 1e6)
+    introductions = [each.introduction("localhost") for each in (first, second)]
+    second.meet(introductions)
+    first.meet(introductions)
+    assert first.peers[second.name].heard < 1000
 
 
 def test_a_rank_that_does_not_respond(
