@@ -1,0 +1,73 @@
+"""Metrics of a classifier that are no means over images: functions of all rows of a split.
+
+All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
+below 0, as of logits that are NaN, is wrong and counts for no class.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.ArrayLike  # also a tensor on the CPU
+Counts = npt.NDArray[np.int64]
+
+
+def macro_precision(label: Rows, prediction: Rows) -> float:
+    """Return the mean over classes of the share of correct ones among the class's predictions.
+
+    The classes are those of a label or a prediction, as in scikit-learn; the precision of a class
+    that is never predicted is 0.
+    """
+    hits, _, predictions = _by_class(label, prediction)
+    return _mean_ratio(hits, predictions)
+
+
+def macro_recall(label: Rows, prediction: Rows) -> float:
+    """Return the mean over classes of their top-1, also called macro or balanced accuracy.
+
+    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`; its macro recall
+    has a 0 for each other class that is predicted.
+    """
+    hits, images, _ = _by_class(label, prediction)
+    return _mean_ratio(hits[images > 0], images[images > 0])
+
+
+def macro_f1(label: Rows, prediction: Rows) -> float:
+    """Return the mean over classes of the harmonic mean of precision and recall.
+
+    The classes are those of a label or a prediction, as in scikit-learn.
+    """
+    hits, images, predictions = _by_class(label, prediction)
+    return _mean_ratio(2 * hits, images + predictions)
+
+
+def roc_auc(label: Rows, score: Rows) -> float:
+    """Return the area under the ROC curve of two classes; NaN if only one of them has images.
+
+    It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
+    higher score (Mann and Whitney 1947); equal scores count half, and a score that is NaN is wrong.
+
+    Args:
+        label: int64 [N], 0 or 1.
+        score: float [N], the probability of class 1 or any number that increases with it.
+    """
+    positive, scores = np.asarray(label) == 1, np.asarray(score)
+    scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    rank = (count.cumsum() - (count - 1) / 2)[place]  # from 1; the mean of those of equal scores
+    ones = int(positive.sum())
+    pairs = ones * (len(positive) - ones)
+    return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
+
+
+def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:
+    """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
+    labels, predictions = np.asarray(label), np.asarray(prediction)
+    rows = (labels[labels == predictions], labels, predictions[predictions >= 0])
+    most = 1 + max(each.max(initial=0) for each in rows)
+    hits, images, predicted = (np.bincount(each, minlength=most) for each in rows)
+    found = images + predicted > 0
+    return hits[found], images[found], predicted[found]
+
+
+def _mean_ratio(part: Counts, whole: Counts) -> float:
+    return float(100 * (part / np.maximum(whole, 1)).mean())  # `part` is 0 where `whole` is

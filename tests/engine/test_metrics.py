@@ -1,0 +1,63 @@
+"""Metrics of all rows of a split: scikit-learn's on random predictions."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn
+
+from engine.metrics import macro_f1, macro_precision, macro_recall, roc_auc
+
+# classes -> their shares of the labels and of the predictions
+SHARES = {
+    "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
+    "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
+    "a class without images": ([3, 0, 1, 1], [1, 1, 1, 1]),
+    "a class that is never predicted": ([3, 1, 1, 1], [1, 0, 1, 1]),
+    "a class without either": ([3, 0, 1, 1], [1, 0, 1, 1]),
+    "one class of two": ([1, 0], [1, 1]),
+    "one class": ([1], [1]),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_macro_means_are_scikit_learns(case: str) -> None:
+    rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
+    classes, count = len(of_labels), 500
+    label = rng.choice(classes, count, p=of_labels / of_labels.sum())
+    drawn = rng.choice(classes, count, p=of_predictions / of_predictions.sum())
+    correct = (rng.random(count) < 0.5) & (of_predictions[label] > 0)
+    prediction = np.where(correct, label, drawn)
+    average = {"average": "macro", "zero_division": 0}
+    rows = torch.from_numpy(label), torch.from_numpy(prediction)
+    precision = sklearn.precision_score(label, prediction, **average)
+    assert macro_precision(*rows) == pytest.approx(100 * precision)
+    assert macro_f1(*rows) == pytest.approx(100 * sklearn.f1_score(label, prediction, **average))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class that is predicted and has no images
+        recall = sklearn.balanced_accuracy_score(label, prediction)
+    assert macro_recall(*rows) == pytest.approx(100 * recall)
+
+
+@pytest.mark.parametrize("ones", [0.5, 0.01])
+@pytest.mark.parametrize("digits", [1, 6], ids=["ties", "no ties"])
+def test_area_under_the_curve_is_scikit_learns(ones: float, digits: int) -> None:
+    rng = np.random.default_rng(0)
+    label = (rng.random(1000) < ones).astype(np.int64)
+    score = np.round(rng.random(1000) + 0.3 * label, digits).astype(np.float32)
+    found = roc_auc(torch.from_numpy(label), torch.from_numpy(score))
+    assert found == pytest.approx(100 * sklearn.roc_auc_score(label, score))
+    assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
+
+
+def test_what_scikit_learn_refuses() -> None:
+    """A prediction of NaN is wrong, and no class is blamed for it; one class has no curve."""
+    label = np.array([0, 0, 1, 1])
+    assert macro_recall(label, np.array([0, -1, -1, -1])) == 25
+    assert macro_precision(label, np.array([0, -1, -1, -1])) == 50
+    assert macro_f1(label, np.array([0, -1, -1, -1])) == pytest.approx(100 / 3)
+    assert macro_f1(label, np.full(4, -1)) == 0
+    assert roc_auc(label, np.array([np.nan, 0.1, 0.9, np.nan])) == 25
+    assert math.isnan(roc_auc(np.zeros(4, np.int64), np.arange(4.0)))
