@@ -150,6 +150,12 @@ def _is_rising(sizes: Any) -> bool:
     return rises and count and min(sizes.values()) >= SMALLEST
 
 
+def _are_weights(value: Any) -> bool:
+    """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
+    numbers = value.values() if isinstance(value, dict) else [None]
+    return bool(value) and all(type(n) in (int, float) and POSITIVE.allows(n) for n in numbers)
+
+
 def last_name(path: Any) -> Any:
     """Return the last part of a path, or of each path in a list, for the name of a run."""
     if isinstance(path, list):
@@ -182,6 +188,10 @@ SIZES = Check(
 ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "names and values in braces, such as {drop_path_rate: 0.1}",
+)
+WEIGHTS = Check(
+    lambda value: value in (None, "balanced") or _are_weights(value),
+    "balanced, null, or weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
 STAGES = Check(
     lambda value: value > 0 if type(value) is int else value is None or _is_word(value),
@@ -221,6 +231,8 @@ def _engines(decoder: str) -> str:
 
 
 def _in_any_order(names: Any) -> Any:
+    if isinstance(names, dict):
+        return {str(name): names[name] for name in sorted(names, key=str)}
     return sorted(map(str, names)) if isinstance(names, list) else names
 
 
@@ -258,7 +270,9 @@ class Data:
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE, 3))
     """standard deviation to divide each channel by"""
     repeats: int = key(1, BOTH, number(1, 100))
-    """repeated augmentation: an epoch uses 1 / repeats of the images, each this many times"""
+    """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
+    times. The views of an image may be in different batches and on different ranks; two views for a
+    contrastive loss are two fields of a sample (docs/fork.md)"""
     fake_images: int = key(1_281_167, BOTH, number(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
     fake_classes: int = key(1000, BOTH, number(2), when=FAKE)
@@ -388,10 +402,11 @@ class Train:
     every class; validation measures the cross-entropy"""
     bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)), when=BCE)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: str | None = key(
-        None, BOTH, or_null(one_of("balanced")), when={"train.loss": ("cross_entropy",)}
+    class_weights: Any = key(
+        None, RESULT, WEIGHTS, when={"train.loss": ("cross_entropy",)}, alike=_in_any_order
     )
-    """balanced multiplies the loss of an image by images / (classes * images of its class)"""
+    """balanced multiplies the loss of an image by images / (classes * images of its class);
+    {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
     label_smoothing: float = key(0.0, BOTH, FRACTION)
     """label smoothing"""
     ema_decay: float | None = key(None, BOTH, DECAY)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import models
-from conf.schema import Config, UserError
+from conf.schema import Config, UserError, did_you_mean, show
 from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
 from engine.losses import balanced, build_criterion
@@ -21,6 +21,7 @@ from pipeline.sampler import SizeSchedule
 # With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
 # GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
 FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
+UNEQUAL = 10  # images of the largest class by those of the smallest, above which a note says so
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,18 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
 
 
 def _class_weights(config: Config, datasets: Datasets) -> tuple[float, ...]:
-    if config.train.class_weights != "balanced":
+    given, classes = config.train.class_weights, datasets.classes
+    if given is None:
         return ()
-    return balanced(datasets.train.class_counts(len(datasets.classes)))
+    if given == "balanced":
+        return balanced(datasets.train.class_counts(len(classes)))
+    weights = {str(name): float(weight) for name, weight in given.items()}
+    if unknown := [name for name in weights if name not in classes]:
+        advice = did_you_mean(unknown[0], classes) or "; give names of classes"
+        raise UserError(
+            f"train.class_weights={show(given)}: there is no class {unknown[0]}{advice}"
+        )
+    return tuple(weights.get(name, 1.0) for name in classes)
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
@@ -316,6 +326,7 @@ def suited_batch(train_images: int) -> int:
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     """Return notes on values that are allowed, but probably not what the user wants."""
     notes = precision_note(config.train.precision, world.device)
+    notes += unequal_classes(config, datasets)
     notes += few_steps(config.loader.batch_size, config.optim.lr, len(datasets.train), world.size)
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
@@ -336,6 +347,21 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             "give another split"
         )
     return notes
+
+
+def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
+    """Return advice if the largest class has more than UNEQUAL times the images of the smallest."""
+    if datasets.train.labels is None or config.train.class_weights is not None:
+        return []
+    counts = datasets.train.class_counts(len(datasets.classes))
+    most, fewest = max(counts), min(counts)
+    if most <= UNEQUAL * fewest:
+        return []
+    large, small = (datasets.classes[counts.index(count)] for count in (most, fewest))
+    return [
+        f"class {large} has {most:,} training images and class {small} {fewest:,}; "
+        "try train.class_weights=balanced"
+    ]
 
 
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:

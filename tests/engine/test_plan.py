@@ -5,6 +5,7 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +20,9 @@ from engine.compute import (
     resolve_compile,
 )
 from engine.distributed import World
-from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan
-from pipeline.build import build_datasets
+from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan, setup_notes
+from pipeline.build import Datasets, build_datasets
+from pipeline.dataset import FakeDataset
 from tests.engine.plans import ALONE, config, plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -126,6 +128,50 @@ def test_class_weights_follow_from_the_images() -> None:
     assert planned().class_weights == ()
     weights = planned("train.class_weights=balanced").class_weights
     assert weights == pytest.approx([25 / 30] * 5 + [25 / 20] * 5)
+
+
+def test_class_weights_by_name() -> None:
+    """In any order; the name of a class may be a number."""
+    found = set()
+    for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
+        small = ("loader.batch_size=5", "model=resnet_tiny", "data.image_size=32")
+        given = cli.load([*FAKE, *small, f"train.class_weights={typed}"])
+        datasets = dataclasses.replace(build_datasets(given), classes=(*"abcdef", "7", *"hij"))
+        found.add((make_plan(given, datasets, ALONE).class_weights, given.run.name))
+    ((weights, _),) = found
+    assert weights == (1, 3, 1, 1, 1, 1, 0.5, 1, 1, 1)
+    with pytest.raises(UserError) as caught:
+        planned("train.class_weights={fake003: 2}")
+    assert str(caught.value) == (
+        "train.class_weights={fake003: 2}: there is no class fake003; did you mean fake0003?"
+    )
+
+
+class Labelled(FakeDataset):
+    """Its labels are what a test sets; None: known only after loading."""
+
+    labels = None
+
+
+@pytest.mark.parametrize(
+    ("counts", "typed", "found"),
+    [
+        ((2, 20, 21), "null", ["class c has 21 training images and class a 2"]),
+        ((2, 20, 20), "null", []),
+        ((0, 1, 1), "null", ["class b has 1 training images and class a 0"]),
+        ((2, 20, 21), "balanced", []),
+        ((2, 20, 21), "{a: 9}", []),
+        (None, "null", []),
+    ],
+)
+def test_note_on_unequal_classes(
+    counts: tuple[int, ...] | None, typed: str, found: list[str]
+) -> None:
+    dataset = Labelled(43, 3, 8)
+    dataset.labels = None if counts is None else np.repeat([0, 1, 2], counts)
+    given = cli.load([*FAKE, f"train.class_weights={typed}"])
+    notes = setup_notes(given, Datasets(dataset, FakeDataset(5, 3, 8), tuple("abc"), 8, 8), ALONE)
+    assert [note.partition("; ")[0] for note in notes if note.startswith("class ")] == found
 
 
 def test_notes(image_root: Path) -> None:
