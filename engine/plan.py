@@ -270,7 +270,7 @@ def _class_weights(config: Config, datasets: Datasets) -> tuple[float, ...]:
         return balanced(datasets.train.class_counts(len(classes)))
     weights = {str(name): float(weight) for name, weight in given.items()}
     if unknown := [name for name in weights if name not in classes]:
-        advice = did_you_mean(unknown[0], classes) or "; give names of classes"
+        advice = did_you_mean(unknown[0], classes) or f"; give names such as {classes[0]}"
         raise UserError(
             f"train.class_weights={show(given)}: there is no class {unknown[0]}{advice}"
         )
@@ -359,7 +359,7 @@ def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
         return []
     large, small = (datasets.classes[counts.index(count)] for count in (most, fewest))
     return [
-        f"class {large} has {most:,} training images and class {small} {fewest:,}; "
+        f"class {large} has {most:,} training images and class {small} has {fewest:,}; "
         "try train.class_weights=balanced"
     ]
 

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from engine.plan import UNEQUAL
 from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.class_names import imagenet_names
@@ -59,7 +60,7 @@ def data(case: Case) -> Iterator[Row]:
         counts = np.bincount(index.labels.array, minlength=len(index.classes))
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         text += f", {counts.min():,} to {counts.max():,} each"
-        if name == "train" and counts.max() > 10 * counts.min():
+        if name == "train" and counts.max() > UNEQUAL * counts.min():
             yield warn(text, "large classes dominate: see train.class_weights=balanced")
         else:
             yield ok(text)

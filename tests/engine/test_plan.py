@@ -156,9 +156,9 @@ class Labelled(FakeDataset):
 @pytest.mark.parametrize(
     ("counts", "typed", "found"),
     [
-        ((2, 20, 21), "null", ["class c has 21 training images and class a 2"]),
+        ((2, 20, 21), "null", ["class c has 21 training images and class a has 2"]),
         ((2, 20, 20), "null", []),
-        ((0, 1, 1), "null", ["class b has 1 training images and class a 0"]),
+        ((0, 1, 1), "null", ["class b has 1 training images and class a has 0"]),
         ((2, 20, 21), "balanced", []),
         ((2, 20, 21), "{a: 9}", []),
         (None, "null", []),
