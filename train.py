@@ -1,4 +1,4 @@
-"""Train an image classifier.
+"""Train an image classifier, or another network on samples that are named tensors.
 
     python train.py data.root=/imagenet loader.workers=auto
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
@@ -39,14 +39,16 @@ from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
+from engine.scores import accuracy
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values, compile_later_sizes, steps_before_capture
 from engine.stop_signal import StopSignal
-from engine.validation import METRICS, evaluate, hits, validation_batches
+from engine.validation import evaluate, validation_batches, value_names
 from pipeline.build import Datasets, build_datasets
+from pipeline.dataset import IMAGE
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import reached_limit
-from pipeline.prefetcher import Batch
+from pipeline.prefetcher import TARGET, Batch
 from pipeline.worker import start_forkserver
 
 
@@ -105,7 +107,7 @@ def train(config: Config) -> dict[str, Any]:
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
     config, on_gpu = plan.config, world.device.type == "cuda"
-    network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
+    network = world.wrap(state.model, Batch.zeros(plan.fields, world.device)[IMAGE])
     weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
     loss = plan.autocast()(compiled(training_loss, plan.compile))
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
@@ -162,9 +164,7 @@ def train_step(
     try:
         for micro_batch in batch.split(accumulate):
             with without_sync(network, unless=len(outputs) == accumulate - 1):
-                mean_loss, values = loss(
-                    network, micro_batch.images, micro_batch.targets, micro_batch.labels
-                )
+                mean_loss, values = loss(network, micro_batch)
                 (mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
@@ -191,46 +191,44 @@ def train_step(
 
 
 def training_loss(
-    network: nn.Module,
-    images: Tensor,
-    targets: Tensor,
-    labels: Tensor,
-    criterion: Criterion = nn.functional.cross_entropy,
+    network: nn.Module, batch: Batch, criterion: Criterion = nn.functional.cross_entropy
 ) -> tuple[Tensor, Values]:
     """Forward pass and loss: the region that is compiled.
 
     Args:
-        images: float [B, 3, S, S].
-        targets: int64 [B], or float [B, classes] after mixup or cutmix.
-        labels: int64 [B], against which top1 and top5 are counted.
+        batch: `image`, float [B, 3, S, S]; `label`, int64 [B], against which top1 and top5 are
+            counted; and after mixup or cutmix, `target`, float [B, classes].
         criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
 
     Returns:
         The mean loss, float32 []; and named values. Those of float32 [], means over the batch, are
         logged. `image_losses`, int32 [B, 3], is optional: label suspects follow from it.
     """
-    logits = network(images).float()
+    labels = batch["label"]
+    targets = batch.fields.get(TARGET, labels)
+    logits = network(batch["image"]).float()
     loss = criterion(logits, targets)
-    top1, top5 = hits(logits, labels)
-    values = {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
-    return loss, {**values, "image_losses": image_losses(logits, targets, labels)}
+    values = accuracy(logits, labels)
+    means = {name: hit.mean() for name, hit in values.items()}
+    return loss, {**means, "image_losses": image_losses(logits, targets, labels)}
 
 
-def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Values:
-    """Forward pass and loss in validation. Rows with the label -1 do not count.
+def validation_values(network: nn.Module, batch: Batch) -> Values:
+    """Forward pass and loss in validation.
 
     Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 
     Returns:
-        For each row, [B]: its loss (float32, 0 where it does not count), whether it is a top-1 and
-        a top-5 hit, its predicted class (the first of equal logits) and that class's probability.
+        Named values for each row, [B, ...]. Those of float [B] are averaged over the split. The
+        others are for values that are computed from all rows (engine/scores.py): the predicted
+        class (the first of equal logits) and that class's probability.
     """
-    logits = network(images).float()
-    top1, top5 = hits(logits, labels)
+    labels = batch["label"]
+    logits = network(batch["image"]).float()
     return {
-        "loss": nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none"),
-        "top1": top1,
-        "top5": top5,
+        "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
+        **accuracy(logits, labels),
+        "label": labels,
         "prediction": logits.argmax(1),
         "confidence": logits.softmax(1).amax(1).nan_to_num(),
     }
@@ -242,25 +240,25 @@ def validate(
     """Validate each image once, and note in the state whether the model is the best so far.
 
     With train.ema_decay, the moving average is validated, and the raw model alongside it
-    (`loss_raw`, `top1_raw`, `top5_raw`). A signal ends the validation early and nothing is
-    recorded: the next start validates again.
+    (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
+    next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    rows: list[Values] = []
     with log.pause("validation"):
         for network in networks:
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, plan.config.train.accumulate)
         with plan.autocast(), feed.for_validation():
-            metrics, *raw = evaluate(networks, validation_values, batches, world, rows)
-        if metrics.images == plan.val_images:
-            row = {"step": state.step, "epoch": plan.epoch(state.step)}
-            row |= {name: getattr(metrics, name) for name in METRICS}
-            row |= {f"{name}_raw": getattr(of_raw, name) for of_raw in raw for name in METRICS}
-            best = not state.best or row["top1"] > state.best["top1"]
+            found, *raw = evaluate(networks, validation_values, batches, world)
+        if found.images == plan.val_images:
+            values = found.values(world)
+            row = {"step": state.step, "epoch": plan.epoch(state.step), **values}
+            for each in raw:
+                row |= {f"{name}_raw": value for name, value in each.values(world).items()}
+            best = plan.best_by.prefers(row, state.best)
             previous, state.last = state.last, row
             state.best = row if best else state.best
-            log.validated(row, rows, best=best, previous=previous)
+            log.validated(row, values, found.rows, best=best, previous=previous)
     stop.poll()
 
 
@@ -300,6 +298,8 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = world.on_all_ranks(lambda: build_state(plan, world))
+    example = Batch.zeros(plan.fields, world.device)
+    plan.best_by.check(value_names(state.model, validation_values, example))
     datasets.prepare()  # draws the images of data=demo if they are missing
     return datasets, plan, state
 
@@ -334,8 +334,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     sample_losses = None
-    if has_part("engine.extras.suspects"):
-        from engine.extras.suspects import SampleLosses
+    if has_part("engine.classification"):
+        from engine.classification.suspects import SampleLosses
 
         first_epoch = int(config.train.epochs / 2) * config.data.repeats  # as the sampler counts
         sample_losses = SampleLosses(

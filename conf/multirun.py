@@ -33,6 +33,7 @@ from conf.schema import Config, UserError, group_names
 from conf.signals import handle_stops
 
 # Other sweepers minimise the value of a job by default.
+WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 MAXIMISE = {
     "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
     "hydra/sweeper=ax": "hydra.sweeper.ax_config.experiment.minimize=false",
@@ -104,8 +105,8 @@ class Sweep:
         if self.searches:
             return 0
         found = {job: _result(config) for job, config in self.jobs.items()}
-        for job, (status, top1) in sorted(found.items(), key=lambda item: -item[1][1]):
-            result = f"{top1:7.3f}" if status else "no result"
+        for job, (status, score) in sorted(found.items(), key=lambda item: -item[1][1]):
+            result = f"{abs(score):7.3f}" if status else "no result"
             print(f"{result}  {' '.join(job)}  {self.jobs[job].run.dir}")
         return 0 if all(status == "finished" for status, _ in found.values()) else 1
 
@@ -149,7 +150,7 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
 
 
 def _run_job(script: str, overrides: Sequence[str]) -> float:
-    """Run one job, unless its run has finished; return its best top-1, percent, 0 if it failed.
+    """Run one job, unless its run has finished; return its score, see `_result`.
 
     Raises:
         SystemExit: after a mistake or a signal, which end the sweep: the status of the job.
@@ -169,7 +170,7 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
         if status == 2 or status > 128:
             sys.exit(status)
         if status != 0:
-            return 0.0
+            return WORST
     return _result(config)[1]
 
 
@@ -197,10 +198,17 @@ def _run_child(command: Sequence[str]) -> int:
 
 
 def _result(config: Config) -> tuple[str, float]:
-    """The status and the best top-1 (percent) of a run; "" and 0 if it was killed or failed."""
+    """Return the status and the score of a run; "" and WORST if it was killed or failed.
+
+    A higher score is better: the best value of train.best_by, with its sign.
+    """
     try:
         text = (Path(config.run.dir) / "summary.json").read_text(encoding="utf-8")
         summary = json.loads(text)
     except (OSError, ValueError):
-        return "", 0.0
-    return str(summary["status"]), float(summary["best_top1"] or 0.0)
+        return "", WORST
+    by = config.train.best_by
+    best = summary[f"best_{by.removeprefix('-')}"]
+    if best is None:
+        return str(summary["status"]), WORST
+    return str(summary["status"]), -float(best) if by.startswith("-") else float(best)

@@ -207,6 +207,7 @@ BOARDS = Check(
     lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
     f"names among {', '.join(TRACKERS)}, in brackets",
 )
+VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 SPAN = Check(
     lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
     "two steps, the first not after the last, in brackets",
@@ -412,6 +413,9 @@ class Train:
     ema_decay: float | None = key(None, BOTH, DECAY)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""
+    best_by: str = key("top1", NOTHING, VALUE_NAME)
+    """the value of a validation that chooses the best checkpoint; with - in front, such as -loss,
+    lower is better"""
     validate_every_epochs: int = key(1, NOTHING, COUNT)
     """epochs between validations; a run always validates at its end"""
 

@@ -89,6 +89,17 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order, on rank 0, and nothing on others.
+
+        Collective.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.gather_object(value, values if self.is_main else None, dst=0)
+        return values if self.is_main else []
+
     def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Call a function on every rank; return the result of this one. Collective.
 

@@ -13,8 +13,10 @@ from engine.compute import choose_precision, count_flops, precision_note, resolv
 from engine.distributed import World
 from engine.losses import balanced, build_criterion
 from engine.optim import Curve, build_optimizer
+from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, state_bytes
 from pipeline.build import Datasets
+from pipeline.dataset import Field
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
@@ -47,6 +49,8 @@ class Plan:
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         flops_by_size: side of the training images -> operations of a forward pass of one image.
         state_bytes: memory of the training state, and about the size of a checkpoint.
+        fields: of a sample of the training split.
+        best_by: the value that chooses the best checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
         notes: on values that are probably not what the user wants.
     """
@@ -72,6 +76,8 @@ class Plan:
     parameters: int
     flops_by_size: Mapping[int, int]
     state_bytes: int
+    fields: Mapping[str, Field]
+    best_by: BestBy
     class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -226,6 +232,8 @@ def make_plan(
         precision=precision,
         compile=compile_mode,
         compile_reason=compile_reason,
+        fields=datasets.train.fields,
+        best_by=BestBy.of(config.train.best_by),
         class_weights=_class_weights(config, datasets),
         notes=(*config.notes, *setup_notes(config, datasets, world)),
         **model,

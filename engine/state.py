@@ -87,11 +87,11 @@ class TrainState:
     It holds no random state: order, augmentation and dropout are functions of (seed, step).
 
     Attributes:
-        sample_losses: the losses of each training image, an engine.extras.suspects.SampleLosses;
+        sample_losses: the losses of each training image, classification.suspects.SampleLosses;
             None without that part.
         divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
-        best: the validation row with the highest top1 so far.
+        best: the best validation row so far, by train.best_by.
         last: the newest validation row.
         totals: seconds of all starts so far, by kind; see engine.log.measurements.
         origin: the checkpoint of another run from which this run started.

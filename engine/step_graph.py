@@ -100,7 +100,7 @@ class StepGraph:
         self.before(batch.step)
         if self.disabled_reason is not None:
             return self.step(batch)
-        shape = (batch.images.shape, batch.targets.shape)
+        shape = batch.shape
         self._steps_by_shape[shape] += 1
         if self._captured is not None and self._captured.shape != shape:
             self._captured = None

@@ -1,6 +1,6 @@
-"""Validation that counts every image once, for any number of images, ranks and batch size."""
+"""Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,90 +8,137 @@ from torch import Tensor, nn
 
 import models
 from engine.distributed import World
+from engine.scores import ROWS_ONLY, VALUES
 from engine.stop_signal import StopSignal
 from pipeline.feed import Feed
+from pipeline.prefetcher import Batch
 
-Measure = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
-"""(network in eval mode, images float [B, 3, S, S], labels int64 [B]) -> named values for each row,
-METRICS among them: `train.validation_values`."""
-METRICS = ("loss", "top1", "top5")  # of `Measure`; their means are the result
+Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
+"""(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
+Floating values [B] are averaged over the split. The others are rows for `Value.judge` only."""
+Rows = list[dict[str, Tensor]]
+"""For each batch, what `Measure` has returned, and `valid`, bool [B]."""
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Means over `images` images; top1 and top5 in percent."""
+class Validation:
+    """The values of one network.
 
-    loss: float
-    top1: float
-    top5: float
-    images: int
-
-
-def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows are top-1 hits and which are top-5 hits, each bool [B].
-
-    Computed from the rank of the label's logit, which the compiler can fuse with the loss, unlike a
-    top-k. Equal logits rank in the order of their classes. A label below 0 or a NaN is never a hit.
-
-    Args:
-        logits: float [B, classes].
-        labels: int64 [B].
+    Attributes:
+        images: number of samples over all ranks.
+        means: of each floating value over these.
+        rows: of this rank.
     """
-    own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
-    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
-    valid = (labels >= 0) & ~own[:, 0].isnan()
-    return (rank < 1) & valid, (rank < 5) & valid
+
+    images: int
+    means: dict[str, float]
+    rows: Rows
+
+    def values(self, world: World) -> dict[str, float]:
+        """Return the means and the values that VALUES judges, if every sample counts. Collective.
+
+        On every rank, although rank 0 judges.
+        """
+        names = world.broadcast(lambda: list(self.rows[0]))
+        judged = {name: each for name, each in VALUES.items() if each.rows and each.judge}
+        judged = {name: each for name, each in judged.items() if set(each.rows) <= set(names)}
+        needed = sorted({row for each in judged.values() for row in each.rows})
+        rows = gather_rows(self.rows, needed, world) if needed else {}
+
+        def judge() -> dict[str, float]:
+            return {
+                name: float(each.judge(*(rows[row] for row in each.rows)))
+                for name, each in judged.items()
+                if each.judge is not None
+            }
+
+        return self.means | world.broadcast(judge)
+
+
+def gather_rows(batches: Rows, names: Sequence[str], world: World) -> dict[str, Tensor]:
+    """Return rows of the whole split in its order, on the CPU of rank 0. Collective.
+
+    Returns:
+        name -> [N, ...]; nothing on other ranks.
+    """
+    own = {}
+    for name in names if batches else ():
+        own[name] = torch.cat([batch[name][batch["valid"]] for batch in batches]).cpu()
+    shares = [share for share in world.gather(own) if share]
+    found = {}
+    for name in names if shares else ():
+        columns = [share[name] for share in shares]
+        found[name] = columns[0].new_empty(sum(map(len, columns)), *columns[0].shape[1:])
+        for rank, column in enumerate(columns):  # as pipeline.sampler.ValSampler deals them
+            found[name][rank :: world.size] = column
+    return found
 
 
 @torch.no_grad()
 def evaluate(
-    networks: Sequence[nn.Module],
-    measure: Measure,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    world: World,
-    rows: list[dict[str, Tensor]] | None = None,
-) -> list[Metrics]:
-    """Return the mean loss and accuracy of each network. Each batch is read once, for all networks.
+    networks: Sequence[nn.Module], measure: Measure, batches: Iterable[Batch], world: World
+) -> list[Validation]:
+    """Measure each network. Each batch is read once, for all networks. Collective.
 
     Nothing waits for the device before the last batch.
 
     Args:
         networks: called in eval mode; left in the mode they were in.
         measure: `train.validation_values`.
-        batches: (images float [B, 3, S, S], labels int64 [B]); rows with the label -1 do not
-            count. Each rank passes its own share and may pass fewer batches than another rank:
-            only the sums are exchanged.
-        rows: a list to which the values and the `label` of each batch are appended, measured with
-            the first network.
+        batches: each rank passes its own share and may pass fewer batches than another rank: only
+            the sums are exchanged.
     """
     modes = [network.training for network in networks]
     for network in networks:
         network.eval()
-    totals = torch.zeros(len(networks), 4, dtype=torch.float64, device=world.device)
-    for images, labels in batches:
-        for number, network in enumerate(networks):
-            values = measure(network, images, labels)
-            sums = [values[name].sum() for name in METRICS]
-            totals[number] += torch.stack([*sums, (labels >= 0).sum()])
-            if rows is not None and number == 0:
-                rows.append({"label": labels, **values})
+    rows: list[Rows] = [[] for _ in networks]
+    sums: list[dict[str, Tensor]] = [{} for _ in networks]
+    count = torch.zeros((), dtype=torch.float64, device=world.device)
+    for batch in batches:
+        valid = batch.valid
+        count += valid.sum()
+        for network, own_rows, own_sums in zip(networks, rows, sums, strict=True):
+            values = measure(network, batch)
+            for name in averaged(values):
+                batch_sum = values[name].where(valid, 0).sum().double()
+                own_sums[name] = own_sums.get(name, 0) + batch_sum
+            # Copies: the memory of the batch, of which they may be a part, is reused.
+            own_rows.append({"valid": valid, **{name: v.clone() for name, v in values.items()}})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
+    names = world.broadcast(lambda: list(sums[0]))  # a rank may have no batch
+    zero = torch.zeros_like(count)
+    table = [torch.stack([count, *(own.get(name, zero) for name in names)]) for own in sums]
+    totals = world.sum(torch.stack(table)).tolist()
     results = []
-    for loss, top1, top5, valid in world.sum(totals).tolist():
-        count = max(valid, 1)
-        results.append(Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(valid)))
+    for own_rows, (images, *each) in zip(rows, totals, strict=True):
+        means = {name: total / max(images, 1) for name, total in zip(names, each, strict=True)}
+        results.append(Validation(int(images), means, own_rows))
     return results
 
 
-def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's validation images and labels until the end, or until a signal.
+def averaged(values: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the values of which a validation computes the mean."""
+    floats = [name for name, v in values.items() if v.ndim == 1 and v.is_floating_point()]
+    return [name for name in floats if name not in ROWS_ONLY]
+
+
+def value_names(network: nn.Module, measure: Measure, example: Batch) -> list[str]:
+    """Return the names of the values of a validation, by measuring an example."""
+    mode = network.training
+    with torch.no_grad():
+        rows = measure(network.eval(), example)
+    models.train_mode(network, mode)
+    judged = [name for name, value in VALUES.items() if value.rows and set(value.rows) <= set(rows)]
+    return averaged(rows) + judged
+
+
+def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:
+    """Yield this rank's batches of the validation split until the end, or until a signal.
 
     In as many parts as in training, because a whole batch may not fit into the GPU's memory. A rank
     may end early on its own: then the number of images is too low on all ranks.
     """
     batches = feed.val.batches(0, feed.val_batches)
     while (batch := stop.wait_for(lambda: next(batches, None))) is not None:
-        for part in batch.split(parts):
-            yield part.images, part.labels
+        yield from batch.split(parts)

@@ -1,17 +1,21 @@
-"""One sample: number in, pixels and label out.
+"""One sample: number in, named arrays out.
 
-Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label, in a worker.
+Journey of a batch, 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
+worker. The buffers, the copy to the device and the batch of the training step have the same names.
 
 To add a dataset, write a subclass of `Dataset`, a function that builds both splits for the table in
-pipeline/build.py, and conf/data/NAME.yaml.
+pipeline/build.py, and conf/data/NAME.yaml. For image files with something else than a class, such
+as a number or a mask, override `fields` and `targets` of `FolderDataset`.
 """
 
 import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -29,23 +33,65 @@ class BadImageError(RuntimeError):
     """A file that cannot be read or decoded: names the path and the reason."""
 
 
+@dataclass(frozen=True)
+class Field:
+    """One named array of a sample.
+
+    Attributes:
+        dtype: numpy dtype, which torch must have too.
+        shape: of one sample. That of an image is [..., H, W, C].
+        image: whether it is normalised and goes through the transforms of a batch. On the device,
+            it is float [B, ..., C, H, W]; other fields arrive as they are.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    image: bool = False
+
+    @property
+    def highest(self) -> int:
+        """The level of an image that stands for 1: 255 in uint8, 65535 in uint16, 1 in floats."""
+        dtype = np.dtype(self.dtype)
+        return 1 if dtype.kind == "f" else int(np.iinfo(dtype).max)
+
+    @property
+    def on_device(self) -> tuple[int, ...]:
+        """The shape of an image on the device, (..., C, H, W)."""
+        *rows, height, width, channels = self.shape
+        return (*rows, channels, height, width)
+
+
+IMAGE = "image"  # the field that is the input of the network, and that may cross encoded as a file
+LABEL = Field(np.int64)  # a class number
+
+
+def image_field(size: int) -> Field:
+    """Return the field of square RGB images of `size` pixels."""
+    return Field(np.uint8, (size, size, 3), image=True)
+
+
 class Dataset(ABC):
     """One split; also a map-style dataset for torch's own DataLoader.
 
-    A subclass calls `super().__init__()` and defines `__len__`, `load`, `name` and `fingerprint`;
-    the other methods and attributes are for what it can do beyond that.
+    A subclass calls `super().__init__()` and defines `fields`, `__len__`, `load`, `name` and
+    `fingerprint`; the other methods and attributes are for what it can do beyond that.
     """
 
     def __init__(self) -> None:
         # Shared: the persistent workers of a DataLoader have copies of this object.
         self._epoch = SharedArray((1,), np.int64)
 
+    @property
+    @abstractmethod
+    def fields(self) -> Mapping[str, Field]:
+        """The arrays of a sample by name, IMAGE among them."""
+
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """Return the pixels, uint8 [S, S, 3], and the label of a sample in epoch `epoch`."""
+    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+        """Return a sample as of epoch `epoch`: an array or a number for each of `fields`."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -55,7 +101,7 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return `load` for the epoch given to `set_epoch`."""
         return self.load(int(self._epoch.array[0]), index)
 
@@ -74,12 +120,8 @@ class Dataset(ABC):
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Labels of all samples, int64 [len]; None if they are not known without loading."""
+        """Class numbers of all samples, int64 [len]; None if there are none without loading."""
         return None
-
-    def label(self, index: int) -> int:
-        """Return the label of a sample."""
-        return self.load(0, index)[1] if self.labels is None else int(self.labels[index])
 
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
@@ -101,8 +143,8 @@ class Dataset(ABC):
             )
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
-    def load_for_gpu(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Operation]]:
-        """Return the pixels before the random operations, the label, and these operations."""
+    def load_for_gpu(self, epoch: int, index: int) -> tuple[dict[str, Any], list[Operation]]:
+        """Return a sample whose image lacks the random operations, and these operations."""
         raise NotImplementedError
 
     def with_transform(self, transform: Compose) -> "Dataset":
@@ -154,27 +196,43 @@ class FolderDataset(Dataset):
         return len(self.index)
 
     @property
+    def fields(self) -> Mapping[str, Field]:
+        return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
+
+    @property
     def operations(self) -> int:
         return self.transform.operations
 
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
         Raises:
             BadImageError: the file cannot be read or decoded; not for an error of a transform.
         """
-        pixels, label, operations = self.load_for_gpu(epoch, index)
-        return apply_operations(Picture(pixels), operations).pixels(), label
+        sample, operations = self.load_for_gpu(epoch, index)
+        return {**sample, IMAGE: apply_operations(Picture(sample[IMAGE]), operations).pixels()}
 
-    def load_for_gpu(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Operation]]:
+    def load_for_gpu(self, epoch: int, index: int) -> tuple[dict[str, Any], list[Operation]]:
         data = self.read(index)
         try:
             picture = decode.open_picture(data, self.decoder, self.max_pixels)
             rng = sample_rng(self.seed, epoch, index)
             picture, operations = self.transform.sample(picture, rng)
-            return picture.pixels(), self.label(index), operations
+            pixels = picture.pixels()
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
+        return {IMAGE: pixels, **self.targets(index, picture, operations)}, operations
+
+    def targets(
+        self, index: int, picture: Picture, operations: Sequence[Operation]
+    ) -> dict[str, Any]:
+        """Return the fields of a sample beside its image. A JPEG engine may decode the image later.
+
+        Args:
+            picture, operations: what `transform` has sampled, so that a mask can follow the image;
+                see `augment.follow`.
+        """
+        return {"label": self.index.labels.array[index]}
 
     def read(self, index: int) -> bytes:
         """Return the content of a file.
@@ -259,11 +317,15 @@ class FakeDataset(Dataset):
         rng = np.random.default_rng(0)
         self._pixels = rng.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
 
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return {IMAGE: image_field(self._pixels.shape[1]), "label": LABEL}
+
     def __len__(self) -> int:
         return self.num_samples
 
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        return self._pixels[index % len(self._pixels)], index % self.num_classes
+    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+        return {IMAGE: self._pixels[index % len(self._pixels)], "label": index % self.num_classes}
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"

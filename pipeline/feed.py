@@ -6,10 +6,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from conf.schema import Config
+import numpy as np
+
+from conf.schema import Config, UserError
 from pipeline import augment, gpu_part
-from pipeline.batch_augment import BATCH_TRANSFORMS
+from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
+from pipeline.dataset import IMAGE, Dataset
 from pipeline.decode import ON_GPU
 from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
@@ -81,7 +84,8 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
     sizes = SizeSchedule(data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size)
-    images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
+    highest = datasets.train.fields[IMAGE].highest
+    images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     sources = _start_sources(config, datasets, plan, world)
     with ExitStack() as stack:
@@ -100,7 +104,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         pool.activate(plan.start_workers)
         train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1, size=sizes.at)
         val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
-        mixing = _mixing(config, len(datasets.classes), world)
+        mixing = _mixing(config, datasets, world)
         train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, images, depth=depth)
         engines = None
@@ -122,19 +126,37 @@ def _start_sources(
     shape: Any = {"batch_size": config.loader.batch_size // world.size, "slots": plan.slots}
     train = start_source(
         datasets.train,
-        size=datasets.train_size,
         file_bytes=plan.file_bytes,
         operations=plan.operations,
         skip_unreadable=config.data.on_error == "skip",
         smaller=datasets.smaller,
         **shape,
     )
-    return train, start_source(datasets.val, size=datasets.val_size, **shape)
+    return train, start_source(datasets.val, **shape)
 
 
-def _mixing(config: Config, num_classes: int, world: Ranks) -> Mixing | None:
+def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:
     """Return the transforms of augment.batch; None if the list is empty."""
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
-    return Mixing(transforms, num_classes, config.train.seed, world.rank, world.size)
+    label = None
+    if not all(isinstance(transform, RandomErasing) for transform in transforms):
+        label = _label_to_mix(datasets.train)
+    classes, seed = len(datasets.classes), config.train.seed
+    return Mixing(transforms, classes, seed, world.rank, world.size, label)
+
+
+def _label_to_mix(dataset: Dataset) -> str:
+    """Return the one field that is a class number or holds floating numbers."""
+    found = [
+        name
+        for name, field in dataset.fields.items()
+        if not field.image and (np.dtype(field.dtype).kind == "f" or field.shape == ())
+    ]
+    if len(found) != 1:
+        raise UserError(
+            "augment.batch: mixes one class number or one field of floating numbers, and a sample "
+            f"has {', '.join(found) or 'none'}; leave mixup and cutmix out"
+        )
+    return found[0]

@@ -1,6 +1,6 @@
-"""Batches of uint8 images, decoded by worker processes straight into reused, pinned buffers.
+"""Batches of samples, written by worker processes straight into reused, pinned buffers.
 
-Journey of a batch, 4: rows of uint8 [B, 3, S, S] and int64 [B]. Runs in the training process.
+Journey of a batch, 4: B rows of each field of a sample. Runs in the training process.
 
 A batch is one slot of a ring that the workers write into: no tensor per sample, no collate copy and
 no pin-memory thread. It is split into tasks of TASK_ROWS images, so that all workers work on the
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from pipeline import gpu_part
-from pipeline.dataset import Dataset
+from pipeline.dataset import IMAGE, Dataset, Field
 from pipeline.shared import SharedArray
 from pipeline.worker import (
     EMPTY_ROW,
@@ -53,53 +53,61 @@ FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not 
 class HostBatch:
     """One complete slot. Valid until `release` has been called and its event has completed."""
 
-    images: torch.Tensor  # uint8 [B, 3, S, S], channels_last; undefined in rows still encoded
-    labels: torch.Tensor  # int64 [B]; EMPTY_ROW where a short validation batch has no sample
-    samples: torch.Tensor  # int64 [B, 2], the (epoch, index) of each row
+    fields: dict[str, torch.Tensor]  # [B, *shape]; images are undefined in rows still encoded
+    # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
+    # which the fields are those of an earlier batch
+    samples: torch.Tensor
     step: int  # of the sampler
     slot: int  # position in the ring
-    # float64 [B, count, 2] as of `augment.as_rows`: operations that the device applies, or None.
+    # float64 [B, count, 2] as of `augment.as_rows`: operations that the device applies to IMAGE.
     operations: np.ndarray | None
     release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 
+Layout = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape and dtype of a buffer
+
+
 def buffer_layout(
-    *, batch_size: int, size: int, slots: int, file_bytes: int = 0, operations: int = 0
-) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each buffer of a ring: `slots` batches of square images.
+    fields: Mapping[str, Field],
+    *,
+    batch_size: int,
+    slots: int,
+    file_bytes: int = 0,
+    operations: int = 0,
+) -> tuple[Layout, Layout]:
+    """Shape and dtype of each buffer of a ring of `slots` batches: the fields, and what goes along.
 
     Args:
-        size: side of the images, in pixels.
+        fields: of a sample.
         file_bytes: per row, for files that the GPU decodes; 0 for none.
         operations: per row, number of operations that the GPU applies; 0 for none.
     """
-    layout: dict[str, tuple[tuple[int, ...], Any]] = {
-        "pixels": ((slots, batch_size, size, size, 3), np.uint8),
-        "labels": ((slots, batch_size), np.int64),
-        "samples": ((slots, batch_size, 2), np.int64),
-    }
+    rows = slots, batch_size
+    others: Layout = {"samples": ((*rows, 2), np.int64)}
     if file_bytes:
-        layout |= gpu_part().file_buffers(slots, batch_size, file_bytes)
+        others |= gpu_part().file_buffers(*rows, file_bytes)
     if operations:
-        layout["operations"] = ((slots, batch_size, operations, 2), np.float64)
-    return layout
+        others["operations"] = ((*rows, operations, 2), np.float64)
+    return {name: ((*rows, *each.shape), each.dtype) for name, each in fields.items()}, others
 
 
 def start_source(
     dataset: Dataset,
     *,
-    size: int,
     skip_unreadable: bool = False,
     smaller: Mapping[int, Dataset] | None = None,
     **layout: int,
 ) -> Source:
-    """Allocate the ring of a dataset; `size` and `layout` as for `buffer_layout`."""
-    shapes = buffer_layout(size=size, **layout)
-    buffers: Any = {name: SharedArray(*shape) for name, shape in shapes.items()}
+    """Allocate the ring of a dataset; `layout` as for `buffer_layout`."""
+    shapes = buffer_layout(dataset.fields, **layout)
+    fields, others = ({name: SharedArray(*one) for name, one in each.items()} for each in shapes)
+    buffers: dict[str, Any] = others
     if "files" in buffers:
         files, geometry = buffers.pop("files"), buffers.pop("geometry")
+        size = dataset.fields[IMAGE].shape[0]
         buffers["encoded"] = gpu_part().EncodedRows(files, geometry, size)
-    return Source(dataset, size, **buffers, skip_unreadable=skip_unreadable, smaller=smaller or {})
+    options: Any = {"skip_unreadable": skip_unreadable, "smaller": smaller or {}}
+    return Source(dataset, fields, **buffers, **options)
 
 
 def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
@@ -323,8 +331,8 @@ def _stuck(pool: WorkerPool) -> str:
 def _current(pool: WorkerPool, task: Task) -> str:
     """Name of the sample that the worker of a task is reading."""
     source = pool.sources[task.source]
-    rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
-    position = int(np.argmax(rows == EMPTY_ROW))
+    rows = source.samples.array[task.slot, task.row : task.row + len(task.samples)]
+    position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
     return source.dataset.name(int(task.samples[position, 1]))
 
 
@@ -338,7 +346,6 @@ class Loader:
         size: step -> side of its images in pixels, for `Source.of_size`.
 
     Attributes:
-        images: uint8 [slots, B, 3, S, S], with the S of the slots.
         encoded_share: share of the rows of later batches that may stay encoded.
     """
 
@@ -356,8 +363,7 @@ class Loader:
         self.samples = samples
         self.size = size
         self.encoded_share = 0.0
-        self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
-        self.slots, self.batch_size = pool.sources[source].labels.array.shape
+        self.slots, self.batch_size, _ = pool.sources[source].samples.array.shape
         self.ahead = self.slots - in_use
         assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
@@ -365,7 +371,7 @@ class Loader:
 
     @property
     def dataset(self) -> Dataset:
-        """The images that it loads."""
+        """The samples that it loads."""
         return self.pool.sources[self.source].dataset
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
@@ -383,8 +389,7 @@ class Loader:
             slot = step % self.slots
             source = self.pool.sources[self.source].of_size(self.size(step))
             yield HostBatch(
-                torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2),
-                torch.from_numpy(source.labels.array[slot]),
+                {name: torch.from_numpy(rows) for name, rows in source.batch(slot).items()},
                 torch.from_numpy(source.samples.array[slot]),
                 step,
                 slot,
@@ -403,7 +408,7 @@ class Loader:
             event.synchronize()  # keeps the host only a few batches ahead of the device
         samples, size = self.samples(step), self.size(step)
         source = self.pool.sources[self.source]
-        source.labels.array[slot] = EMPTY_ROW
+        source.samples.array[slot] = EMPTY_ROW
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
         tasks = []

@@ -315,9 +315,9 @@ def plan_buffers(
         extra["file_bytes"] = gpu_part().file_bytes_per_row(train.mean_bytes())
     if train.operations and has_part("pipeline.gpu") and gpu_part().has_kernels(world.device):
         extra["operations"] = train.operations  # that the workers sample and the GPU applies
-    train_slot = buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra)
-    val_slot = buffer_layout(batch_size=share, size=datasets.val_size, slots=1)
-    arrays = [*train_slot.values(), *val_slot.values()]
+    train_slot = buffer_layout(train.fields, batch_size=share, slots=1, **extra)
+    val_slot = buffer_layout(datasets.val.fields, batch_size=share, slots=1)
+    arrays = [array for buffers in (*train_slot, *val_slot) for array in buffers.values()]
     slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size

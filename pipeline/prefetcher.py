@@ -1,6 +1,7 @@
 """Batches on the device, ahead of the step: copy, augment, normalise and mix on a side stream.
 
-Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device.
+Journey of a batch, 5: uint8 [B, S, S, 3] in a pinned slot -> float [B, 3, S, S] on the device. The
+fields that are no images are copied as they are.
 
 Safe in both directions: the step's stream waits for the event after the copy before it reads a
 batch, and the side stream waits for the event after the step before it overwrites the memory of
@@ -9,62 +10,92 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline import gpu_part
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
+from pipeline.dataset import IMAGE, Field
 from pipeline.loader import HostBatch, Loader
+
+TARGET = "target"  # the field that batch transforms add: the mixed form of `Mixing.label`
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch for the step. On a GPU its memory is reused later: clone it to keep it."""
+    """A batch for the step. On a GPU its memory is reused later: clone it to keep it.
 
-    images: Tensor  # [B, 3, S, S] in the training dtype, normalised
-    labels: Tensor  # int64 [B]; EMPTY_ROW where a short validation batch has no sample
-    # `labels`, or float32 [B, classes] when batch transforms mixed them. If they are the labels,
-    # they are in copies and parts, too: otherwise a compiled step recompiles.
-    targets: Tensor
-    step: int  # of the sampler
-    samples: Tensor  # int64 [B, 2], the (epoch, index) of each row
+    Attributes:
+        fields: name -> tensor [B, ...], as `batch[name]`. Images are [B, ..., C, H, W] in the
+            training dtype, normalised. TARGET is there if batch transforms mixed the labels.
+        samples: int64 [B, 2], the (epoch, index) of each row.
+        step: of the sampler.
+    """
+
+    fields: dict[str, Tensor]
+    samples: Tensor
+    step: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    @property
+    def valid(self) -> Tensor:
+        """Rows with a sample, bool [B]: the last batch of a validation may have others."""
+        return self.samples[:, 1] >= 0
+
+    @property
+    def shape(self) -> tuple[tuple[str, torch.Size], ...]:
+        """Names and shapes of the fields."""
+        return tuple((name, tensor.shape) for name, tensor in self.fields.items())
+
+    @classmethod
+    def zeros(cls, fields: Mapping[str, Field], device: torch.device) -> "Batch":
+        """One sample of zeros, its images in float32, to find out what a network makes of it."""
+        tensors = {}
+        for name, field in fields.items():
+            row = torch.from_numpy(np.zeros(field.shape, field.dtype)).to(device)
+            tensors[name] = (channels_first(row).float() if field.image else row)[None]
+        return cls(tensors, torch.zeros(1, 2, dtype=torch.int64, device=device), 0)
 
     def clone(self) -> "Batch":
         """A copy in memory of its own."""
-        labels = self.labels.clone()
-        targets = labels if self.targets is self.labels else self.targets.clone()
-        return Batch(self.images.clone(), labels, targets, self.step, self.samples.clone())
+        fields = {name: tensor.clone() for name, tensor in self.fields.items()}
+        return Batch(fields, self.samples.clone(), self.step)
 
     def split(self, count: int) -> "list[Batch]":
         """Views of `count` equal parts, in order."""
-        images, labels = self.images.chunk(count), self.labels.chunk(count)
-        targets = labels if self.targets is self.labels else self.targets.chunk(count)
-        parts = zip(images, labels, targets, self.samples.chunk(count), strict=True)
+        columns = [tensor.chunk(count) for tensor in self.fields.values()]
+        parts = zip(self.samples.chunk(count), *columns, strict=True)
         return [
-            Batch(image, label, target, self.step, rows) for image, label, target, rows in parts
+            Batch(dict(zip(self.fields, tensors, strict=True)), samples, self.step)
+            for samples, *tensors in parts
         ]
 
     def copy_(self, other: "Batch") -> None:
         """Copy the tensors of a batch of the same shapes into those of this one."""
-        self.images.copy_(other.images)
-        self.labels.copy_(other.labels)
         self.samples.copy_(other.samples)
-        if self.targets is not self.labels:
-            self.targets.copy_(other.targets)
+        for name, tensor in self.fields.items():
+            tensor.copy_(other.fields[name])
 
 
 class ImageFormat:
     """Format of the images on the device, normalised by `mean` and `std` in [0, 1].
 
+    Args:
+        mean, std: of each channel, or one value for all channels.
+        highest: the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats.
+
     Attributes:
-        scale, shift: float32 [3, 1, 1]; a pixel x in 0 ... 255 becomes scale * x + shift.
+        scale, shift: float32 [C, 1, 1]; a level x becomes scale * x + shift.
     """
 
     def __init__(
@@ -74,12 +105,14 @@ class ImageFormat:
         std: Sequence[float],
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        highest: int = 255,
     ) -> None:
         self.device = device
         self.dtype = dtype
+        self.highest = highest
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        # (x / 255 - mean) / std as one multiplication and one addition
-        scale = [1 / (255 * s) for s in std]
+        # (x / highest - mean) / std as one multiplication and one addition
+        scale = [1 / (highest * s) for s in std]
         shift = [-m / s for m, s in zip(mean, std, strict=True)]
         self.scale = torch.tensor(scale, device=device)[:, None, None]
         self.shift = torch.tensor(shift, device=device)[:, None, None]
@@ -90,81 +123,115 @@ class DeviceSlot:
 
     Args:
         format: of the images.
-        largest: side of the largest images in pixels. Smaller ones use the front of their memory.
+        largest: field -> number of elements of the largest batch. Smaller ones use the front of
+            its memory.
     """
 
-    def __init__(self, format: ImageFormat, largest: int = 0) -> None:
+    def __init__(self, format: ImageFormat, largest: Mapping[str, int]) -> None:
         self.format = format
         self.largest = largest
         self.reused = format.device.type == "cuda"
         self.consumed: Any = None  # the event after which the step no longer reads the batch
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def copy(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy into this memory, converting dtype and layout."""
-        return self.memory(name, value.shape, dtype).copy_(value, non_blocking=True)
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Copy a field from the host into this memory."""
+        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=True)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of this name and shape; uninitialised when it is first asked for."""
-        count, is_images = math.prod(shape), len(shape) == 4
-        flat = self._memory.get(name)
+        """The tensor of a field in this shape and dtype; uninitialised when first asked for."""
+        count = math.prod(shape)
+        flat = self._memory.get((name, dtype))
         if flat is None:
-            most = shape[0] * shape[1] * self.largest**2 if is_images and self.reused else count
-            flat = torch.empty(max(count, most), dtype=dtype, device=self.format.device)
+            size = max(count, self.largest.get(name, 0)) if self.reused else count
+            flat = torch.empty(size, dtype=dtype, device=self.format.device)
             if self.reused:
-                self._memory[name] = flat
-        # "raw" has the layout of the host memory
-        if is_images and (name == "raw" or self.format.memory_format == torch.channels_last):
-            rows, channels, height, width = shape
-            return flat[:count].view(rows, height, width, channels).permute(0, 3, 1, 2)
+                self._memory[name, dtype] = flat
         return flat[:count].view(tuple(shape))
 
+    def images(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor of images [B, ..., C, H, W] that the step reads."""
+        if self.format.memory_format != torch.channels_last:
+            return self.memory(name, shape, self.format.dtype)
+        *rows, channels, height, width = shape
+        return channels_first(
+            self.memory(name, (*rows, height, width, channels), self.format.dtype)
+        )
 
-# Makes normalised images [B, 3, S, S] from a batch on the host, in the "images" of a slot. The last
-# argument tells whether batch transforms follow: then the images are float32, in other memory.
-Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
+
+def channels_first(pixels: Tensor) -> Tensor:
+    """View [..., H, W, C] as [..., C, H, W]."""
+    return pixels.movedim(-1, -3)
 
 
-def upload_pixels(host: HostBatch, slot: DeviceSlot, to_mix: bool) -> Tensor:
-    """Copy uint8 pixels to the device; apply sampled operations and normalise there, in float32."""
-    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot, to_mix)
+# Makes normalised images [B, ..., C, H, W] from a field of a batch on the host, in the `images` of
+# a slot. The last argument tells whether batch transforms follow: then the images are float32, in
+# other memory.
+Upload = Callable[[HostBatch, str, DeviceSlot, bool], Tensor]
 
 
-def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, to_mix: bool) -> Tensor:
+def upload_pixels(host: HostBatch, name: str, slot: DeviceSlot, to_mix: bool) -> Tensor:
+    """Copy pixels to the device; apply sampled operations and normalise there, in float32."""
+    pixels = channels_first(slot.copy(name, host.fields[name]))
+    return finish_pixels(pixels, host, name, slot, to_mix)
+
+
+def finish_pixels(
+    pixels: Tensor, host: HostBatch, name: str, slot: DeviceSlot, to_mix: bool
+) -> Tensor:
     """Apply the sampled operations of a batch to its pixels and normalise them, in float32.
 
     Args:
-        pixels: uint8 [B, 3, S, S] on the device; their memory may be overwritten.
+        pixels: [B, ..., C, H, W] on the device; their memory may be overwritten.
     """
-    if host.operations is not None:
+    if host.operations is not None and name == IMAGE:
         pixels = gpu_part().apply_operations(pixels, host.operations)
+    if pixels.dtype != torch.uint8:  # torch multiplies no uint16
+        pixels = pixels.float()
     # Two passes over the memory, which the training step needs at the same time. One pass would
     # fuse multiplication and addition, and round differently than a CPU does.
     scaled = pixels * slot.format.scale
     if to_mix:
         return scaled.add_(slot.format.shift)
-    images = slot.memory("images", pixels.shape, slot.format.dtype)
-    return torch.add(scaled, slot.format.shift, out=images)
+    return torch.add(scaled, slot.format.shift, out=slot.images(name, pixels.shape))
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
+    """Batch transforms for training, in order; a batch is this rank's part of the global batch.
+
+    Attributes:
+        label: the field that is mixed with the images: class numbers, or floating numbers. None if
+            the transforms change images only.
+    """
 
     transforms: list[BatchTransform]
     num_classes: int
     seed: int
     rank: int = 0
     world_size: int = 1
+    label: str | None = "label"
 
-    def apply(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Transform float32 [B, 3, S, S] and the one-hot targets, float32 [B, classes]."""
-        targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+    def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
+        if self.label is None:
+            return torch.zeros(len(next(iter(fields.values()))), 0)
+        label = fields[self.label]
+        if label.is_floating_point():
+            return label.float()
+        return torch.nn.functional.one_hot(label, self.num_classes).to(torch.float32)
+
+    def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Transform float32 [B, ..., C, H, W], and targets if there are any.
+
+        All images of a step get the same draws.
+        """
         total = len(images) * self.world_size
         part = batch_part(self.seed, step, total=total, rank=self.rank, world_size=self.world_size)
+        found, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
         for transform in self.transforms:
-            images, targets = transform(images, targets, part)
-        return images, targets
+            found, mixed = transform(found, mixed, part)
+        return found.reshape(images.shape), mixed.view(targets.shape)
 
 
 class InlineExecutor(Executor):
@@ -197,9 +264,11 @@ class Prefetcher:
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
-        largest = loader.images.shape[-1]
+        rings = loader.pool.sources[loader.source].fields
+        largest = {name: ring.array[0].size for name, ring in rings.items()}
         self.slots = [DeviceSlot(format, largest) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
+        self._images = [name for name, field in loader.dataset.fields.items() if field.image]
         self._current = self.slots[0]  # holds the consumer's batch
         self._executor: Executor = InlineExecutor()
 
@@ -275,14 +344,22 @@ class Prefetcher:
             if self.side is not None and slot.consumed is not None:
                 self.side.wait_event(slot.consumed)
             marks.copy_begin = self.clock.now()
-            # Before the labels: the upload may replace an unreadable sample by another.
-            images = self.upload(host, slot, self.mixing is not None)
-            labels = targets = slot.copy("labels", host.labels, torch.int64)
-            samples = slot.copy("samples", host.samples, torch.int64)
+            fields: dict[str, Tensor] = {}
+            # Images first: the upload may replace an unreadable sample by another.
+            for name in self._images:
+                upload = self.upload if name == IMAGE else upload_pixels
+                fields[name] = upload(host, name, slot, self.mixing is not None)
+            for name, rows in host.fields.items():
+                if name not in self._images:
+                    fields[name] = slot.copy(name, rows)
+            samples = slot.copy("samples", host.samples)
             host.release(self.clock.now())
             if self.mixing is not None:
-                mixed, targets = self.mixing.apply(images, labels, host.step)
-                targets = slot.copy("targets", targets, torch.float32)
-                images = slot.copy("images", mixed, slot.format.dtype)
+                targets = unmixed = self.mixing.targets(fields)
+                for name in self._images:
+                    mixed, targets = self.mixing.apply(fields[name], unmixed, host.step)
+                    fields[name] = slot.images(name, mixed.shape).copy_(mixed)
+                if self.mixing.label is not None:
+                    fields[TARGET] = slot.copy(TARGET, targets)
             marks.copy_end = self.clock.now()
-        return Batch(images, labels, targets, host.step, samples), marks
+        return Batch(fields, samples, host.step), marks

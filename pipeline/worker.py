@@ -27,11 +27,11 @@ from conf.schema import RunError
 from pipeline import machine
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import BadImageError, Dataset
+from pipeline.dataset import IMAGE, BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
-EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
+EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 STOP_SECONDS = 1.0
@@ -51,9 +51,7 @@ class Source:
     """A dataset and the ring of batch buffers for its samples."""
 
     dataset: Dataset
-    side: int  # of the images in pixels: S, or that of `of_size`
-    pixels: SharedArray  # uint8 [slots, B, S, S, 3]
-    labels: SharedArray  # int64 [slots, B]
+    fields: Mapping[str, SharedArray]  # [slots, B, *shape] for each of the fields of a sample
     # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the task's
     # if the sample was unreadable and another one replaced it.
     samples: SharedArray
@@ -69,19 +67,22 @@ class Source:
         if side not in self.smaller:
             return self
         encoded = self.encoded and self.encoded.of_size(side)
-        return replace(self, dataset=self.smaller[side], encoded=encoded, side=side)
+        return replace(self, dataset=self.smaller[side], encoded=encoded)
 
-    def images(self, slot: int) -> np.ndarray:
-        """Memory of the images of a batch, uint8 [B, side, side, 3]: the front of a slot."""
-        batch = self.pixels.array[slot]
-        shape = (len(batch), self.side, self.side, 3)
-        return batch.reshape(-1)[: math.prod(shape)].reshape(shape)
+    def batch(self, slot: int) -> dict[str, np.ndarray]:
+        """Memory of the fields of a batch, [B, *shape]; smaller images use the front of a slot."""
+        found = {}
+        for name, stated in self.dataset.fields.items():
+            memory = self.fields[name].array[slot]
+            shape = (len(memory), *stated.shape)
+            found[name] = memory.reshape(-1)[: math.prod(shape)].reshape(shape)
+        return found
 
     @property
     def buffers(self) -> list[SharedArray]:
         encoded = [] if self.encoded is None else [self.encoded.files, self.encoded.geometry]
         operations = [] if self.operations is None else [self.operations]
-        return [self.pixels, self.labels, self.samples, *encoded, *operations]
+        return [*self.fields.values(), self.samples, *encoded, *operations]
 
 
 @dataclass(eq=False)
@@ -164,7 +165,7 @@ def _fill_row(
     unreadable: list[tuple[int, str]] = []
     for found in chain([index], islice(others, MOST_TRIED)):
         try:
-            label = _write_sample(source, slot, row, epoch, found, files)
+            _write_sample(source, slot, row, epoch, found, files)
         except BadImageError as error:
             unreadable.append((found, str(error)))
         except Exception as error:  # e.g. out of memory; the training process would wait forever
@@ -173,27 +174,34 @@ def _fill_row(
                 "or the dataset failed, see the traceback above"
             ) from error
         else:
-            source.samples.array[slot, row] = epoch, found
-            source.labels.array[slot, row] = label  # last: the row is complete
+            source.samples.array[slot, row] = epoch, found  # last: the row is complete
             return unreadable
     none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
     raise BadImageError(f"{unreadable[0][1]}; {none if source.skip_unreadable else REMEDY}")
 
 
-def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> int:
-    """Write a sample into a row, as a file or as pixels, and return its label."""
-    label: int | None
-    if files is not None and (label := files.write(row, epoch, index)) is not None:
-        return label
-    if source.operations is None:
-        image, label = source.dataset.load(epoch, index)
+def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> None:
+    """Write a sample into a row: its image as a file or as pixels, its other fields as they are."""
+    batch, sample = source.batch(slot), None
+    if files is not None:
+        sample = files.write(row, epoch, index)  # None if the worker has to decode the file
+    if sample is not None:
+        del batch[IMAGE]
     else:
-        image, label, operations = source.dataset.load_for_gpu(epoch, index)
-        source.operations.array[slot, row] = as_rows(operations)
-    source.images(slot)[row] = image
-    if source.encoded is not None:
-        source.encoded.mark_as_pixels(slot, row)
-    return label
+        if source.operations is None:
+            sample = source.dataset.load(epoch, index)
+        else:
+            sample, operations = source.dataset.load_for_gpu(epoch, index)
+            source.operations.array[slot, row] = as_rows(operations)
+        if source.encoded is not None:
+            source.encoded.mark_as_pixels(slot, row)
+    for name, rows in batch.items():
+        if np.shape(sample[name]) != rows.shape[1:]:
+            raise ValueError(
+                f"the field {name} has the shape {np.shape(sample[name])}, and the dataset states "
+                f"{rows.shape[1:]} in `fields`"
+            )
+        rows[row] = sample[name]
 
 
 def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:

@@ -255,7 +255,7 @@ def measure_loader(
         taken += 1
         batch = next(batches)
         batch.release(None)
-        return len(batch.labels)
+        return len(batch.samples)
 
     warm_up(take, feed)
     rates = windows(take, seconds, count=count)
@@ -299,7 +299,7 @@ class Stepper:
 
     def step(self, batch: Batch) -> int:
         self.meter.add(self.train_step(batch))
-        return len(batch.labels)
+        return len(batch.samples)
 
     def finish(self) -> None:
         if self.world.device.type == "cuda":

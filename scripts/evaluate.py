@@ -81,14 +81,16 @@ from conf import strict_json
 from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.distributed import World, join_world
-from engine.log.predictions import Predictions
-from engine.validation import Metrics, evaluate
+from engine.log.runlog import gather_predictions
+from engine.scores import shown
+from engine.validation import evaluate
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
+from pipeline.prefetcher import Batch
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from pipeline.worker import start_forkserver
@@ -96,9 +98,9 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 
 WORST = 100  # images in worst.csv
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
-# Largest differences of a repeated validation on a GPU on which cuDNN chooses its algorithms by
-# their measured time: two starts may round differently.
-ROUNDING = {"top1": 0.1, "top5": 0.1, "loss": 1e-3}
+# Largest relative difference of a repeated validation on a GPU on which cuDNN chooses its
+# algorithms by their measured time: two starts may round differently.
+ROUNDING = 1e-3
 DIFFERS = "DIFFERS"
 
 
@@ -107,13 +109,14 @@ class Evaluated:
     """The result of one checkpoint.
 
     Attributes:
+        predictions: classification.predictions.Predictions on rank 0; None for another task.
         classes: names of the model's classes; a label is a position in it.
         summary: what is printed, and written to evaluation.json.
     """
 
     trained: Trained
-    metrics: Metrics
-    predictions: Predictions
+    values: dict[str, float]
+    predictions: Any
     datasets: Datasets
     classes: tuple[str, ...]
     summary: dict[str, Any]
@@ -160,20 +163,16 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     world.set_section("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
         batches = batches_of(feed, config.train.accumulate, world)
-        each: list[dict[str, Tensor]] = []
-        (metrics,) = evaluate([model], train.validation_values, batches, world, each)
-    predictions = Predictions.gather(each, world)
+        (found,) = evaluate([model], train.validation_values, batches, world)
+    values, predictions = found.values(world), gather_predictions(found.rows, world)
     seconds = time.perf_counter() - began
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
         "step": trained.step,
         "averaged_weights": trained.averaged,
-        "top1": metrics.top1,
-        "top5": metrics.top5,
-        "loss": metrics.loss,
-        "ece": 100 * predictions.calibration()["error"],
-        "images": metrics.images,
+        **values,
+        "images": found.images,
         "model": config.model.name,
         "val_size": datasets.val_size,
         "flip": flip,
@@ -184,7 +183,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "classes": len(datasets.classes),
         "seconds": round(seconds, 3),
     }
-    return Evaluated(trained, metrics, predictions, datasets, classes, summary)
+    return Evaluated(trained, values, predictions, datasets, classes, summary)
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
@@ -257,11 +256,10 @@ def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPla
     return replace(plan, workers=workers, processes=workers, measured=False)
 
 
-def batches_of(feed: Feed, parts: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
     """Yield the validation batches of this rank, and show the progress on a terminal."""
     for number, batch in enumerate(feed.val.batches(0, feed.val_batches), 1):
-        for part in batch.split(parts):  # as in the run: sums depend on it in the last digits
-            yield part.images, part.labels
+        yield from batch.split(parts)  # as in the run: sums depend on it in the last digits
         if world.is_main and sys.stderr.isatty():
             end = "\r" if number < feed.val_batches else "\r\033[K"
             print(f"  {100 * number // feed.val_batches} %", end=end, file=sys.stderr, flush=True)
@@ -295,11 +293,11 @@ def self_check(found: Evaluated, world: World) -> list[str]:
     stored = found.trained.stored
     rounds = world.device.type == "cuda" and not found.trained.config.train.deterministic
     lines = []
-    for name, most in ROUNDING.items():
-        was, now = stored["last"].get(name), getattr(found.metrics, name)
+    for name, now in found.values.items():
+        was = stored["last"].get(name)
         if was == now:
             lines.append(f"{name} {now!r}: equal")
-        elif rounds and was is not None and abs(now - was) <= most:
+        elif rounds and was is not None and abs(now - was) <= ROUNDING * max(1.0, abs(was)):
             lines.append(f"{name} {now!r}, was {was!r}: cuDNN rounds differently at each start")
         else:
             program = f"the run was made by {stored.get('made_by')}"
@@ -310,10 +308,14 @@ def self_check(found: Evaluated, world: World) -> list[str]:
 def write(found: Evaluated, folder: Path) -> None:
     """Write the files of one evaluation."""
     classes, p, val = found.classes, found.predictions, found.datasets.val
-    content = {**found.summary, "calibration": p.calibration(), "made_by": provenance()}
+    content = {**found.summary, "made_by": provenance()}
+    if p is not None:
+        content["calibration"] = p.calibration()
     write_json(folder / "evaluation.json", content)
-    header = "class,images,top1,top5,loss,name"
-    write_csv(folder / "per_class.csv", header, [[*row.values()] for row in p.per_class(classes)])
+    if p is None:
+        return
+    table = p.per_class(classes)
+    write_csv(folder / "per_class.csv", ",".join(table[0]), [[*row.values()] for row in table])
     rows: list[list[Any]] = []
     for i, j, images in p.confusions(len(classes)):
         label, other = classes[i], classes[j]
@@ -355,10 +357,10 @@ def print_result(found: Evaluated, folder: Path, check: Sequence[str], *, as_jso
     if as_json:
         print(strict_json.dumps({**found.summary, "out": str(folder)}), flush=True)
     else:
-        values = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "ECE"}
-        results = ", ".join(f"{text} {found.summary[name]:.3f}" for name, text in values.items())
-        rate = found.metrics.images / found.summary["seconds"]
-        size = f"{found.metrics.images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
+        results = ", ".join(shown(name, value) for name, value in found.values.items())
+        images = found.summary["images"]
+        rate = images / found.summary["seconds"]
+        size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
         print(f"{found.trained.name}: {results} ({size}); see {folder}", flush=True)
     for line in check:
         print(f"self-check {line}", file=sys.stderr if as_json else sys.stdout)

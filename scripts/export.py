@@ -112,7 +112,7 @@ from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_transform, build_val
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import IMAGE, FolderDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
@@ -348,7 +348,7 @@ def self_check(
             pixels = transforms(picture, random.Random(0)).pixels()
             if not stated["inside"]:
                 pixels = ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
-            return pixels, files.load(0, i)[0]
+            return pixels, files.load(0, i)[IMAGE]
         except Exception as error:  # Pillow raises many types
             raise ExportError(f"--self-check: {files.name(i)}: {first_line(error)}") from None
 

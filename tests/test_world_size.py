@@ -84,7 +84,7 @@ import json, sys
 from conf import cli
 from engine.distributed import join_world
 from engine.validation import evaluate
-from engine.log.predictions import Predictions
+from engine.classification.predictions import Predictions
 from engine.plan import make_plan
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed

@@ -1,1 +1,1 @@
-"""Optional: label suspects, expected accuracy of a recipe, fine-tuning, profiler."""
+"""Optional: expected accuracy of a recipe, fine-tuning, profiler."""

@@ -2,15 +2,16 @@
 
 The node `expect` of a recipe's file states it:
 
-    top1: after the last epoch, percent; with train.ema_decay, of the moving average.
-    spread: a run is expected within top1 +/- spread: two standard deviations between runs, or what
-        the source states; null if it states nothing.
+    top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
+        moving average.
+    spread: a run is expected within this of the value: two standard deviations between runs, or
+        what the source states; null if it states nothing.
     status: "published" or "reproduced here".
     source: where the figure is from.
     classes, train_images, val_images: of the data that it is for.
     hardware, time: what a run takes.
     reference: optional, of several runs here: `runs`, their number, and the means `top1` and the
-        standard deviations `std` (of a sample, n - 1) of top-1 after epoch 1, 2, ...
+        standard deviations `std` (of a sample, n - 1) of the value after epoch 1, 2, ...
 """
 
 import math
@@ -22,6 +23,7 @@ import numpy as np
 
 from conf.schema import UserError
 from engine.plan import Plan
+from engine.scores import VALUES, Value, shown
 
 SIGMAS = 3  # of a validation that is far too low
 # Of the validation before it, which confirms that it is not a single dip: with a high learning
@@ -30,7 +32,7 @@ CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
 LEAST_STD = 0.5
-FACTS = ("top1", "spread", "status", "source", "classes", "train_images", "val_images")
+FACTS = ("spread", "status", "source", "classes", "train_images", "val_images")
 # Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
 # curve: it trains the same model on the same images, and the curve shows a mistake in them.
 OPTIMISER = "optim."
@@ -48,7 +50,8 @@ class Expectation:
     """
 
     def __init__(self, expect: Mapping[str, Any], plan: Plan, *, continues: bool) -> None:
-        if missing := [name for name in FACTS if name not in expect]:
+        self._value = plan.best_by
+        if missing := [name for name in (self._value.name, *FACTS) if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         self._plan, self._changed = plan, plan.config.changed
         data = plan.num_classes, plan.train_images, plan.val_images
@@ -64,8 +67,8 @@ class Expectation:
     ) -> tuple[dict[str, float], str | None]:
         """Return the columns to add to a validation's row, and perhaps a warning.
 
-        A start warns once, about a validation below the limit for 3 sigma after one below that for
-        2 sigma.
+        A start warns once, about a validation worse than the limit for 3 sigma after one worse than
+        that for 2 sigma.
 
         Args:
             previous: the row of the validation before; empty if there was none.
@@ -73,10 +76,16 @@ class Expectation:
         band = self._band(row["step"], SIGMAS)
         if band is None:
             return {}, None
-        mean, low, high = band
-        columns = {"reference_top1": mean, "reference_top1_min": low, "reference_top1_max": high}
+        name, (mean, low, high) = self._value.name, band
+        column = f"reference_{name}"
+        columns = {column: mean, f"{column}_min": low, f"{column}_max": high}
         before = self._band(int(previous.get("step", 0)), CONFIRMING_SIGMAS)
-        if self._warned or before is None or row["top1"] >= low or previous["top1"] >= before[1]:
+        worst, side = (high, 2) if self._value.lower else (low, 1)
+        if self._warned or before is None or name not in previous:
+            return columns, None
+        bounds = {name: worst}, {name: before[side]}
+        rows = row, previous
+        if not all(self._value.prefers(b, r) for b, r in zip(bounds, rows, strict=True)):
             return columns, None
         self._warned = True
         assert self._curve is not None
@@ -86,11 +95,10 @@ class Expectation:
             changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
             check = f"the labels and what differs from the recipe ({changed})"
         return columns, (
-            f"top1 {row['top1']:.1f} % after epoch {epoch} is below the {SIGMAS} sigma limit of "
-            f"this recipe, {low:.1f} ({self._curve['runs']} runs reached {mean:.1f} +/- "
-            f"{self._curve['std'][epoch - 1]:.1f}), and the previous validation, "
-            f"{previous['top1']:.1f} %, was also low: check {check}; training continues, Ctrl-C "
-            "stops it"
+            f"{shown(name, row[name])} after epoch {epoch} is worse than the {SIGMAS} sigma limit "
+            f"of this recipe, {worst:.4g} ({self._curve['runs']} runs reached {mean:.4g} +/- "
+            f"{self._curve['std'][epoch - 1]:.2g}), and so was the previous validation, "
+            f"{shown(name, previous[name])}: check {check}; training continues, Ctrl-C stops it"
         )
 
     def compare(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -101,22 +109,25 @@ class Expectation:
         """
         if self._final is None or row.get("step") != self._plan.schedule_steps:
             return None
-        difference = round(row["top1"] - self._final["top1"], 4)
+        name = self._value.name
+        difference = round(row[name] - self._final[name], 4)
         inside = abs(difference) <= (self._final["spread"] or 0)
         verdict = "within" if inside else "below" if difference < 0 else "above"
         facts = {key: value for key, value in self._final.items() if key != "reference"}
-        return {**facts, "difference": difference, "verdict": verdict}
+        return {"value": name, **facts, "difference": difference, "verdict": verdict}
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
         """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
         epoch = self._plan.epochs_ended(step)
         if self._curve is None or not self._plan.due(step).epoch:
             return None
-        if not 1 <= epoch <= len(self._curve["top1"]):
+        means = self._curve[self._value.name]
+        if not 1 <= epoch <= len(means):
             return None
-        mean, std = self._curve["top1"][epoch - 1], self._curve["std"][epoch - 1]
+        mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(std, self._curve["runs"], sigmas)
-        return mean, max(0.0, mean - width), min(100.0, mean + width)
+        most = 100.0 if VALUES.get(self._value.name, Value()).unit == " %" else math.inf
+        return mean, max(0.0, mean - width), min(most, mean + width)
 
 
 def half_width(std: float, runs: int, sigmas: float = SIGMAS) -> float:

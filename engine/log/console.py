@@ -1,16 +1,22 @@
 """The lines that rank 0 prints: a table of rows, and the results of the run."""
 
-import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-IN_TABLE = {"loss", "top1", "top5"}  # other values of `train_step` follow the line
-HEADER = (
-    f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} "
-    f"{'left':>8}"
-)
+from engine.scores import VALUES, BestBy, Value, on_console, shown
+
+WIDTH = 7  # of the column of the value of train.best_by, or that of its name
+
+
+def header(by: BestBy) -> str:
+    """Return the names of the columns."""
+    name = f"{by.name}{VALUES.get(by.name, Value()).unit}"
+    return (
+        f"{'epoch':>10} {'step':>9} {'loss':>8} {name:>{WIDTH}} {'img/s':>8} {'wait %':>6} "
+        f"{'lr':>9} {'left':>8}"
+    )
 
 
 def print_lines(*lines: str) -> None:
@@ -18,35 +24,46 @@ def print_lines(*lines: str) -> None:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
-def train_line(row: Mapping[str, Any], values: Mapping[str, float], epochs: float) -> str:
+def train_line(
+    row: Mapping[str, Any], values: Mapping[str, float], by: BestBy, epochs: float
+) -> str:
     """Return the line of a log row.
 
     Args:
-        values: what `train_step` has returned; those without a column follow the line.
+        values: what `train_step` has returned; those that are not in VALUES follow the line.
         epochs: what is planned.
     """
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
-    others = [f"  {key} {values[key]:.4g}" for key in values if key not in IN_TABLE]
+    followed = [key for key in values if key not in {*VALUES, by.name} and on_console(key)]
+    others = [f"  {shown(key, values[key])}" for key in followed]
     return (
-        f"{_progress(row, epochs)} {row['images_per_second']:>8,.0f} {100 * waited:>6.1f} "
+        f"{_progress(row, by, epochs)} {row['images_per_second']:>8,.0f} {100 * waited:>6.1f} "
         f"{row['lr']:>9.3g} {duration(row['seconds_left']):>8}{''.join(others)}"
     )
 
 
-def val_line(row: Mapping[str, Any], epochs: float, *, best: bool) -> str:
-    """Return the line of a validation."""
-    text = f"top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s"
-    if "top1_raw" in row:
-        text += f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
-    return f"{_progress(row, epochs)} validation: {text}{'  best so far' if best else ''}"
+def val_line(
+    row: Mapping[str, Any], names: Iterable[str], by: BestBy, epochs: float, *, best: bool
+) -> str:
+    """Return the line of a validation.
+
+    Args:
+        names: of the values; their names in the row end in _raw for the model without averaging.
+    """
+    visible = [name for name in names if name != "loss" and on_console(name)]
+    parts = [shown(name, row[name]) for name in visible if name != by.name]
+    parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
+    raw = [shown(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
+    text = ", ".join(parts) + (f"; raw model: {', '.join(raw)}" if raw else "")
+    return f"{_progress(row, by, epochs)} validation: {text}{'  best so far' if best else ''}"
 
 
-def _progress(row: Mapping[str, Any], epochs: float) -> str:
-    """Return the columns of both kinds of lines."""
-    return (
-        f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} "
-        f"{row.get('top1', math.nan):>7.2f}"
-    )
+def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
+    """Return the columns of both kinds of lines. A task may have no `loss` in its validation."""
+    width, form = max(WIDTH, len(by.name)), VALUES.get(by.name, Value()).form
+    loss = f"{row['loss']:.4f}" if "loss" in row else ""
+    value = f"{row[by.name]:{form}}" if by.name in row else ""
+    return f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {loss:>8} {value:>{width}}"
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
@@ -61,10 +78,11 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     lines = [
         "",
         f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",
-        f"accuracy  {_accuracy(summary)}",
+        f"result    {_result(summary)}",
     ]
     if compared := summary["expectation"]:  # the run is its recipe
-        lines.append(f"recipe    accuracy {summary['top1']:.2f} %: {_comparison(compared)}")
+        name = compared["value"]
+        lines.append(f"recipe    {shown(name, summary[name])}: {_comparison(compared)}")
     rate = f"{summary['images_per_second']:,.0f}"
     overall = f"{summary['images_per_second_with_first_epoch']:,.0f}"
     warm_up = "" if overall == rate else f"; {overall} over all steps"
@@ -94,24 +112,25 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     return [*lines, *(f"verdict   {line}" for line in summary["verdict"])]
 
 
-def _accuracy(summary: Mapping[str, Any]) -> str:
-    if summary["top1"] is None:
+def _result(summary: Mapping[str, Any]) -> str:
+    values, by = summary["values"], summary["best_by"].removeprefix("-")
+    if not values:
         return "not validated"
-    raw = f"; raw model: top1 {summary['top1_raw']:.2f} %" if "top1_raw" in summary else ""
-    return (
-        f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 "
-        f"{summary['best_top1']:.2f} % after epoch {summary['best_epoch']:.4g}{raw}"
-    )
+    visible = [name for name in values if name == by or (name != "loss" and on_console(name))]
+    text = ", ".join(shown(name, summary[name]) for name in visible)
+    text += f"; best {shown(by, summary[f'best_{by}'])} after epoch {summary['best_epoch']:.4g}"
+    raw = f"; raw model: {shown(by, summary[f'{by}_raw'])}" if f"{by}_raw" in summary else ""
+    return text + raw
 
 
 def _comparison(compared: Mapping[str, Any]) -> str:
     """Return how a run compares with its recipe: `within 76.13 +/- 0.24 (published, source)`."""
-    expected, spread = f"{compared['top1']:g}", ", spread unknown"
+    expected, spread = f"{compared[compared['value']]:g}", ", spread unknown"
     if compared["spread"] is not None:
         expected, spread = f"{expected} +/- {compared['spread']:g}", ""
     verdict = compared["verdict"]
     if verdict != "within":
-        verdict = f"{abs(compared['difference']):.2f} points {verdict}"
+        verdict = f"{abs(compared['difference']):.4g} {verdict}"
     return f"{verdict} {expected} ({compared['status']}, {compared['source']}{spread})"
 
 

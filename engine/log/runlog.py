@@ -6,7 +6,7 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -22,17 +22,19 @@ from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
-from engine.log.console import HEADER, outcome, print_lines, train_line, val_line
+from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Meter, RunTimes, step_points, train_row
 from engine.log.pictures import tiles
-from engine.log.predictions import Predictions
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
+from engine.scores import shown
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.stop_signal import StopSignal
+from engine.validation import Rows
 from pipeline.class_names import readable
+from pipeline.dataset import IMAGE
 from pipeline.feed import Feed
 from pipeline.loader import Loader
 from pipeline.prefetcher import Batch, ImageFormat
@@ -129,7 +131,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._stack.enter_context(step_points(self.state, self.feed.train.clock))
         if self.run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
-        self.tracker.print(HEADER)
+        self.tracker.print(header(self.plan.best_by))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +206,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def validated(
         self,
         row: dict[str, Any],
-        batches: Sequence[Mapping[str, Tensor]],
+        names: Iterable[str],
+        rows: Rows,
         *,
         best: bool,
         previous: Mapping[str, float],
@@ -212,26 +215,29 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Report a validation, and warn if the run falls behind its recipe. Collective.
 
         Args:
-            batches: what `engine.validation.evaluate` has collected on this rank.
+            names: of the values in the row.
+            rows: what `engine.validation.evaluate` has collected on this rank.
             previous: the row of the validation before.
         """
         seconds = time.perf_counter() - self._pause_began
         row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
-        found = Predictions.gather(batches, self.world)
+        found = gather_predictions(rows, self.world)
         if not self.world.is_main:
             return
-        self.tracker.print(val_line(row, self.plan.config.train.epochs, best=best))
+        epochs, by = self.plan.config.train.epochs, self.plan.best_by
+        self.tracker.print(val_line(row, names, by, epochs, best=best))
         if self.expectation is not None:
             columns, warning = self.expectation.judge(row, previous)
             row = row | columns
             if warning:
                 self.tracker.print(f"warning  {warning}")
         self.tracker.row(row)
-        classes, step = self.plan.classes, self.state.step
-        content = {"step": step, "classes": found.per_class(classes)}
-        self.tracker.record("per_class.json", content)
-        dataset = self.feed.val.loader.dataset
-        self.tracker.pictures(partial(found.draw, classes, dataset), step)
+        if found is not None:
+            classes, step = self.plan.classes, self.state.step
+            content = {"step": step, "classes": found.per_class(classes)}
+            self.tracker.record("per_class.json", content)
+            dataset = self.feed.val.loader.dataset
+            self.tracker.pictures(partial(found.draw, classes, dataset), step)
 
     def _report(self, *, last: bool = False) -> None:
         """Write a log row if an interval of steps was sent, or with `last` if there were steps.
@@ -255,7 +261,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             if self.plan.config.data.on_error == "skip":
                 row["data/unreadable_images"] = len(self.bad_files.listed)
             self.tracker.row(row)
-            self.tracker.print(train_line(row, interval.values, self.plan.config.train.epochs))
+            epochs = self.plan.config.train.epochs
+            self.tracker.print(train_line(row, interval.values, self.plan.best_by, epochs))
         if found is not None:
             path = self.run.path / "diverged.json"
             content, reason = describe_divergence(*found, self.plan, loader, self.world)
@@ -299,13 +306,27 @@ class RunLog(AbstractContextManager["RunLog"]):
             }
             if self.world.is_main:
                 run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        if self.world.is_main and state.sample_losses is not None and not stop:
-            table = state.sample_losses.csv(self.feed.train.loader.dataset, plan.classes)
+        dataset = self.feed.train.loader.dataset
+        suspects = state.sample_losses is not None and dataset.labels is not None
+        if self.world.is_main and suspects and not stop:
+            table = state.sample_losses.csv(dataset, plan.classes)
             if table:  # nothing was counted in a short run
                 run.write("suspects.csv", table)
         resumes = plan.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
+
+
+def gather_predictions(rows: Rows, world: World) -> Any:
+    """Return the Predictions of a classifier on rank 0; None on others, or of another task.
+
+    Collective.
+    """
+    if not has_part("engine.classification"):
+        return None
+    from engine.classification.predictions import Predictions
+
+    return Predictions.gather(rows, world)
 
 
 def describe_divergence(
@@ -334,14 +355,16 @@ def describe_divergence(
 
 def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
-    last, best_step = state.last, int(state.best.get("step", 0))
+    last, best_step, by = state.last, int(state.best.get("step", 0)), plan.best_by
+    values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
     return {
         "step": state.step,
         "epoch": round(plan.epoch(state.step), 4),
-        **dict.fromkeys(("loss", "top1", "top5")),
-        **{key: value for key, value in last.items() if key not in ("step", "epoch")},
+        **values,
+        "values": [name for name in values if not name.endswith("_raw")],
         "expectation": None if expectation is None else expectation.compare(last),
-        "best_top1": state.best.get("top1"),
+        "best_by": plan.config.train.best_by,
+        f"best_{by.name}": state.best.get(by.name),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
         "best_checkpoint": file_name(best_step) if best_step else None,
         "history": state.history,
@@ -350,9 +373,21 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
 
 
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
-    """Draw the first images of a batch, without normalisation; waits for the device."""
-    pixels = batch.images[:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    shown = pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    labels = batch.labels[:SHOWN_IMAGES].tolist()
-    captions = [[(readable(classes[label]), "black")] for label in labels]
-    return {"train/images": tiles("input of the first step", list(shown), captions)}
+    """Draw the first images of a batch, without normalisation; waits for the device.
+
+    Of several frames, it draws the first; of channels that are not RGB, the first as grey.
+    """
+    pixels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
+    while pixels.ndim > 4:
+        pixels = pixels[:, 0]
+    if pixels.shape[1] != 3:
+        pixels = pixels[:, :1].expand(-1, 3, -1, -1)
+    pixels = (pixels * (255 / format.highest)).round().clamp(0, 255).byte()
+    images = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    captions: list[list[tuple[str, str]]] = [[] for _ in images]
+    for name, column in batch.fields.items():
+        numbers = column[:SHOWN_IMAGES].tolist() if column.ndim == 1 else ()
+        for lines, number in zip(captions, numbers, strict=False):
+            text = readable(classes[number]) if name == "label" else shown(name, number)
+            lines.append((text, "black"))
+    return {"train/images": tiles("input of the first step", list(images), captions)}

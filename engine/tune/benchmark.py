@@ -14,6 +14,7 @@ from engine.distributed import World
 from engine.plan import Plan
 from engine.stop_signal import StopSignal
 from engine.tune.measured import Measured, summarize, worker_times
+from pipeline.dataset import IMAGE
 from pipeline.decode import ON_GPU, describe
 from pipeline.feed import Feed
 from pipeline.loader import Loader
@@ -197,7 +198,8 @@ def engines_fail(feed: Feed, step: int) -> str | None:
 def choose_memory(feed: Feed) -> None:
     """Give up page-locked buffers when copies from them are slower."""
     assert feed.pinned is not None
-    locked = feed.train.loader.images[0]
+    loader = feed.train.loader
+    locked = torch.from_numpy(loader.pool.sources[loader.source].fields[IMAGE].array[0])
     pageable, target = locked.clone(), torch.empty_like(locked, device="cuda")
 
     def seconds_of(source: torch.Tensor) -> float:

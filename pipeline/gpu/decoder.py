@@ -24,7 +24,7 @@ import torch
 from pipeline.gpu.encoded import EncodedRows
 from pipeline.gpu.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 from pipeline.loader import TASK_ROWS, HostBatch, Loader
-from pipeline.prefetcher import DeviceSlot, finish_pixels
+from pipeline.prefetcher import DeviceSlot, channels_first, finish_pixels
 
 logger = logging.getLogger(__name__)
 
@@ -277,33 +277,37 @@ class EngineUpload:
         if hybrid:
             self._balance()
 
-    def __call__(self, host: HostBatch, slot: DeviceSlot, to_mix: bool) -> torch.Tensor:
+    def __call__(self, host: HostBatch, name: str, slot: DeviceSlot, to_mix: bool) -> torch.Tensor:
         """Make normalised images [B, 3, S, S] on the device.
 
         Raises:
             LoaderError: an image cannot be read; names it.
         """
         image = slot.format
-        scale, shift = image.scale.flatten(), image.shift.flatten()
+        scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))
+        pixels = host.fields[name]
         if host.operations is not None:  # they compute on whole levels
-            out = slot.memory("raw", host.images.shape, torch.uint8)
-            self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
-            return finish_pixels(out, host, slot, to_mix)
+            out = channels_first(slot.memory(name, pixels.shape, torch.uint8))
+            self._decode(host, pixels, out, torch.ones_like(scale), torch.zeros_like(shift))
+            return finish_pixels(out, host, name, slot, to_mix)
+        shape = channels_first(pixels).shape
         if to_mix:  # the transforms compute in float32, as after a CPU decoder, and make new images
-            out = torch.empty(
-                host.images.shape, device=image.device, memory_format=image.memory_format
-            )
+            out = torch.empty(shape, device=image.device, memory_format=image.memory_format)
         else:  # the kernel writes the images that the step reads
-            out = slot.memory("images", host.images.shape, image.dtype)
-        self._decode(host, out, scale, shift)
+            out = slot.images(name, shape)
+        self._decode(host, pixels, out, scale, shift)
         return out
 
     def _decode(
-        self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+        self,
+        host: HostBatch,
+        pixels: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
     ) -> None:
         """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
-        pixels = host.images.permute(0, 2, 3, 1)
         batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
         try:
             self.decoder.make_batch(*batch)

@@ -121,14 +121,15 @@ class FileWriter:
         row_bytes = len(self._files) // len(self._geometry)
         self._offset, self._end = rows.start * row_bytes, rows.stop * row_bytes  # free bytes
 
-    def write(self, row: int, epoch: int, index: int) -> int | None:
+    def write(self, row: int, epoch: int, index: int) -> dict[str, Any] | None:
         """Read a sample's file and write it, its crop and its random operations into the batch.
 
         The random numbers are those of `dataset.load`.
 
         Returns:
-            The label, or None if the worker has to decode the file: the engines do not support it,
-            the rows of the task have no bytes left, or the worker has to apply operations.
+            The other fields of the sample, or None if the worker has to decode the file: the
+            engines do not support it, the rows of the task have no bytes left, or the worker has
+            to apply operations.
 
         Raises:
             BadImageError: the file cannot be read.
@@ -155,4 +156,4 @@ class FileWriter:
         if self._operations is not None:
             self._operations[row] = as_rows(operations)
         self._offset, self.count = end, self.count + 1
-        return dataset.label(index)
+        return dataset.targets(index, picture, operations)

@@ -27,8 +27,8 @@ def new_state(name: str, *, fused: bool) -> TrainState:
     layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
     model = nn.Sequential(nn.Flatten(), *layers)
     losses = None
-    if has_part("engine.extras.suspects"):
-        from engine.extras.suspects import SampleLosses
+    if has_part("engine.classification.suspects"):
+        from engine.classification.suspects import SampleLosses
 
         losses = SampleLosses(4, CLASSES, first_epoch=0, device=torch.device("cpu"))
     optimizer = build_optimizer(model, Optim(name=name))

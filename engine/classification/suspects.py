@@ -80,9 +80,10 @@ class SampleLosses(nn.Module):
         """Return a table of the suspects, the worst first; "" if no loss has counted.
 
         Args:
-            dataset: the training split.
+            dataset: the training split, which knows its labels.
             classes: names of the classes.
         """
+        assert dataset.labels is not None
         total, count = self.sums.cpu().double().unbind(1)
         known = count.nonzero()[:, 0]
         means = total[known] / count[known] / UNIT
@@ -94,7 +95,7 @@ class SampleLosses(nn.Module):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["path", "label", "mean_loss", "predicted", "label_name", "predicted_name"])
         for index, mean in zip(known[order].tolist(), means[order].tolist(), strict=True):
-            label, guess = classes[dataset.label(index)], classes[int(predicted[index])]
+            label, guess = classes[dataset.labels[index]], classes[int(predicted[index])]
             names = readable(label), readable(guess)
             table.writerow([dataset.name(index), label, f"{mean:.3f}", guess, *names])
         return file.getvalue() if len(order) else ""

@@ -8,9 +8,9 @@ import torch
 from PIL import Image, ImageColor
 from torch import Tensor, nn
 
+from engine.classification.predictions import COLUMNS, Predictions
 from engine.distributed import World
 from engine.log.pictures import BLUE, RED, bars, tiles
-from engine.log.predictions import COLUMNS, Predictions
 from engine.validation import evaluate
 from pipeline.dataset import FakeDataset
 from train import validation_values

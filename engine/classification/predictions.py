@@ -1,22 +1,21 @@
 """The predictions for all images of a split, and what follows: for the log and evaluate.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
-from torch import Tensor
 
 from engine.distributed import World
 from engine.log.pictures import GREY, RED, bars, tiles
+from engine.validation import Rows, gather_rows
 from pipeline.class_names import readable
-from pipeline.dataset import Dataset
+from pipeline.dataset import IMAGE, Dataset
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
-COLUMNS = ("label", "prediction", "loss", "confidence", "top1", "top5")
+COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
 WORST_IMAGES = 16  # to draw
 MOST_BARS, BEST_CLASSES = 25, 5  # of many classes, the 20 worst and the 5 best are drawn
 Ints = npt.NDArray[np.int64]
@@ -31,7 +30,8 @@ class Predictions:
         labels, predictions: int64 [N]; the prediction is the first of equal logits.
         losses: float64 [N], cross entropy.
         confidences: float64 [N], the largest probability; 0 if a logit is NaN.
-        top1, top5: float64 [N], 1 for a hit as `engine.validation.hits` counts them, else 0.
+        top1, top5: float64 [N], 100 for a hit as `engine.scores.hits` counts them, else 0; top5 is
+            None if there are fewer than six classes.
     """
 
     labels: Ints
@@ -39,22 +39,22 @@ class Predictions:
     losses: Floats
     confidences: Floats
     top1: Floats
-    top5: Floats
+    top5: Floats | None = None
 
     @classmethod
-    def gather(cls, batches: Sequence[Mapping[str, Tensor]], world: World) -> "Predictions":
-        """Bring what `evaluate` has collected on all ranks into the split's order. Collective."""
-        nothing = torch.zeros(len(COLUMNS), 0, dtype=torch.float64, device=world.device)
-        rows = [torch.stack([batch[name].double() for name in COLUMNS]) for batch in batches]
-        own = torch.cat([nothing, *rows], dim=1)
-        own = own[:, own[0] >= 0].cpu()  # without the rows that fill up the last batch
-        shares = world.all_gather(own)
-        images = sum(share.shape[1] for share in shares)
-        found = torch.empty(len(COLUMNS), images, dtype=torch.float64)
-        for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
-            found[:, rank :: world.size] = share
-        labels, predictions, *rest = found.numpy()
-        return cls(labels.astype(np.int64), predictions.astype(np.int64), *rest)
+    def gather(cls, batches: Rows, world: World) -> "Predictions | None":
+        """Bring what `evaluate` has collected on all ranks into the split's order. Collective.
+
+        None on other ranks than 0, and if the values are not those of a classifier.
+        """
+        names = [*COLUMNS, *({"top5"} & world.broadcast(lambda: batches[0]).keys())]
+        if not world.broadcast(lambda: set(COLUMNS) <= batches[0].keys()):
+            return None
+        rows = gather_rows(batches, names, world)
+        if not rows:
+            return None
+        labels, predictions, *others = (rows[name].numpy() for name in names)
+        return cls(labels, predictions, *(each.astype(np.float64) for each in others))
 
     def calibration(self) -> dict[str, Any]:
         """Return how well the confidence, the largest probability, predicts the accuracy.
@@ -68,7 +68,7 @@ class Predictions:
         place = np.digitize(self.confidences, edges, right=True)
         images = np.bincount(place, minlength=BINS)
         confidence = np.bincount(place, self.confidences, BINS) / np.maximum(images, 1)
-        accuracy = np.bincount(place, self.top1, BINS) / np.maximum(images, 1)
+        accuracy = np.bincount(place, self.top1 / 100, BINS) / np.maximum(images, 1)
         error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
         return {
             "images": images.tolist(),
@@ -87,7 +87,9 @@ class Predictions:
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
         images = np.bincount(self.labels, minlength=len(classes))
-        values = {"top1": 100 * self.top1, "top5": 100 * self.top5, "loss": self.losses}
+        values = {"top1": self.top1, "loss": self.losses}
+        if self.top5 is not None:
+            values = {"top1": self.top1, "top5": self.top5, "loss": self.losses}
         sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in values.items()}
         rows = []
         for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):
@@ -113,7 +115,7 @@ class Predictions:
         names = [row["name"] for row in per_class]
         images, captions = [], []
         for i in self.worst(WORST_IMAGES):
-            images.append(dataset.load(0, i)[0])
+            images.append(dataset.load(0, i)[IMAGE])
             name, found = names[self.labels[i]], names[self.predictions[i]]
             remark = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
             judged = GREY if found == name else RED

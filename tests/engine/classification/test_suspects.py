@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from engine.classification.suspects import FEWEST, SampleLosses
 from engine.distributed import World
-from engine.extras.suspects import FEWEST, SampleLosses
 from engine.losses import OWN_SHARE, UNIT, image_losses
 from engine.state import TrainState, untouched
 from pipeline.dataset import FakeDataset

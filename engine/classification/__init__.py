@@ -1,0 +1,1 @@
+"""Optional: what only a classifier has: tables and pictures of its classes, and label suspects."""

@@ -1,0 +1,124 @@
+"""The named values of training and validation: how they are computed, shown and compared.
+
+To add a value, return one more from `training_loss` or `validation_values` in train.py. It appears
+on the console, in metrics.jsonl, in TensorBoard and in the report, and train.best_by can name it.
+An entry in VALUES changes how it is shown, or computes it from all rows of the split.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.schema import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named value.
+
+    Attributes:
+        form: how Python formats it.
+        unit: what follows the number.
+        lower: whether a lower value is better.
+        console: whether the console shows it; by default, unless its name has a slash.
+        judge: for what is no mean over the images: called once per validation with the rows of the
+            whole split, in its order, on the CPU.
+        rows: the names of the rows that `judge` takes; without them, the value is left out. A row
+            that is not in VALUES itself is not averaged.
+    """
+
+    form: str = ".4g"
+    unit: str = ""
+    lower: bool = False
+    console: bool = True
+    judge: Callable[..., float] | None = None
+    rows: tuple[str, ...] = ()
+
+
+VALUES: dict[str, Value] = {
+    "loss": Value(".4f", lower=True),
+    "top1": Value(".2f", " %"),
+    "top5": Value(".2f", " %"),
+    "confidence": Value(console=False),
+}
+ROWS_ONLY = {row for value in VALUES.values() for row in value.rows} - VALUES.keys()
+
+
+def shown(name: str, number: float) -> str:
+    """Return a value as text, such as `top1 76.13 %`."""
+    value = VALUES.get(name, Value())
+    return f"{name} {number:{value.form}}{value.unit}"
+
+
+def on_console(name: str) -> bool:
+    """Whether the console shows a value. Those with a slash, one per layer, would be too many."""
+    value = VALUES.get(name)
+    return "/" not in name if value is None else value.console
+
+
+@dataclass(frozen=True)
+class BestBy:
+    """The value by which the best checkpoint is chosen: train.best_by.
+
+    Attributes:
+        name: of the value.
+        lower: whether a lower value is better.
+    """
+
+    name: str
+    lower: bool
+
+    @classmethod
+    def of(cls, text: str) -> "BestBy":
+        """Read train.best_by: `top1`, or `-loss` if lower is better.
+
+        Raises:
+            UserError: VALUES says otherwise.
+        """
+        found = cls(text.removeprefix("-"), text.startswith("-"))
+        value = VALUES.get(found.name)
+        if value is not None and value.lower != found.lower:
+            better, remedy = ("lower", f"-{found.name}") if value.lower else ("higher", found.name)
+            raise UserError(f"train.best_by={text}: {better} values are better; give {remedy}")
+        return found
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse a value that is not among those of a validation."""
+        if self.name not in names:
+            raise UserError(
+                f"train.best_by={'-' * self.lower}{self.name}: a validation has no such value; "
+                f"give one of {', '.join(names)}, with - in front if lower is better"
+                f"{did_you_mean(self.name, names)}"
+            )
+
+    def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
+        """Whether a validation is better than the best one so far. A NaN is worse than any."""
+        new, old = row[self.name], best.get(self.name, math.nan)
+        return math.isnan(old) or (new < old if self.lower else new > old)
+
+
+def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows are top-1 hits and which are top-5 hits, each bool [B].
+
+    Computed from the rank of the label's logit, which the compiler can fuse with the loss, unlike a
+    top-k. Equal logits rank in the order of their classes. A label below 0 or a NaN is never a hit.
+
+    Args:
+        logits: float [B, classes].
+        labels: int64 [B].
+    """
+    own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    valid = (labels >= 0) & ~own[:, 0].isnan()
+    return (rank < 1) & valid, (rank < 5) & valid
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return top1, and from six classes on top5: 100 for a hit, else 0, float32 [B]."""
+    top1, top5 = hits(logits, labels)
+    values = {"top1": 100 * top1.float()}
+    return {**values, "top5": 100 * top5.float()} if logits.shape[1] > 5 else values
