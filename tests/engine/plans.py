@@ -9,6 +9,8 @@ from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train
 from engine.distributed import World
 from engine.optim import Curve
 from engine.plan import Plan, count_steps
+from engine.scores import BestBy
+from pipeline.dataset import LABEL, image_field
 from pipeline.loader_plan import LoaderPlan
 from pipeline.sampler import SizeSchedule
 
@@ -75,5 +77,7 @@ def plan(
         parameters=25_557_032,
         flops_by_size={224: 8_178_000_000},
         state_bytes=0,
+        fields={"image": image_field(224), "label": LABEL},
+        best_by=BestBy.of("top1"),
     )
     return dataclasses.replace(given, **changes)

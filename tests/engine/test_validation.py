@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.validation import evaluate, hits
+from engine.scores import hits
+from engine.validation import evaluate, gather_rows
 from models.resnet import resnet_tiny
+from pipeline.prefetcher import Batch
 from pipeline.worker import EMPTY_ROW
+from tests.batches import batch_of, on_device
 from tests.engine.plans import ALONE
 from train import validation_values as measure
 
@@ -33,15 +36,14 @@ def data() -> tuple[Tensor, Tensor]:
     )
 
 
-def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split into batches of one size; the last one is padded."""
+def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
+    """Split into batches of one size; the last one is filled up with rows that are not valid."""
     for start in range(0, len(images), size):
-        batch, wanted = images[start : start + size], labels[start : start + size]
-        missing = size - len(batch)
-        yield (
-            torch.cat([batch, torch.full((missing, *batch.shape[1:]), 9.0)]),
-            torch.cat([wanted, torch.full((missing,), -1)]),
-        )
+        rows = torch.arange(start, start + size)
+        places = rows.clamp(max=len(images) - 1)
+        samples = torch.stack([torch.zeros_like(rows), rows], 1)
+        samples[rows >= len(images)] = EMPTY_ROW
+        yield batch_of(samples=samples, image=images[places], label=labels[places])
 
 
 @pytest.mark.parametrize("size", [1, 8, 36, 37, 38])
@@ -53,43 +55,47 @@ def test_result_does_not_depend_on_the_batch_size(
     logits = model.eval()(images)
     places = logits.argsort(1, descending=True).eq(labels[:, None]).int().argmax(1)
     assert found.images == IMAGES
-    assert found.top1 == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
-    assert found.top5 == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
-    assert found.loss == pytest.approx(nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
-    assert 0 < found.top1 < found.top5 < 100
+    means = found.means
+    assert means["top1"] == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
+    assert means["top5"] == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
+    loss = nn.functional.cross_entropy(logits, labels).item()
+    assert means["loss"] == pytest.approx(loss, rel=1e-5)
+    assert 0 < means["top1"] < means["top5"] < 100
+    rows = gather_rows(found.rows, ["label", "prediction"], ALONE)
+    assert torch.equal(rows["label"], labels)
+    assert torch.equal(rows["prediction"], logits.argmax(1))
 
 
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    """The results are those of single evaluations; the rows are the first network's."""
+    """The results are those of single evaluations."""
     torch.manual_seed(3)
     other, read = resnet_tiny(7, 16).eval(), []
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches() -> Iterator[Batch]:
         for batch in padded(*data, 8):
             read.append(len(read))
             yield batch
 
     assert evaluate([model], measure, [], ALONE)[0].images == 0
     model.train()
-    together: list[dict[str, Tensor]] = []
-    alone: list[dict[str, Tensor]] = []
-    found = evaluate([model, other], measure, batches(), ALONE, together)
+    found = evaluate([model, other], measure, batches(), ALONE)
     assert read == [0, 1, 2, 3, 4]
-    assert found == [
-        *evaluate([model], measure, batches(), ALONE, alone),
-        *evaluate([other], measure, batches(), ALONE),
-    ]
-    assert found[0].loss != found[1].loss
-    for name in ("label", "loss", "prediction"):
-        rows, expected = (torch.cat([part[name] for part in one]) for one in (together, alone))
-        assert torch.equal(rows, expected) and len(rows) == 40
+    for both, network in zip(found, (model, other), strict=True):
+        (alone,) = evaluate([network], measure, batches(), ALONE)
+        assert (both.images, both.means) == (alone.images, alone.means)
+        names = ["label", "loss", "prediction"]
+        rows, expected = (gather_rows(one.rows, names, ALONE) for one in (both, alone))
+        assert all(torch.equal(rows[name], expected[name]) for name in names)
+        assert len(rows["loss"]) == IMAGES
+    assert found[0].means["loss"] != found[1].means["loss"]
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
-    def watch(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        assert not (torch.is_grad_enabled() or model.training or model(images).requires_grad)
-        return measure(model, images, labels)
+    def watch(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        output = model(batch["image"])
+        assert not (torch.is_grad_enabled() or model.training or output.requires_grad)
+        return measure(model, batch)
 
     model.train(mode)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -103,14 +109,14 @@ def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode:
 def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     """Until the sums are read, also with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
-    batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
+    batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        expected = [measure(network, *batch) for batch in batches]
+        expected = [measure(network, batch) for batch in batches]
         for repeatable in (False, True):
             torch.use_deterministic_algorithms(repeatable)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                found = [measure(network, *batch) for batch in batches]
+                found = [measure(network, batch) for batch in batches]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
                 torch.use_deterministic_algorithms(False)

@@ -11,6 +11,7 @@ import pytest
 from conf import cli
 from conf.schema import FOLDER, UserError, group_names
 from engine.extras.expectation import LEAST_STD, Expectation, half_width, quantile
+from engine.scores import BestBy
 
 FACTS = {
     "top1": 76.1,
@@ -36,6 +37,7 @@ def expectation(*overrides: str, continues: bool = False, **changes: Any) -> Exp
     plan: Any = SimpleNamespace(
         config=cli.load(["data.root=/imagenet", *overrides]),
         num_classes=1000,
+        best_by=BestBy.of("top1"),
         train_images=1_281_167,
         val_images=50_000,
         schedule_steps=3 * STEPS,

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.log.console import HEADER, duration, outcome, train_line, val_line
+from engine.log.console import duration, header, outcome, train_line, val_line
+from engine.scores import BestBy
 
+TOP1 = BestBy.of("top1")
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
 TRAIN |= {"images_per_second": 1234.5678, "data_wait_fraction": 0.25}
 VAL = {"step": 20, "epoch": 2.0, "loss": 0.5, "top1": 60.0, "top5": 95.0}
@@ -20,6 +22,8 @@ SUMMARY: dict[str, Any] = {
     "top1": 71.25,
     "top5": 90.5,
     "expectation": None,
+    "values": ["loss", "top1", "top5"],
+    "best_by": "top1",
     "best_top1": 72.5,
     "best_epoch": 9.0,
     "best_checkpoint": "step-00001350.pt",
@@ -35,26 +39,39 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_table() -> None:
-    first = train_line(TRAIN, {"loss": 1.0, "top1": 50.0, "grad_norm": 1.23456}, 10)
-    second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, {}, 10)
-    assert len(second) == len(HEADER) and first[len(HEADER) :] == "  grad_norm 1.235"
+    values = {"loss": 1.0, "top1": 50.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
+    first = train_line(TRAIN, values, TOP1, 10)
+    second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, {}, TOP1, 10)
+    titled = header(TOP1)
+    assert len(second) == len(titled) and first[len(titled) :] == "  grad_norm 1.235"
     words = ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
     assert first.split()[:8] == words and second.split()[5] == "37.5"
     titles = ("step", "loss", "top1 %", "img/s", "wait %", "lr", "left")
     for title, value in zip(titles, words[1:], strict=True):
-        end = HEADER.index(title) + len(title)
+        end = titled.index(title) + len(title)
         assert first[end - len(value) : end] == value
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, 500 images, 2.0 s"
-    assert val_line(VAL, 10, best=True) == f"{text}  best so far"
-    other = val_line({**VAL, "top1_raw": 59.0, "top5_raw": 94.0}, 10, best=False)
+    names = ["loss", "top1", "top5"]
+    assert val_line(VAL, names, TOP1, 10, best=True) == f"{text}  best so far"
+    other = val_line({**VAL, "top1_raw": 59.0, "top5_raw": 94.0}, names, TOP1, 10, best=False)
     assert other == f"{text}; raw model: top1 59.00 %, top5 94.00 %"
+
+
+def test_table_of_another_task() -> None:
+    """The column has the value of train.best_by, and the training step need not return it."""
+    by = BestBy.of("-mean_error")
+    row = {**VAL, "mean_error": 0.12345, "share": 0.5}
+    line = val_line(row, ["loss", "mean_error", "share"], by, 10, best=False)
+    assert line.split()[:5] == ["2.00/10", "20", "0.5000", "0.1235", "validation:"]
+    assert "share 0.5, 500 images" in line
+    assert len(train_line(TRAIN, {"loss": 1.0}, by, 10)) == len(header(by))
 
 
 def test_outcome(tmp_path: Path) -> None:
     assert outcome(tmp_path, SUMMARY, resumes=True) == [
         "",
         "status    finished after 1,500 steps, 10 epochs, in 1:05",
-        "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
+        "result    top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
         "speed     2,950 images/s; 2,104 over all steps",
         f"run       {tmp_path}",
         f"best      {tmp_path}/checkpoints/step-00001350.pt",
@@ -65,7 +82,8 @@ def test_outcome(tmp_path: Path) -> None:
 
 
 def expectation(spread: float | None, verdict: str) -> dict[str, Any]:
-    found = {"spread": spread, "verdict": verdict, "difference": 0.25, "top1": 71.0}
+    found = {"spread": spread, "verdict": verdict, "difference": 0.25}
+    found |= {"value": "top1", "top1": 71.0}
     return {"expectation": {**found, "status": "published", "source": "a paper"}}
 
 
@@ -73,22 +91,22 @@ def expectation(spread: float | None, verdict: str) -> dict[str, Any]:
     ("changes", "line"),
     [
         ({"signal": 15}, "resume    run the same command again to resume at step 1,500"),
-        ({"top1": None}, "accuracy  not validated"),
+        ({"values": []}, "result    not validated"),
         ({"best_checkpoint": None}, "best      no checkpoint was validated"),
         ({"starts": 1}, "time      50 % of 2:12 was training; validation 1:01, start 0:05"),
         ({"images_per_second_with_first_epoch": 2950.1}, "speed     2,950 images/s"),
         (
             {"top1_raw": 70.0},
-            "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9; "
+            "result    top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9; "
             "raw model: top1 70.00 %",
         ),
         (
             expectation(0.5, "within"),
-            "recipe    accuracy 71.25 %: within 71 +/- 0.5 (published, a paper)",
+            "recipe    top1 71.25 %: within 71 +/- 0.5 (published, a paper)",
         ),
         (
             expectation(None, "above"),
-            "recipe    accuracy 71.25 %: 0.25 points above 71 (published, a paper, spread unknown)",
+            "recipe    top1 71.25 %: 0.25 above 71 (published, a paper, spread unknown)",
         ),
     ],
 )
