@@ -196,7 +196,7 @@ def training_loss(
     """Forward pass and loss: the region that is compiled.
 
     Args:
-        batch: `image`, float [B, 3, S, S]; `label`, int64 [B], against which top1 and top5 are
+        batch: `image`, float [B, C, S, S]; `label`, int64 [B], against which top1 and top5 are
             counted; and after mixup or cutmix, `target`, float [B, classes].
         criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
 
@@ -318,6 +318,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
         config.model.name,
         num_classes=plan.num_classes,
         image_size=plan.image_size,
+        in_channels=plan.image_shape[-3],
         pretrained=weights == "pretrained",
         args=config.model.args,
     )

@@ -116,11 +116,11 @@ def or_null(check: Check) -> Check:
     return Check(lambda value: value is None or check.allows(value), f"{check.says} or null")
 
 
-def each(item: Check, count: int) -> Check:
-    """A list of `count` values that all pass `item`."""
+def each(item: Check, count: int | None = None) -> Check:
+    """A list of `count` values, or at least one, that all pass `item`."""
     return Check(
-        lambda values: len(values) == count and all(map(item.allows, values)),
-        f"{count} values in brackets, each {item.says}",
+        lambda values: len(values) == (count or len(values) or 1) and all(map(item.allows, values)),
+        f"{count or '1 or more'} values in brackets, each {item.says}",
     )
 
 
@@ -266,10 +266,10 @@ class Data:
     """largest fraction of unreadable training images that data.on_error=skip accepts"""
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
-    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION, 3))
-    """mean to subtract from each channel, in [0, 1]"""
-    std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE, 3))
-    """standard deviation to divide each channel by"""
+    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
+    """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
+    std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))
+    """standard deviation to divide each channel by; one value is for all channels"""
     repeats: int = key(1, BOTH, number(1, 100))
     """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
     times. The views of an image may be in different batches and on different ranks; two views for a

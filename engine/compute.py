@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -63,24 +63,24 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
     return peak * ranks / (3 * flops_per_image)
 
 
-def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:
+def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:
     """Count the operations of one image's forward pass (a multiply-add counts as two).
 
     Args:
         model: on the meta device; left in the mode it was in.
-        image_size: side of the image, pixels.
+        shape: of the image on the device, such as (C, H, W).
         key: key to name if the model does not take such images, which is a UserError.
     """
     mode = model.training
     model.eval()
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(torch.empty(1, 3, image_size, image_size, device="meta"))
+            model(torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{key}: the model does not take images of {image_size} px ({reason}); give another "
-            "size"
+            f"{key}: the model does not take images of {shape[-1]} px with {shape[-3]} channels "
+            f"({reason}); give another size"
         ) from None
     models.train_mode(model, mode)
     return int(counter.get_total_flops())

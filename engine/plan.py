@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import models
-from conf.schema import Config, UserError, did_you_mean, show
+from conf.schema import Config, Data, UserError, did_you_mean, show
 from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
 from engine.losses import balanced, build_criterion
@@ -16,7 +16,7 @@ from engine.optim import Curve, build_optimizer
 from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, state_bytes
 from pipeline.build import Datasets
-from pipeline.dataset import Field
+from pipeline.dataset import IMAGE, Field
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
@@ -91,6 +91,11 @@ class Plan:
         return len(self.classes)
 
     @property
+    def image_shape(self) -> tuple[int, ...]:
+        """The shape of a training image on the device, (..., C, S, S)."""
+        return self.fields[IMAGE].on_device
+
+    @property
     def steps_per_epoch(self) -> float:
         """Not an integer in general: the last batch of an epoch is filled from the next epoch."""
         return self.train_images / self.batch_size
@@ -106,6 +111,7 @@ class Plan:
         return {
             "classes": list(self.classes),
             "image_size": self.image_size,
+            "image_shape": list(self.image_shape),
             "channels_last": self.channels_last,
             "rewrites_layers": self.rewrites_layers,
             "device_type": self.device_type,
@@ -243,18 +249,23 @@ def make_plan(
 def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dict[str, Any]:
     """Return the fields of the plan that follow from the model, which takes no memory here."""
     on_gpu = device.type == "cuda"
+    shape = datasets.train.fields[IMAGE].on_device
+    check_channels(config.data, shape[-3])
     with torch.device("meta"):
         model = models.build(
             config.model.name,
             num_classes=len(datasets.classes),
             image_size=datasets.train_size,
+            in_channels=shape[-3],
             args=config.model.args,
         )
     models.freeze(model, config.model.freeze)
-    flops = {datasets.train_size: count_flops(model, datasets.train_size)}
-    flops |= {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
+    flops = {datasets.train_size: count_flops(model, shape)}
+    for side, smaller in datasets.smaller.items():
+        flops[side] = count_flops(model, smaller.fields[IMAGE].on_device, key="data.sizes")
     if datasets.val_size not in flops:  # fails here, not at the first validation
-        count_flops(model, datasets.val_size, key="data.val_size, augment.val")
+        shape = datasets.val.fields[IMAGE].on_device
+        count_flops(model, shape, key="data.val_size, augment.val")
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
     channels_last = config.model.channels_last
@@ -268,6 +279,16 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
         "flops_by_size": flops,
         "state_bytes": state_bytes(state),
     }
+
+
+def check_channels(data: Data, channels: int) -> None:
+    """Refuse data.mean or data.std for another number of channels; one value is for all."""
+    for key, values in {"mean": data.mean, "std": data.std}.items():
+        if len(values) not in (1, channels):
+            raise UserError(
+                f"data.{key}: has {len(values)} values, the images have {channels} channels; give "
+                "one value per channel"
+            )
 
 
 def _class_weights(config: Config, datasets: Datasets) -> tuple[float, ...]:

@@ -16,5 +16,5 @@ from models.weights import write_safetensors as write_safetensors
 from models.zoo import available as available
 from models.zoo import build as build
 from models.zoo import is_convnet as is_convnet
-from models.zoo import num_classes_in as num_classes_in
 from models.zoo import rewrite_layers as rewrite_layers
+from models.zoo import sizes_in as sizes_in

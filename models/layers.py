@@ -1,6 +1,7 @@
-"""Layers that replace those of a built model: blurred convolutions, and stochastic depth."""
+"""Layers other than those of a library's model: input channels, blurring, stochastic depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,10 +10,32 @@ from torch.nn import functional as F
 from conf.packages import import_torchvision
 
 LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
+RGB = 3  # input channels of every library's first convolution
 CONV_OPTIONS = (
     *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"),
     "padding_mode",
 )
+
+
+@contextmanager
+def first_convolution_of(channels: int) -> Iterator[None]:
+    """Make the first nn.Conv2d over RGB that is built in the `with` block take other images.
+
+    Replacing the layer of a finished model would not do: a library draws its initial weights, some
+    by the number of inputs, and only the library knows how.
+    """
+    plain, found = nn.Conv2d.__init__, False
+
+    def init(self: nn.Conv2d, in_channels: int, *args: Any, **options: Any) -> None:
+        nonlocal found
+        is_first, found = in_channels == RGB and not found, found or in_channels == RGB
+        plain(self, channels if is_first else in_channels, *args, **options)
+
+    nn.Conv2d.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Conv2d.__init__ = plain  # type: ignore[method-assign]
 
 
 def replace_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:

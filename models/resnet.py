@@ -75,7 +75,7 @@ class SmallResNet(nn.Module):
                 nn.init.zeros_(module.bn2.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, S, S] -> [B, num_classes]."""
+        """float [B, C, S, S] -> [B, num_classes]."""
         x = self.relu(self.bn1(self.conv1(x)))
         for stage in self.stages:
             x = self.get_submodule(stage)(x)
@@ -119,7 +119,7 @@ class PoolingResNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, S, S] -> [B, num_classes]."""
+        """float [B, C, S, S] -> [B, num_classes]."""
         x = self.layers(self.relu(self.bn1(self.conv1(x))))
         return self.fc(nn.functional.adaptive_max_pool2d(x, 1).flatten(1))
 

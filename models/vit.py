@@ -111,13 +111,13 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, width, patch, patch)
         # lecun_normal of JAX: truncated at two standard deviations, which scales the standard
         # deviation by 0.8796.
-        deviation = math.sqrt(1 / (3 * patch * patch)) / 0.87962566
+        deviation = math.sqrt(1 / self.proj.weight[0].numel()) / 0.87962566
         nn.init.trunc_normal_(self.proj.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
         assert self.proj.bias is not None
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, H, W] -> [B, H / patch, W / patch, width].
+        """float [B, C, H, W] -> [B, H / patch, W / patch, width].
 
         Raises:
             ValueError: H or W is not a multiple of the patch size.
@@ -126,7 +126,7 @@ class PatchEmbed(nn.Module):
         if x.shape[2] % patch or x.shape[3] % patch:
             size = f"{x.shape[3]}x{x.shape[2]} px"
             raise ValueError(f"{size} is not a multiple of the {patch} px patches")
-        # [B, 3, H, W] -> [B, 3, rows, patch, columns, patch] -> [B, rows, columns, 3 patch patch]
+        # [B, C, H, W] -> [B, C, rows, patch, columns, patch] -> [B, rows, columns, C patch patch]
         patches = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch)).permute(0, 2, 4, 1, 3, 5)
         return F.linear(patches.flatten(3), self.proj.weight.flatten(1), self.proj.bias)
 
@@ -170,7 +170,7 @@ class VisionTransformer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
+        """float [B, C, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
         patches = self.patch_embed(x)
         _, rows, columns, width = patches.shape
         places = self.positions

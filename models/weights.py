@@ -135,7 +135,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         origin: the beginning of messages.
         new_head: they are the initial weights of a training. If they have no head, or one for
             another number of classes, the head keeps its own. Position embeddings of another image
-            size are interpolated.
+            size are interpolated, and the first convolution is adapted to other input channels.
 
     Raises:
         UserError: keys are missing, unknown or of another shape: another model's weights.
@@ -191,11 +191,26 @@ def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
 
 
 def _resized(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor of a file; position embeddings with the model's number of tokens."""
+    """Return a tensor of a file with the model's number of input channels or tokens."""
+    if value.ndim == 4 and value.shape[1] == 3 and name in own and own[name].ndim == 4:
+        return adapt_channels(value, own[name].shape[1])
     options = POSITIONS.get(name.rpartition(".")[2])
     if options is None or name not in own or value.ndim != 3:
         return value
     return resize_positions(value, own[name].shape[1], **options)
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Return weights for RGB, [N, 3, H, W], for other images, [N, channels, H, W].
+
+    As timm's adapt_input_conv: for grey images the sum over RGB, else repeated in order and scaled,
+    so that the outputs keep their size.
+    """
+    if channels == 3:
+        return weight
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
 
 
 def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor:

@@ -5,6 +5,7 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from conf.optional import has_part
 from conf.packages import import_torchvision
 from conf.schema import Model, UserError, did_you_mean, show
-from models.layers import blur_strided_convolutions, drop_blocks
+from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_convolution_of
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights, head_of
@@ -48,16 +49,18 @@ def build(
     *,
     num_classes: int,
     image_size: int,
+    in_channels: int = RGB,
     pretrained: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Create a classifier: float [B, 3, S, S] -> logits [B, num_classes].
+    """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
 
     Args:
         name: from `available()`, or `timm/<name>`.
         image_size: S, for models whose parameters depend on it.
+        in_channels: C. The first convolution over three channels takes so many instead.
         pretrained: download and load the published weights. If the number of classes differs, the
-            head keeps its initial weights.
+            head keeps its initial weights; if C differs, see `fit_weights`.
         args: further arguments of the model's function, and blur_pool for any model.
 
     Raises:
@@ -68,8 +71,12 @@ def build(
     given = f"model.args={show(options)}"
     _check(options, given)
     blur = options.pop("blur_pool", False)
+    widened = nullcontext() if in_channels == RGB else first_convolution_of(in_channels)
+    if name.startswith("timm/") and in_channels != RGB:
+        widened, options["in_chans"] = nullcontext(), in_channels
     try:
-        model = _create(name, num_classes, image_size, pretrained, options)
+        with widened:
+            model = _create(name, num_classes, image_size, pretrained, options)
         if blur not in (True, False) or (blur and not blur_strided_convolutions(model)):
             raise ValueError("blur_pool needs true or false, and strided convolutions")
     except UserError:
@@ -188,10 +195,12 @@ def is_convnet(model: nn.Module) -> bool:
     return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
 
 
-def num_classes_in(
+def sizes_in(
     weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
-) -> int:
-    """Return the number of classes of weights: the first dimension of the tensors of the head.
+) -> tuple[int, int]:
+    """Return the numbers of input channels and of classes of weights.
+
+    They are the second dimension of the first convolution, and the first dimension of the head.
 
     Raises:
         UserError: they have no head of the model that `config` names.
@@ -205,7 +214,17 @@ def num_classes_in(
             f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
             "check the name"
         )
-    return int(sizes.pop())
+    return _channels_in(weights, model), int(sizes.pop())
+
+
+def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
+    """Return the input channels of weights of a model that was built for RGB."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            stored = weights.get(f"{name}.weight", layer.weight)
+            # In proportion, because a stem may see blocks of pixels.
+            return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
+    return RGB
 
 
 class _WithoutNormal(TorchFunctionMode):

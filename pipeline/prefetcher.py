@@ -95,7 +95,8 @@ class ImageFormat:
         highest: the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats.
 
     Attributes:
-        scale, shift: float32 [C, 1, 1]; a level x becomes scale * x + shift.
+        scale, shift: float32 [C, 1, 1], or [1, 1, 1] for all channels; a level x becomes
+            scale * x + shift.
     """
 
     def __init__(
@@ -112,10 +113,9 @@ class ImageFormat:
         self.highest = highest
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         # (x / highest - mean) / std as one multiplication and one addition
-        scale = [1 / (highest * s) for s in std]
-        shift = [-m / s for m, s in zip(mean, std, strict=True)]
-        self.scale = torch.tensor(scale, device=device)[:, None, None]
-        self.shift = torch.tensor(shift, device=device)[:, None, None]
+        means, stds = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
+        self.scale = (1 / (highest * stds)).float().to(device)[:, None, None]
+        self.shift = (-means / stds).float().to(device)[:, None, None]
 
 
 class DeviceSlot:

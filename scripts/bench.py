@@ -57,7 +57,7 @@ from engine.log.measurements import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import IMAGE, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
@@ -271,7 +271,7 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
 
 def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
     """Copy a batch of uint8 from page-locked memory to the GPU, as the prefetcher does."""
-    shape = (plan.batch_size, 3, plan.image_size, plan.image_size)
+    shape = (plan.batch_size, *plan.fields[IMAGE].shape)
     source = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(shape, dtype=torch.uint8, device=gpu)
 

@@ -13,8 +13,8 @@ exported. The result computes in fp32, on the CPU or on a GPU.
     --to pt2          torch.export, for torch.export.load and AOTInductor
     --to safetensors  the weights alone, for the model of the same name
 
-ONNX and pt2 files take `images`, a batch of any size, float32 [B, 3, S, S], normalised, and return
-`logits`, float32 [B, classes]. With --preprocessing, they take uint8 [B, S, S, 3], RGB, the layout
+ONNX and pt2 files take `images`, a batch of any size, float32 [B, C, S, S], normalised, and return
+`logits`, float32 [B, classes]. With --preprocessing, they take uint8 [B, S, S, C], RGB, the layout
 of Pillow, and normalise inside. Decoding, resize and crop stay outside. S is data.val_size.
 
 Every file has three texts, each of them JSON: `classes`, the names in the order of the logits;
@@ -129,7 +129,7 @@ QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 TEXTS = ("classes", "preprocessing", "model")
 
 Predict = Callable[[Tensor], Tensor]
-"""float32 [B, 3, S, S], or uint8 [B, S, S, 3] with --preprocessing -> float32 [B, classes]."""
+"""float32 [B, C, S, S], or uint8 [B, S, S, C] with --preprocessing -> float32 [B, classes]."""
 
 
 class ExportError(RunError):
@@ -137,10 +137,10 @@ class ExportError(RunError):
 
 
 class WithPreprocessing(nn.Module):
-    """A model that normalises its images: uint8 [B, S, S, 3] -> logits [B, classes].
+    """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes].
 
     Args:
-        network: float32 [B, 3, S, S] -> logits.
+        network: float32 [B, C, S, S] -> logits.
         format: has the mean and the standard deviation.
     """
 
@@ -154,7 +154,7 @@ class WithPreprocessing(nn.Module):
         self.register_buffer("shift", format.shift)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.permute(0, 3, 1, 2).float() * self.scale + self.shift)
+        return self.network(images.movedim(-1, -3).float() * self.scale + self.shift)
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,24 @@ class Job:
         data = self.trained.config.data
         return ImageFormat(CPU, data.mean, data.std)
 
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        """The shape of an image before normalisation, (..., S, S, C)."""
+        *leading, channels, height, width = self.trained.shape_at(self.size)
+        return (*leading, height, width, channels)
+
     def input(self, batch: Tensor) -> Tensor:
-        """Return the input of the exported file for images, uint8 [B, S, S, 3]."""
+        """Return the input of the exported file for images, uint8 [B, S, S, C]."""
         return batch if self.inside else self.normalised(batch)
 
     def normalised(self, batch: Tensor) -> Tensor:
-        """uint8 [B, S, S, 3] -> float32 [B, 3, S, S], as the pipeline computes it."""
-        return batch.permute(0, 3, 1, 2) * self.format.scale + self.format.shift
+        """uint8 [B, S, S, C] -> float32 [B, C, S, S], as the pipeline computes it."""
+        return batch.movedim(-1, -3) * self.format.scale + self.format.shift
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
-        trained, size, config = self.trained, self.size, self.trained.config
+        trained, config = self.trained, self.trained.config
+        shape = self.pixels if self.inside else trained.shape_at(self.size)
         preprocessing = {
             "transforms": [explicit(entry) for entry in config.augment.val],
             "mean": list(config.data.mean),
@@ -197,8 +204,8 @@ class Job:
             "input": {
                 "name": "images",
                 "dtype": "uint8" if self.inside else "float32",
-                "shape": ["batch", size, size, 3] if self.inside else ["batch", 3, size, size],
-                "channels": "RGB",
+                "shape": ["batch", *shape],
+                "channels": "RGB" if self.pixels[-1] == 3 else self.pixels[-1],
             },
         }
         model = {
@@ -234,7 +241,7 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         models.write_safetensors(path, model.state_dict(), job.texts())
         return
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    example = job.input(torch.zeros(2, job.size, job.size, 3, dtype=torch.uint8))
+    example = job.input(torch.zeros(2, *job.pixels, dtype=torch.uint8))
     shapes = ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
         if job.to == "pt2":
@@ -308,7 +315,7 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     Raises:
         ExportError: it exceeds BOUND.
     """
-    shape = (sum(BATCHES), job.size, job.size, 3)
+    shape = (sum(BATCHES), *job.pixels)
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
     differences, largest = [], []
     for batch in images.split(BATCHES):

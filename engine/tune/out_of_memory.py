@@ -56,11 +56,15 @@ def activation_bytes(plan: Plan) -> int:
     size of the largest saved tensor. torch.compile saves less: it recomputes cheap tensors. The
     model is on the meta device: nothing is computed.
     """
-    config, size = plan.config.model, plan.image_size
+    config = plan.config.model
     with torch.device("meta"):
-        images = torch.empty(2, 3, size, size)  # BatchNorm has no statistics of one
+        images = torch.empty(2, *plan.image_shape)  # BatchNorm has no statistics of one
         model = models.build(
-            config.name, num_classes=plan.num_classes, image_size=size, args=config.args
+            config.name,
+            num_classes=plan.num_classes,
+            image_size=plan.image_size,
+            in_channels=plan.image_shape[-3],
+            args=config.args,
         )
     models.freeze(model, config.freeze)
     weights = {tensor.untyped_storage()._cdata for tensor in tensors(model)}

@@ -218,6 +218,8 @@ def content(index: Index, row: int) -> bytes:
 
 def colours(case: Case) -> Iterator[Row]:
     config = case.config.data
+    if {len(config.mean), len(config.std)} - {1, 3}:
+        raise NotChecked("needs images with 3 channels")
     moments = [file.moments for file in good_files(case, "train") if file.moments is not None]
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))

@@ -19,6 +19,7 @@ from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
+from engine.plan import check_channels
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (
@@ -51,7 +52,8 @@ class Trained:
         averaged: whether `weights` is the moving average of a run.
         num_classes: from the shape of the head.
         classes: names of the classes, in the order of the logits; empty if unknown.
-        image_size: pixels, for models whose parameters depend on it.
+        image_shape: of a training image on the device, (..., C, S, S); the parameters of some
+            models depend on S.
         stored: what a checkpoint of this project holds, except the weights; empty for other files.
     """
 
@@ -61,7 +63,7 @@ class Trained:
     averaged: bool
     num_classes: int
     classes: tuple[str, ...]
-    image_size: int
+    image_shape: tuple[int, ...]
     stored: dict[str, Any]
 
     @property
@@ -71,6 +73,11 @@ class Trained:
         if self.stored and folder.name == "checkpoints":
             return f"{folder.parent.name},{self.path.stem}"
         return self.path.name
+
+    @property
+    def image_size(self) -> int:
+        """Side of the training images in pixels."""
+        return self.image_shape[-1]
 
     @property
     def step(self) -> int | None:
@@ -94,13 +101,17 @@ class Trained:
         Raises:
             UserError: it does not.
         """
-        return count_flops(self._on_meta(), size, key="data.val_size")
+        return count_flops(self._on_meta(), self.shape_at(size), key="data.val_size")
+
+    def shape_at(self, size: int) -> tuple[int, ...]:
+        """Return the shape of an image of `size` pixels on the device, (..., C, size, size)."""
+        return (*self.image_shape[:-2], size, size)
 
     def build(self, device: torch.device) -> nn.Module:
         """Build the model in eval mode on a device, with the layers that its run validated with.
 
         Returns:
-            float [B, 3, S, S] -> logits [B, num_classes].
+            float [B, C, S, S] -> logits [B, num_classes].
 
         Raises:
             UserError: the weights are of another model.
@@ -125,6 +136,7 @@ class Trained:
             self.config.model.name,
             num_classes=self.num_classes,
             image_size=self.image_size,
+            in_channels=self.image_shape[-3],
             args=self.config.model.args,
         )
 
@@ -169,6 +181,7 @@ def open_trained(
         found = _of_config(path, config, weights, stated.classes)
     else:
         found = _open_foreign(path, content, weights, overrides)
+    check_channels(found.config.data, found.image_shape[-3])
     return found if classes is None else replace(found, classes=_read_names(classes, found))
 
 
@@ -192,7 +205,8 @@ def _open_ours(
             "write data.val_size"
         )
     found = _of_config(path, config, weights, plan.get("classes", ()), image_size)
-    return replace(found, averaged=bool(state.get("ema")), stored=stored)
+    shape = tuple(plan.get("image_shape", found.image_shape))
+    return replace(found, image_shape=shape, averaged=bool(state.get("ema")), stored=stored)
 
 
 def _of_config(
@@ -202,11 +216,11 @@ def _of_config(
     classes: Sequence[str],
     image_size: int | None = None,
 ) -> Trained:
-    """Count the classes in the head; names for another number of classes are dropped."""
+    """Count channels and classes in the weights; names for other numbers of classes are dropped."""
     size = config.data.image_size if image_size is None else image_size
-    count = models.num_classes_in(weights, config.model, image_size=size, origin=str(path))
+    channels, count = models.sizes_in(weights, config.model, image_size=size, origin=str(path))
     names = tuple(classes) if len(classes) == count else ()
-    return Trained(path, config, weights, False, count, names, size, {})
+    return Trained(path, config, weights, False, count, names, (channels, size, size), {})
 
 
 def _open_foreign(

@@ -332,6 +332,12 @@ def test_a_log_message_cannot_control_a_terminal(capsys: pytest.CaptureFixture[s
         (number(0, 1, below=True), [0], [1], "a number >= 0 and < 1"),
         (or_null(number(0)), [None, 0], [-1], "a number >= 0 or null"),
         (one_of("a", "b"), ["b"], ["c", ""], "one of a, b"),
+        (
+            each(number(0)),
+            [[1], [1, 2]],
+            [[], [-1]],
+            "1 or more values in brackets, each a number >= 0",
+        ),
         (each(number(0), 2), [[1, 2]], [[1], [1, -1]], "2 values in brackets, each a number >= 0"),
         (
             whole_or_auto(0, 9),

@@ -73,7 +73,7 @@ def test_recipe_builds(recipe: str) -> None:
             args=config.model.args,
         )
     for side in {train.image_size, val.image_size}:
-        assert count_flops(model, side) > 0
+        assert count_flops(model, (3, side, side)) > 0
     check_weight_decay(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
     batch = config.loader.batch_size

@@ -11,7 +11,7 @@ import torch
 
 import models
 from conf import cli
-from conf.schema import Model, Train, UserError
+from conf.schema import Data, Model, Train, UserError
 from engine.compute import (
     choose_compile,
     choose_precision,
@@ -20,7 +20,15 @@ from engine.compute import (
     resolve_compile,
 )
 from engine.distributed import World
-from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan, setup_notes
+from engine.plan import (
+    Plan,
+    check_batch,
+    check_channels,
+    count_steps,
+    few_steps,
+    make_plan,
+    setup_notes,
+)
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import FakeDataset
 from tests.engine.plans import ALONE, config, plan
@@ -294,6 +302,14 @@ def test_batches(batch: int, accumulate: int, ranks: int, message: str) -> None:
         check_batch(given, 100, World(0, ranks, 0, ranks, CPU))
 
 
+def test_values_for_each_channel() -> None:
+    for mean, std, channels in (([0.5] * 5, [0.2], 5), ([0.5], [0.2], 1), ([0.5], [0.2] * 3, 3)):
+        check_channels(Data(mean=mean, std=std), channels)
+    message = r"^data\.std: has 3 values, the images have 5 channels; give one value per channel$"
+    with pytest.raises(UserError, match=message):
+        check_channels(Data(mean=[0.5] * 5), 5)
+
+
 def test_sync_bn_on_cpus_is_refused() -> None:
     given = dataclasses.replace(config(12), model=Model(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
@@ -337,7 +353,7 @@ def test_published_flops() -> None:
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
-    assert count_flops(model, 224) == pytest.approx(2 * 4.089e9, rel=0.001)
+    assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)
     assert model.training
 
 
@@ -347,9 +363,9 @@ def test_published_flops() -> None:
 def test_image_size_that_the_model_does_not_accept(name: str, size: int, key: str) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=10, image_size=32)
-    message = rf"^{key}: the model does not take images of {size} px \(.*\); give another size$"
-    with pytest.raises(UserError, match=message):
-        count_flops(model, size, key=key)
+    message = rf"^{key}: the model does not take images of {size} px with 3 channels \(.*\); give "
+    with pytest.raises(UserError, match=message + "another size$"):
+        count_flops(model, (3, size, size), key=key)
 
 
 @pytest.mark.parametrize(

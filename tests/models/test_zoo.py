@@ -1,7 +1,9 @@
 """Models by name, error messages, and weights from files and libraries."""
 
+import importlib.util
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import models
-from conf.schema import UserError
+from conf.schema import Model, UserError
 from models.weights import fit_weights, load_weights, resize_positions
 from models.zoo import OURS, import_torchvision
 from tests.libraries import timm_module
@@ -128,6 +130,45 @@ def test_timm_model_for_another_image_size() -> None:
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     with pytest.raises(UserError, match="timm has no such model; did you mean resnet18"):
         models.build("timm/resnet188", num_classes=3, image_size=64)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet_tiny", "resnet18", "mobilenet_v3_small", "vit_s16", "timm/resnet18"]
+)
+def test_input_channels(name: str) -> None:
+    """The library draws the weights of the first layer, as it does for three channels."""
+    if name.startswith("timm/"):
+        timm_module("models")
+    build = partial(models.build, name, num_classes=7, image_size=32)
+    for channels in (1, 5):
+        with torch.device("meta"):
+            model = build(in_channels=channels).eval()
+            assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)
+        found = models.sizes_in(model.state_dict(), Model(name=name), image_size=32, origin="test")
+        assert found == (channels, 7)
+    states = []
+    for channels in (3, 5):
+        torch.manual_seed(0)
+        states.append(build(in_channels=channels).state_dict())
+    (first,) = [key for key in states[0] if states[0][key].shape != states[1][key].shape]
+    by_inputs = name == "vit_s16"  # the deviation follows from their number
+    expected = float(states[0][first].std()) * ((3 / 5) ** 0.5 if by_inputs else 1)
+    assert float(states[1][first].std()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 7])
+def test_pretrained_weights_for_other_channels(channels: int) -> None:
+    """As timm adapts them."""
+    weight = torch.randn(4, 3, 2, 2)
+    model = nn.Sequential(nn.Conv2d(channels, 4, 2), nn.Flatten(), nn.Linear(4, 2))
+    stored = {"0.weight": weight, "0.bias": torch.zeros(4)}
+    fit_weights(model, stored, origin="test", new_head=True)
+    found = model.state_dict()["0.weight"]
+    repeated = [weight[:, c % 3] * 3 / channels for c in range(channels)]
+    expected = weight.sum(1, keepdim=True) if channels == 1 else torch.stack(repeated, 1)
+    torch.testing.assert_close(found, expected)
+    if importlib.util.find_spec("timm"):
+        assert torch.equal(found, timm_module("models").adapt_input_conv(channels, weight))
 
 
 # Weights that fit.
