@@ -66,6 +66,19 @@ def test_result_does_not_depend_on_the_batch_size(
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
 
+def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    """On a GPU, a later batch is written into the memory of an earlier one."""
+
+    def batches() -> Iterator[Batch]:
+        reused = next(padded(*data, 8)).clone()
+        for batch in padded(*data, 8):
+            reused.copy_(batch)
+            yield reused
+
+    (found,) = evaluate([model], measure, batches(), ALONE)
+    assert torch.equal(gather_rows(found.rows, ["label"], ALONE)["label"], data[1])
+
+
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     """The results are those of single evaluations."""
     torch.manual_seed(3)
