@@ -74,7 +74,7 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, datasets, plan.loader, world))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         train_on_batch = enter(build_step(plan, state, world))
-        stop = enter(stop_signal(state, run, feed, world))
+        stop = enter(stop_signal(state, run, feed))
         enter(out_of_memory_explained(plan, state, world))
         world.set_section("measurement")
         compile_later_sizes(train_on_batch, feed, plan, state, stop)
@@ -208,8 +208,7 @@ def training_loss(
     targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
     loss = criterion(logits, targets)
-    values = accuracy(logits, labels)
-    means = {name: hit.mean() for name, hit in values.items()}
+    means = {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
     return loss, {**means, "image_losses": image_losses(logits, targets, labels)}
 
 
@@ -345,13 +344,13 @@ def build_state(plan: Plan, world: World) -> TrainState:
     return TrainState(model, build_optimizer(model, config.optim), ema, sample_losses)
 
 
-def stop_signal(state: TrainState, run: RunDirectory, feed: Feed, world: World) -> StopSignal:
+def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
     """Return what stops all ranks: a signal, a checkpoint that failed, too many bad images."""
 
     def failed() -> bool:
         return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
 
-    return StopSignal(world, failed, unsaved=lambda: state.step != run.step_on_disk)
+    return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
 
 
 def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:

@@ -6,6 +6,7 @@ A full disk or a missing TensorBoard causes one warning; training continues.
 import io
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -19,6 +20,7 @@ from conf.schema import Config
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
 from engine.log.measurements import TIME
+from engine.scores import VALUES, BestBy, Value
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,25 @@ logger = logging.getLogger(__name__)
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
 TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
-# CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
-LOSS, TOP = r"(train|val)/loss(_raw)?$", r"(train|val)/(reference_)?top[15](_raw|_min|_max)?$"
-LAYOUT = {"learning": {"loss": ["Multiline", [LOSS]], "top-1 and top-5, %": ["Multiline", [TOP]]}}
+
+
+def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
+    """Return CUSTOM SCALARS: training and validation in one chart.
+
+    One for the loss, and one for the value of train.best_by and those that have its unit.
+
+    Returns:
+        Group -> chart -> regular expressions.
+    """
+    unit = VALUES.get(by.name, Value()).unit
+    alike = [
+        name for name, value in VALUES.items() if unit and value.console and value.unit == unit
+    ]
+    names = list(dict.fromkeys([by.name, *alike]))
+    found = "|".join(map(re.escape, names))
+    curves = {"loss": "(train|val)/loss(_raw)?$"}
+    curves[f"{', '.join(names)}{unit}"] = f"(train|val)/(reference_)?({found})(_raw|_min|_max)?$"
+    return {"learning": {title: ["Multiline", [curve]] for title, curve in curves.items()}}
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -48,6 +66,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._rows: Any = None
         self._board: Any = None  # SummaryWriter
         self._open = ExitStack()
+        self._best_by = BestBy.of(config.train.best_by)
         if folder is None:
             return
         trackers = config.log.trackers
@@ -77,7 +96,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         purge_step = start_step + 1 if start_step else 0
         board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
-        board.add_custom_scalars(LAYOUT)
+        board.add_custom_scalars(layout(self._best_by))
         default_hook = threading.excepthook
 
         def without_traceback(args: threading.ExceptHookArgs) -> None:

@@ -154,7 +154,7 @@ def test_tags_and_values(tmp_path: Path) -> None:
     patterns = {chart.title: chart.multiline.tag[0] for chart in group.chart}
     for chart, tags in {
         "loss": {"train/loss", "val/loss", "val/loss_raw"},
-        "top-1 and top-5, %": {"train/top1", "val/top5_raw", "val/reference_top1_min"},
+        "top1, top5 %": {"train/top1", "val/top5_raw", "val/reference_top1_min"},
     }.items():
         assert all(re.match(patterns[chart], tag) for tag in tags)
 
