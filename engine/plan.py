@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import models
@@ -112,6 +113,7 @@ class Plan:
             "classes": list(self.classes),
             "image_size": self.image_size,
             "image_shape": list(self.image_shape),
+            "image_dtype": np.dtype(self.fields[IMAGE].dtype).name,
             "channels_last": self.channels_last,
             "rewrites_layers": self.rewrites_layers,
             "device_type": self.device_type,

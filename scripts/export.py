@@ -451,6 +451,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
+    dtype = trained.stored.get("plan", {}).get("image_dtype", "uint8")
+    if options.preprocessing and dtype != "uint8":
+        raise UserError(
+            f"--preprocessing: takes uint8, and the model was trained on {dtype}; leave it out"
+        )
     files = validation_files(trained) if options.self_check else None
     print(f"exporting {trained.name}", flush=True)
     print(*export(Job(trained, options.to, options.preprocessing, size), out, files), sep="\n")

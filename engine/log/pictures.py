@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
+
+from pipeline.dataset import Field
 
 BLUE, RED, GREY = "#4c72b0", "#c44e52", "#808080"
 LARGE, SMALL = 18, 14  # font sizes, pixels
@@ -40,17 +43,30 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
     return image
 
 
+def rgb(pixels: npt.NDArray[Any]) -> Pixels:
+    """Return an image of a dataset, [..., H, W, C] of any dtype, as uint8 [H, W, 3].
+
+    Of several frames, the first; of channels that are not RGB, the first as grey.
+    """
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
+    if pixels.shape[-1] != 3:
+        pixels = pixels[..., :1].repeat(3, axis=-1)
+    if pixels.dtype == np.uint8:
+        return pixels
+    return (pixels * (255 / Field(pixels.dtype).highest)).round().clip(0, 255).astype(np.uint8)
+
+
 def tiles(
-    title: str, images: Sequence[Pixels], captions: Sequence[Sequence[tuple[str, str]]]
+    title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[Sequence[tuple[str, str]]]
 ) -> Image.Image:
     """Draw images in rows of four, each with up to three lines of (text, colour) below it.
 
     Args:
-        images: each uint8 [S, S, 3].
+        images: each as for `rgb`, [..., S, S, C].
     """
     width, height, top = TILE + 8, TILE + 62, 40
     image, draw = sheet(8 + 4 * width, top + height * -(-len(images) // 4), title, left=8)
-    for i, (pixels, lines) in enumerate(zip(images, captions, strict=True)):
+    for i, (pixels, lines) in enumerate(zip(map(rgb, images), captions, strict=True)):
         x, y = 8 + i % 4 * width, top + i // 4 * height
         # The pixels of small images stay visible.
         small = len(pixels) < TILE

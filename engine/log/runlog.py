@@ -373,17 +373,9 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
 
 
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
-    """Draw the first images of a batch, without normalisation; waits for the device.
-
-    Of several frames, it draws the first; of channels that are not RGB, the first as grey.
-    """
-    pixels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    while pixels.ndim > 4:
-        pixels = pixels[:, 0]
-    if pixels.shape[1] != 3:
-        pixels = pixels[:, :1].expand(-1, 3, -1, -1)
-    pixels = (pixels * (255 / format.highest)).round().clamp(0, 255).byte()
-    images = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    """Draw the first images of a batch, without normalisation; waits for the device."""
+    levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
+    images = (levels / format.highest).movedim(-3, -1).cpu().numpy()
     captions: list[list[tuple[str, str]]] = [[] for _ in images]
     for name, column in batch.fields.items():
         numbers = column[:SHOWN_IMAGES].tolist() if column.ndim == 1 else ()
