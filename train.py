@@ -220,17 +220,20 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Returns:
         Named values for each row, [B, ...]. Those of float [B] are averaged over the split. The
         others are for values that are computed from all rows (engine/scores.py): the predicted
-        class (the first of equal logits) and that class's probability.
+        class (the first of equal logits, -1 if one is NaN), and of two classes the `score`.
     """
     labels = batch["label"]
     logits = network(batch["image"]).float()
-    return {
+    values = {
         "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
         **accuracy(logits, labels),
         "label": labels,
-        "prediction": logits.argmax(1),
+        "prediction": logits.argmax(1).masked_fill(logits.isnan().any(1), -1),
         "confidence": logits.softmax(1).amax(1).nan_to_num(),
     }
+    if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
+        values["score"] = logits[:, 1] - logits[:, 0]
+    return values
 
 
 def validate(

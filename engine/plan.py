@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import models
-from conf.schema import Config, Data, UserError, did_you_mean, show
+from conf.schema import FIELDS, Config, Data, UserError, did_you_mean, in_effect, show
 from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
 from engine.losses import balanced, build_criterion
@@ -382,7 +382,13 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
 
 def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
     """Return advice if the largest class has more than UNEQUAL times the images of the smallest."""
-    if datasets.train.labels is None or config.train.class_weights is not None:
+    keys = []
+    weights = config.train.class_weights
+    if weights is None and in_effect(config, FIELDS["train.class_weights"]):
+        keys.append("train.class_weights=balanced")
+    if not config.train.best_by.startswith("macro_"):
+        keys.append("train.best_by=macro_f1")
+    if datasets.train.labels is None or not keys:
         return []
     counts = datasets.train.class_counts(len(datasets.classes))
     most, fewest = max(counts), min(counts)
@@ -391,7 +397,7 @@ def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
     large, small = (datasets.classes[counts.index(count)] for count in (most, fewest))
     return [
         f"class {large} has {most:,} training images and class {small} has {fewest:,}; "
-        "try train.class_weights=balanced"
+        f"try {' and '.join(keys)}"
     ]
 
 

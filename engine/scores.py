@@ -7,12 +7,13 @@ An entry in VALUES changes how it is shown, or computes it from all rows of the 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from conf.schema import UserError, did_you_mean
+from engine.metrics import macro_f1, macro_precision, macro_recall, roc_auc
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,16 @@ class Value:
     rows: tuple[str, ...] = ()
 
 
+OF_CLASSES = Value(".2f", " %", console=False, rows=("label", "prediction"))
 VALUES: dict[str, Value] = {
     "loss": Value(".4f", lower=True),
     "top1": Value(".2f", " %"),
     "top5": Value(".2f", " %"),
     "confidence": Value(console=False),
+    "macro_precision": replace(OF_CLASSES, judge=macro_precision),
+    "macro_recall": replace(OF_CLASSES, judge=macro_recall),
+    "macro_f1": replace(OF_CLASSES, judge=macro_f1),
+    "auc": replace(OF_CLASSES, judge=roc_auc, rows=("label", "score")),
 }
 ROWS_ONLY = {row for value in VALUES.values() for row in value.rows} - VALUES.keys()
 

@@ -27,7 +27,8 @@ class Predictions:
     """One row for every image of a split, in its order.
 
     Attributes:
-        labels, predictions: int64 [N]; the prediction is the first of equal logits.
+        labels, predictions: int64 [N]; the prediction is the first of equal logits, and class 0 if
+            one is NaN.
         losses: float64 [N], cross entropy.
         confidences: float64 [N], the largest probability; 0 if a logit is NaN.
         top1, top5: float64 [N], 100 for a hit as `engine.scores.hits` counts them, else 0; top5 is
@@ -54,7 +55,7 @@ class Predictions:
         if not rows:
             return None
         labels, predictions, *others = (rows[name].numpy() for name in names)
-        return cls(labels, predictions, *(each.astype(np.float64) for each in others))
+        return cls(labels, predictions.clip(0), *(each.astype(np.float64) for each in others))
 
     def calibration(self) -> dict[str, Any]:
         """Return how well the confidence, the largest probability, predicts the accuracy.

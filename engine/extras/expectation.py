@@ -23,7 +23,7 @@ import numpy as np
 
 from conf.schema import UserError
 from engine.plan import Plan
-from engine.scores import VALUES, Value, shown
+from engine.scores import VALUES, BestBy, Value, shown
 
 SIGMAS = 3  # of a validation that is far too low
 # Of the validation before it, which confirms that it is not a single dip: with a high learning
@@ -50,13 +50,14 @@ class Expectation:
     """
 
     def __init__(self, expect: Mapping[str, Any], plan: Plan, *, continues: bool) -> None:
-        self._value = plan.best_by
-        if missing := [name for name in (self._value.name, *FACTS) if name not in expect]:
+        if missing := [name for name in FACTS if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
+        # A typed train.best_by, such as macro_f1, is still a run of the recipe.
+        self._value = plan.best_by if plan.best_by.name in expect else BestBy.of("top1")
         self._plan, self._changed = plan, plan.config.changed
         data = plan.num_classes, plan.train_images, plan.val_images
         same_data = data == (expect["classes"], expect["train_images"], expect["val_images"])
-        same_run = same_data and not continues
+        same_run = same_data and not continues and self._value.name in expect
         tuned = all(key.startswith(OPTIMISER) for key in self._changed)
         self._curve = expect.get("reference") if same_run and tuned else None
         self._final = expect if same_run and not self._changed else None

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as sklearn
+from torch import nn
 
+from engine.classification.predictions import Predictions
 from engine.metrics import macro_f1, macro_precision, macro_recall, roc_auc
+from engine.scores import on_console
+from engine.validation import evaluate
+from tests.batches import batch_of
+from tests.engine.plans import ALONE
+from train import validation_values
 
 # classes -> their shares of the labels and of the predictions
 SHARES = {
@@ -61,3 +68,18 @@ def test_what_scikit_learn_refuses() -> None:
     assert macro_f1(label, np.full(4, -1)) == 0
     assert roc_auc(label, np.array([np.nan, 0.1, 0.9, np.nan])) == 25
     assert math.isnan(roc_auc(np.zeros(4, np.int64), np.arange(4.0)))
+
+
+def test_values_of_a_validation_of_two_classes() -> None:
+    """The images are the logits. As probabilities, those of the first two would both be 1."""
+    logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[0, math.nan]]])
+    label = torch.tensor([0, 1, 0, 1, 0])
+    batch = batch_of(image=logits, label=label)
+    (found,) = evaluate([nn.Flatten()], validation_values, [batch], ALONE)
+    values = found.values(ALONE)
+    assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
+    assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
+    assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
+    assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN; and 40, 2
+    assert "score" not in values and not any(map(on_console, ("macro_f1", "auc")))
+    assert set(Predictions.gather(found.rows, ALONE).predictions) == {0, 1}

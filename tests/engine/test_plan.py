@@ -161,25 +161,32 @@ class Labelled(FakeDataset):
     labels = None
 
 
+WEIGHTS, BEST = "train.class_weights=balanced", "train.best_by=macro_f1"
+
+
 @pytest.mark.parametrize(
-    ("counts", "typed", "found"),
+    ("counts", "typed", "advice"),
     [
-        ((2, 20, 21), "null", ["class c has 21 training images and class a has 2"]),
-        ((2, 20, 20), "null", []),
-        ((0, 1, 1), "null", ["class b has 1 training images and class a has 0"]),
-        ((2, 20, 21), "balanced", []),
-        ((2, 20, 21), "{a: 9}", []),
-        (None, "null", []),
+        ((1, 11, 9), [], f"{WEIGHTS} and {BEST}"),
+        ((0, 11, 9), [WEIGHTS], BEST),
+        ((1, 11, 9), [BEST], WEIGHTS),
+        ((1, 11, 9), ["train.loss=bce"], BEST),
+        ((1, 11, 9), ["train.class_weights={a: 9}", BEST], ""),
+        ((1, 10, 9), [], ""),
+        (None, [], ""),
     ],
 )
 def test_note_on_unequal_classes(
-    counts: tuple[int, ...] | None, typed: str, found: list[str]
+    counts: tuple[int, ...] | None, typed: list[str], advice: str
 ) -> None:
-    dataset = Labelled(43, 3, 8)
+    dataset = Labelled(21, 3, 8)
     dataset.labels = None if counts is None else np.repeat([0, 1, 2], counts)
-    given = cli.load([*FAKE, f"train.class_weights={typed}"])
-    notes = setup_notes(given, Datasets(dataset, FakeDataset(5, 3, 8), tuple("abc"), 8, 8), ALONE)
-    assert [note.partition("; ")[0] for note in notes if note.startswith("class ")] == found
+    datasets = Datasets(dataset, FakeDataset(5, 3, 8), tuple("abc"), 8, 8)
+    notes = setup_notes(cli.load([*FAKE, *typed]), datasets, ALONE)
+    expected = (
+        f"class b has 11 training images and class a has {counts and counts[0]}; try {advice}"
+    )
+    assert [note for note in notes if note.startswith("class ")] == [expected] * bool(advice)
 
 
 def test_notes(image_root: Path) -> None:

@@ -34,10 +34,11 @@ def expectation(*overrides: str, continues: bool = False, **changes: Any) -> Exp
     Args:
         changes: entries of the recipe's node.
     """
+    config = cli.load(["data.root=/imagenet", *overrides])
     plan: Any = SimpleNamespace(
-        config=cli.load(["data.root=/imagenet", *overrides]),
+        config=config,
         num_classes=1000,
-        best_by=BestBy.of("top1"),
+        best_by=BestBy.of(config.train.best_by),
         train_images=1_281_167,
         val_images=50_000,
         schedule_steps=3 * STEPS,
@@ -66,9 +67,11 @@ def test_the_summary_at_the_end(
 ) -> None:
     """It has the facts without the curve. A run that stops earlier is not compared."""
     found = expectation(spread=spread)
-    expected = {**FACTS, "spread": spread, "difference": difference, "verdict": verdict}
+    judged = {"value": "top1", "difference": difference, "verdict": verdict}
+    expected = {**FACTS, "spread": spread, **judged}
     assert found.compare(row(3, top1)) == expected
     assert found.compare(row(2, top1)) is None and found.compare({}) is None
+    assert expectation("train.best_by=macro_f1", spread=spread).compare(row(3, top1)) == expected
 
 
 # Which runs are compared.
