@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
-from pipeline.decode import INTERPOLATIONS, Box, Picture
+from pipeline.decode import INTERPOLATIONS, Box, Move, Picture, crop
 from pipeline.parameters import choice, number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
@@ -319,10 +319,50 @@ def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: 
 def apply_operations(picture: Picture, operations: Sequence[Operation]) -> Picture:
     if not operations:
         return picture
-    image = Image.fromarray(picture.pixels())
+    pixels = picture.pixels()
+    if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+        raise ValueError("rand_augment, trivial_augment: needs uint8 images of 3 channels")
+    image = Image.fromarray(pixels)
     for name, strength in operations:
         image = OPERATIONS[name][0](image, strength)
-    return Picture(np.asarray(image))
+    return Picture(np.asarray(image), origin=(picture, operations))
+
+
+def follow(
+    mask: np.ndarray, picture: Picture, operations: Sequence[Move] = (), *, fill: int = 0
+) -> np.ndarray:
+    """Move a mask as its image was moved, to the nearest pixel; decodes nothing.
+
+    Args:
+        mask: integers [H, W] or [H, W, C] of the size of the image's file.
+        picture, operations: the results of `Compose.sample`.
+        fill: value of the pixels from outside the mask.
+
+    Raises:
+        ValueError: the mask has another size than the file, or v2.AugMix blended moved copies.
+    """
+    if picture.origin is not None:
+        mask = follow(mask, *picture.origin, fill=fill)
+    elif mask.shape[1::-1] != (size := Picture(picture.source).size):
+        raise ValueError(f"the mask's (width, height) is {mask.shape[1::-1]}, its image's {size}")
+    for step in picture.geometry:
+        mask = crop(mask, step.box, fill)
+        (height, width), (new_width, new_height) = mask.shape[:2], step.size
+        rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
+        columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)
+        mask = mask[rows][:, columns[::-1] if step.mirrored else columns]
+    if not operations:
+        return mask
+    # Where each pixel is from, counted from 1.
+    places = np.arange(1, math.prod(mask.shape[:2]) + 1, dtype=np.int32).reshape(mask.shape[:2])
+    for move in operations:
+        if callable(move):
+            places = move(places)
+        elif move[0] in (*AFFINE, "rotate"):
+            places = np.asarray(OPERATIONS[move[0]][0](Image.fromarray(places), move[1]))
+    moved = mask.reshape(-1, *mask.shape[2:])[places - 1]
+    moved[places == 0] = fill
+    return moved
 
 
 def as_rows(operations: Sequence[Operation]) -> np.ndarray:

@@ -13,8 +13,8 @@ import io
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,6 +49,10 @@ FILLER = bytes(97 * number % 251 for number in range(1, 65))
 class UnreadableError(ValueError):
     """The file of a picture cannot be decoded; says why in one line."""
 
+
+# How pixels moved: an operation of pipeline/augment.py with its strength, or a function that moves
+# int32 [H, W] alike, with 0 for pixels from outside.
+Move = tuple[str, float] | Callable[[np.ndarray], np.ndarray]
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.
@@ -119,25 +123,29 @@ class JpegFile:
             raise UnreadableError(describe(error)) from error
 
 
+@dataclass(eq=False)
 class Picture:
     """An image between two transforms: where it is from, and the geometry that was sampled for it.
 
     The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
     (pipeline/gpu). Every other method returns a new picture and computes nothing.
 
-    Args:
-        source: a file, or pixels, uint8 [H, W, 3].
+    Attributes:
+        source: a file, or pixels, uint8, uint16 or float32 [H, W, C].
         geometry: the steps, in order.
+        origin: the picture that the source was computed from, and how its pixels moved then, for
+            `pipeline.augment.follow`; None if the source is the file or its pixels.
     """
 
-    def __init__(
-        self, source: np.ndarray | JpegFile, geometry: tuple[CropResize, ...] = ()
-    ) -> None:
-        self.source, self.geometry = source, geometry
-        if geometry:
-            self.size = geometry[-1].size  # (width, height)
-        else:
-            self.size = source.size if isinstance(source, JpegFile) else source.shape[1::-1]
+    source: np.ndarray | JpegFile
+    geometry: tuple[CropResize, ...] = ()
+    origin: "tuple[Picture, Sequence[Move]] | None" = None
+
+    @property
+    def size(self) -> tuple[int, int]:  # (width, height)
+        if self.geometry:
+            return self.geometry[-1].size
+        return self.source.size if isinstance(self.source, JpegFile) else self.source.shape[1::-1]
 
     def resized(
         self,
@@ -154,18 +162,18 @@ class Picture:
                 "too narrow"
             )
         step = CropResize(box or (0, 0, *self.size), size, interpolation, quick)
-        return Picture(self.source, (*self.geometry, step))
+        return replace(self, geometry=(*self.geometry, step))
 
     def cropped(self, box: Box) -> "Picture":
-        """Crop the region `box`; pixels outside the image are black."""
+        """Crop the region `box`; pixels outside the image are 0."""
         return self.resized((box[2] - box[0], box[3] - box[1]), box)
 
     def mirrored(self) -> "Picture":
         step = CropResize((0, 0, *self.size), self.size, mirrored=True)
-        return Picture(self.source, (*self.geometry, step))
+        return replace(self, geometry=(*self.geometry, step))
 
     def pixels(self) -> np.ndarray:
-        """Decode and compute: uint8 [H, W, 3]. May be read-only or shared: copy before writing.
+        """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
 
         Raises:
             UnreadableError: the file cannot be decoded.
@@ -178,7 +186,8 @@ class Picture:
                 image = resize(crop(image, step.box), step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
-                image = as_tensor(image).flip(1).numpy()
+                bits = image.view(f"i{image.itemsize}")  # torch does not flip every uint16
+                image = as_tensor(bits).flip(1).numpy().view(image.dtype)
         assert not isinstance(image, JpegFile)
         return image
 
@@ -220,14 +229,14 @@ def describe(error: BaseException) -> str:
 # Geometry.
 
 
-def crop(pixels: np.ndarray, box: Box) -> np.ndarray:
-    """Crop the region `box` of uint8 [H, W, 3]; pixels outside the image are black."""
+def crop(pixels: np.ndarray, box: Box, fill: int = 0) -> np.ndarray:
+    """Crop the region `box` of [H, W, ...]; pixels outside the image are `fill`."""
     left, top, right, bottom = box
     inside = pixels[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
-    height, width, _ = inside.shape
+    height, width = inside.shape[:2]
     if (height, width) == (bottom - top, right - left):
         return inside
-    padded = np.zeros((bottom - top, right - left, 3), np.uint8)
+    padded = np.full((bottom - top, right - left, *pixels.shape[2:]), fill, pixels.dtype)
     y, x = max(-top, 0), max(-left, 0)
     padded[y : y + height, x : x + width] = inside
     return padded
@@ -239,12 +248,15 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
     Within 2 levels of Pillow's, which has the same filters and takes five times as long.
 
     Args:
-        pixels: uint8 [H, W, 3].
+        pixels: uint8, uint16 or float32 [H, W, C]; uint16 is resized as float32, then rounded.
         size: (width, height) of the result.
         interpolation: one of INTERPOLATIONS.
     """
     if pixels.shape[1::-1] == size:
         return pixels
+    if pixels.dtype == np.uint16:
+        resized = resize(pixels.astype(np.float32), size, interpolation)
+        return resized.round().clip(0, 65535).astype(np.uint16)
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
     # batch takes 110 us instead of 2.
     planes = as_tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)

@@ -4,10 +4,12 @@ torchvision takes a second to import, so it is imported only if a config names o
 training process to check the parameters, and in a worker at its first image.
 """
 
+import copy
 import random
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from conf.packages import import_torchvision
@@ -37,6 +39,10 @@ NAMES = (
     "RandomVerticalFlip",
     "TrivialAugmentWide",
 )
+# Those that move pixels.
+MOVING: tuple[str, ...] = ("ElasticTransform", "RandomAffine", "RandomPerspective", "AugMix")
+MOVING += ("RandomRotation", "RandomVerticalFlip", "AutoAugment", "RandAugment")
+MOVING += ("TrivialAugmentWide",)
 
 
 class TorchvisionTransform:
@@ -52,12 +58,28 @@ class TorchvisionTransform:
         self._transform  # noqa: B018 - refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # uint8 [3, H, W]
-        with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which also seeds the GPUs' generators.
-            torch.default_generator.manual_seed(rng.getrandbits(63))
-            pixels = self._transform(pixels.clone(memory_format=torch.contiguous_format))
-        return Picture(pixels.permute(1, 2, 0).numpy())
+        pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
+        pixels, seed = pixels.clone(memory_format=torch.contiguous_format), rng.getrandbits(63)
+        pixels = seeded(self._transform, pixels, seed)
+        moves = [partial(self._move, seed)] if self.name in MOVING else []
+        return Picture(pixels.permute(1, 2, 0).numpy(), origin=(picture, moves))
+
+    def _move(self, seed: int, places: np.ndarray) -> np.ndarray:
+        """Move int32 [H, W] as the image of this seed; a function of the kind `decode.Move`."""
+        if self.name == "AugMix":
+            raise ValueError("v2.AugMix blends moved copies of an image, so no mask can follow it")
+        transform = copy.copy(self._transform)
+        transform.interpolation, transform._fill = 0, {torch.Tensor: 0}  # the nearest pixel
+        if apply := getattr(transform, "_apply_image_or_video_transform", None):
+            transform._apply_image_or_video_transform = lambda image, name, *how, **named: (
+                apply(image, name, *how, **named)
+                if name.startswith(("Shear", "Translate", "Rotate"))
+                else image
+            )
+        # torchvision computes with float32, which is exact up to 2**24: move the bytes in halves.
+        halves = torch.from_numpy(np.stack([places >> 16, places & 0xFFFF]))
+        high, low = seeded(transform, halves, seed).numpy()
+        return high << 16 | low
 
     @cached_property
     def _transform(self) -> Any:
@@ -69,6 +91,13 @@ class TorchvisionTransform:
     def __getstate__(self) -> dict[str, Any]:
         # Without the v2 transform: unpickling it would import torchvision when a worker starts.
         return {"name": self.name, "parameters": self.parameters}
+
+
+def seeded(transform: Any, image: torch.Tensor, seed: int) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which also seeds the GPUs' generators.
+        torch.default_generator.manual_seed(seed)
+        return transform(image)
 
 
 V2_TRANSFORMS = {f"v2.{name}": partial(TorchvisionTransform, name) for name in NAMES}

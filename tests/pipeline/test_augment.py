@@ -259,6 +259,13 @@ def test_rand_augment_applies_count_operations() -> None:
         np.testing.assert_array_equal(made(twice, IMAGE, seed), expected)
 
 
+@pytest.mark.parametrize("name", ["rand_augment", "trivial_augment"])
+def test_other_pixels_than_pillows_are_refused(name: str) -> None:
+    for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
+        with pytest.raises(ValueError, match="_augment: needs uint8 images of 3 channels"):
+            one(name)(Picture(pixels), random.Random(0))
+
+
 def strengths_of(**parameters: float) -> list[int]:
     """The strengths of the operations of 4,000 images, without those that are left out."""
     transform = TRANSFORMS["rand_augment"](**parameters)
