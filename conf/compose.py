@@ -104,10 +104,11 @@ def load(
     before, now = _flat(planned), _flat(tree)
     _check_functions(now)
     try:
-        changed = _changes(tree, before, now)
+        values = _flat(tree, resolve=True)
+        changed = _changes(tree, values, before, now)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = list(_notes(planned, tree, choices, typed, decided or {}))
+        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed, decided or {}))
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
@@ -232,7 +233,7 @@ def _check_functions(values: Values) -> None:
             )
 
 
-def _changes(tree: DictConfig, before: Values, now: Values) -> dict[str, str]:
+def _changes(tree: DictConfig, values: Values, before: Values, now: Values) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
     An expression of the recipe has its value in the new tree: that of data.val_size,
@@ -240,9 +241,10 @@ def _changes(tree: DictConfig, before: Values, now: Values) -> dict[str, str]:
 
     Args:
         tree: the recipe, and typed groups and keys.
+        values: of `tree`.
         before, now: the expressions of the recipe, and of `tree`.
     """
-    values, changed = _flat(tree, resolve=True), {}
+    changed = {}
     for name, f in FIELDS.items():
         if f.metadata["affects"] & RESULT and before[name] != now[name] and in_effect(tree, f):
             node = OmegaConf.create({name: before[name]}, parent=tree)
@@ -277,14 +279,13 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
 
 
 def _notes(
-    planned: DictConfig,
-    tree: DictConfig,
+    before: Values,
+    now: Values,
     choices: Mapping[str, str],
     typed: Mapping[str, str],
     decided: Mapping[str, Values],
 ) -> Iterator[str]:
     """Yield what a typed optimiser or schedule changes in the recipe, and the decided values."""
-    before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
     for group in choices.keys() & {"optim", "schedule"}:
         changed = [
             f"{name} {show(before[name])} -> {show(now[name])}"

@@ -28,8 +28,8 @@ from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
 from conf.launch import stop_with_parent
-from conf.overrides import GROUPS, split_config_dir
-from conf.schema import Config, UserError, group_names
+from conf.overrides import split_config_dir
+from conf.schema import GROUPS, Config, UserError, group_names
 from conf.signals import handle_stops
 
 # Other sweepers minimise the value of a job by default.
@@ -181,9 +181,7 @@ def _run_child(command: Sequence[str]) -> int:
     """
 
     def begin() -> None:
-        signal.signal(
-            signal.SIGUSR2, signal.SIG_IGN
-        )  # of submitit, which sends it to all processes
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=begin)

@@ -44,8 +44,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from conf.overrides import FIELDS
-from conf.schema import NOT_OF_THE_RECIPE, RESULT, UserError, show
+from conf.schema import FIELDS, NOT_OF_THE_RECIPE, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("train", "val")

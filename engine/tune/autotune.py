@@ -35,8 +35,9 @@ from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.tune.benchmark import Benchmark, StoppedError, choose_memory
 from engine.tune.measured import Measured, figures_of
+from engine.tune.prices import find_remedies
 from engine.tune.search import best_setting, search
-from engine.tune.verdict import Verdict, find_remedies, judge
+from engine.tune.verdict import Verdict, judge
 from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, pixels_of

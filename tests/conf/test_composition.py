@@ -233,6 +233,7 @@ def test_every_key_states_what_it_affects() -> None:
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
         *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
+        "train.best_by",
     }
     assert sections <= {n.split(".")[0] for n in found[NOTHING]}
     loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
