@@ -12,10 +12,12 @@ evaluated.
 Accepts train.py's key=value overrides; a checkpoint brings the config of its run. data.root needs
 no training split. The classes of the images are found by name, so data.val may hold some of them.
 
-Prints top-1, top-5, loss and the expected calibration error (ECE, 15 bins). Writes to --out, by
+Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
+(balanced accuracy) and F1, and for two classes the area under the ROC curve. Writes to --out, by
 default evaluation/<name of the checkpoint> in the current folder, never to the run directory:
-evaluation.json, per_class.csv, confusion.csv, worst.csv (the 100 images with the largest loss), and
-pictures: worst.jpg, confusion.png, per_class.png, reliability.png. Earlier files are replaced.
+evaluation.json (also the expected calibration error, 15 bins), per_class.csv, confusion.csv,
+worst.csv (the 100 images with the largest loss), and pictures: worst.jpg, confusion.png,
+per_class.png, reliability.png. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
 """
