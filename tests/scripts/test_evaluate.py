@@ -24,6 +24,7 @@ from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 
+VALUES = 6  # loss, top1, confidence, and precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 HERE = ["train.device=cpu", "loader.workers=0"]
 FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
@@ -59,15 +60,14 @@ def table_of(path: Path) -> list[dict[str, str]]:
 
 def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -> None:
     last = checkpoint.load(found.trained.path)["state"]["last"]
-    metrics = found.metrics
-    assert (metrics.top1, metrics.top5, metrics.loss) == (last["top1"], last["top5"], last["loss"])
-    assert metrics.images == VAL_IMAGES * len(CLASSES)
+    assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
+    assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     # The average is validated, and it is not the raw model.
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
     evaluate.check_repeats(found.trained, ALONE)
     check = evaluate.self_check(found, ALONE)
-    assert [line.split(": ")[1] for line in check] == ["equal"] * 3
-    lines = evaluate.self_check(replace(found, metrics=replace(metrics, loss=1.0)), ALONE)
+    assert [line.split(": ")[1] for line in check] == ["equal"] * VALUES
+    lines = evaluate.self_check(replace(found, values={**found.values, "loss": 1.0}), ALONE)
     assert [evaluate.DIFFERS in line for line in lines].count(True) == 1
 
 
@@ -109,7 +109,7 @@ def test_files(found: Evaluated, tmp_path: Path) -> None:
     for name in pictures:
         Image.open(tmp_path / name).load()
     content = json.loads((tmp_path / "evaluation.json").read_text())
-    assert content["top1"] == found.metrics.top1 and content["step"] == 9
+    assert content["top1"] == found.values["top1"] and content["step"] == 9
     assert sum(content["calibration"]["images"]) == content["images"] == 15
     classes = table_of(tmp_path / "per_class.csv")
     assert [row["class"] for row in classes] == list(found.classes)
@@ -136,7 +136,7 @@ def test_command_line(folder: Path, tmp_path: Path) -> None:
     done = script(folder, last, *HERE, "--json", "--self-check", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 and done.stderr.count(": equal\n") == 6
+    assert len(rows) == 2 and done.stderr.count(": equal\n") == 2 * VALUES
     for row in rows:
         stored = json.loads((tmp_path / row.pop("out") / "evaluation.json").read_text())
         assert row["images"] == 15 and row == {key: stored[key] for key in row}
@@ -189,13 +189,13 @@ def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None
     losses = []
     with torch.no_grad():
         for i in range(len(data)):
-            pixels, label = data.load(0, i)
-            image = (torch.tensor(pixels).permute(2, 0, 1) / 255 - mean) / std
+            sample = data.load(0, i)
+            image = (torch.tensor(sample["image"]).permute(2, 0, 1) / 255 - mean) / std
             logits = [model(x[None])[0] for x in (image, image.flip(2))]
-            losses.append(-((logits[0] + logits[1]) / 2).log_softmax(0)[label].item())
+            losses.append(-((logits[0] + logits[1]) / 2).log_softmax(0)[sample["label"]].item())
     assert both.predictions.losses == pytest.approx(losses, rel=1e-3)
-    assert both.metrics.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert both.metrics.loss != found.metrics.loss
+    assert both.values["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert both.values["loss"] != found.values["loss"]
 
 
 def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     alone = measured(folder, f"data.val={tmp_path / 'val'}")
     assert set(part.predictions.labels.tolist()) == {1, 2} and part.classes == CLASSES
     assert part.predictions.losses == pytest.approx(whole.predictions.losses[VAL_IMAGES:])
-    assert alone.metrics == part.metrics
+    assert alone.values == part.values
     (tmp_path / "val" / "dots").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats "):
         measured(folder, f"data.root={tmp_path}")
@@ -221,7 +221,7 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     summary = small_run.run(flat, folder, *options, "loader.workers=0", "train.epochs=1")
     (tmp_path / "some.txt").unlink()
     again = measured(folder)
-    assert again.metrics.top1 == summary["top1"] and len(again.predictions.labels) == 6
+    assert again.values["top1"] == summary["top1"] and len(again.predictions.labels) == 6
 
 
 def test_file_of_another_project(
@@ -231,7 +231,7 @@ def test_file_of_another_project(
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     foreign = ["model.name=resnet_tiny", *FOREIGN]
     other = measured(tmp_path / "weights.pth", *foreign, f"data.root={image_root}")
-    assert other.metrics == found.metrics and other.classes == CLASSES
+    assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.step, other.trained.name) == (None, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
         label_by_name(replace(other.trained, num_classes=5), found.datasets)
@@ -251,7 +251,7 @@ def test_self_check_of_a_run_with_two_ranks(image_root: Path, tmp_path: Path) ->
     folder = tmp_path / "run"
     on_two_ranks(train.__file__, *small_run.overrides_of(image_root, folder))
     out = on_two_ranks(evaluate.__file__, str(folder), *HERE, "--self-check")
-    assert out.count(": equal\n") == 3
+    assert out.count(": equal\n") == VALUES
 
 
 @pytest.mark.gpu
@@ -269,5 +269,5 @@ def test_self_check_on_a_gpu(
         check = evaluate.self_check(evaluate.run(trained, world, flip=False), world)
     assert not any(evaluate.DIFFERS in line for line in check)
     if deterministic == "true":
-        assert [line.split(": ")[1] for line in check] == ["equal"] * 3
+        assert [line.split(": ")[1] for line in check] == ["equal"] * VALUES
     train.set_up_kernels(deterministic=False, precision="bf16")

@@ -79,7 +79,7 @@ def test_each_format(
         {"resize": {"size": 32, "interpolation": "bilinear"}},
         {"center_crop": {"size": 32}},
     ]
-    images = torch.from_numpy(np.stack([files.load(0, i)[0] for i in range(FILES)]))
+    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(FILES)]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.normalised(images))
         assert eager.argmax(1).unique().numel() > 1

@@ -67,7 +67,7 @@ def test_same_predictions_as_the_pipeline(folder: Path, image_root: Path, transf
     files = datasets.val
     assert [result.path for result in found] == [files.name(i) for i in range(len(files))]
     assert len(found) == VAL_IMAGES * len(CLASSES)
-    pixels = torch.from_numpy(np.stack([files.load(0, i)[0] for i in range(len(files))]))
+    pixels = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
     mean, std = (torch.tensor(v) for v in (trained.config.data.mean, trained.config.data.std))
     with torch.no_grad():
         inputs = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)
