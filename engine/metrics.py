@@ -1,22 +1,19 @@
 """Metrics of a classifier that are no means over images: functions of all rows of a split.
 
 All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
-below 0, as of logits that are NaN, is wrong and counts for no class.
+below 0, as of logits that are NaN, is wrong and counts for no class. Means over classes are over
+those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.ArrayLike  # also a tensor on the CPU
-Counts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]  # [classes]
 
 
 def macro_precision(label: Rows, prediction: Rows) -> float:
-    """Return the mean over classes of the share of correct ones among the class's predictions.
-
-    The classes are those of a label or a prediction, as in scikit-learn; the precision of a class
-    that is never predicted is 0.
-    """
+    """Return the mean over classes of the share of correct ones among the class's predictions."""
     hits, _, predictions = _by_class(label, prediction)
     return _mean_ratio(hits, predictions)
 
@@ -32,10 +29,7 @@ def macro_recall(label: Rows, prediction: Rows) -> float:
 
 
 def macro_f1(label: Rows, prediction: Rows) -> float:
-    """Return the mean over classes of the harmonic mean of precision and recall.
-
-    The classes are those of a label or a prediction, as in scikit-learn.
-    """
+    """Return the mean over classes of the harmonic mean of precision and recall."""
     hits, images, predictions = _by_class(label, prediction)
     return _mean_ratio(2 * hits, images + predictions)
 
@@ -45,10 +39,7 @@ def roc_auc(label: Rows, score: Rows) -> float:
 
     It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
     higher score (Mann and Whitney 1947); equal scores count half, and a score that is NaN is wrong.
-
-    Args:
-        label: int64 [N], 0 or 1.
-        score: float [N], the probability of class 1 or any number that increases with it.
+    `score`, float [N], is the probability of class 1 or any number that increases with it.
     """
     positive, scores = np.asarray(label) == 1, np.asarray(score)
     scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
