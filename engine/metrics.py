@@ -5,9 +5,12 @@ below 0, as of logits that are NaN, is wrong and counts for no class. Means over
 those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 Rows = npt.ArrayLike  # also a tensor on the CPU
 Counts = npt.NDArray[np.int64]  # [classes]
 
@@ -48,6 +51,35 @@ def roc_auc(label: Rows, score: Rows) -> float:
     ones = int(positive.sum())
     pairs = ones * (len(positive) - ones)
     return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
+
+
+def calibration(top1: Rows, confidence: Rows) -> dict[str, Any]:
+    """Return how well the confidence, the largest probability, predicts the accuracy.
+
+    Args:
+        top1: float [N], 100 for a hit, else 0.
+
+    Returns:
+        `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
+        the confidence, the number of images and two means; and `error`, the expected calibration
+        error (Naeini 2015; arXiv 1706.04599).
+    """
+    place = np.digitize(confidence, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    images = np.bincount(place, minlength=BINS)
+    percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
+    confidences, hits = (np.bincount(place, x, BINS) / np.maximum(images, 1) for x in percent)
+    error = (np.abs(hits - confidences) * images).sum() / max(1, len(place))
+    return {
+        "images": images.tolist(),
+        "confidence": confidences.tolist(),
+        "accuracy": hits.tolist(),
+        "error": float(error),
+    }
+
+
+def calibration_error(top1: Rows, confidence: Rows) -> float:
+    """Return the expected calibration error, see `calibration`."""
+    return float(calibration(top1, confidence)["error"])
 
 
 def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:

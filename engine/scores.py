@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import UserError, did_you_mean
-from engine.metrics import macro_f1, macro_precision, macro_recall, roc_auc
+from engine.metrics import calibration_error, macro_f1, macro_precision, macro_recall, roc_auc
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ VALUES: dict[str, Value] = {
     "loss": Value(".4f", lower=True),
     "top1": Value(".2f", " %"),
     "top5": Value(".2f", " %"),
-    "confidence": Value(console=False),
     "macro_precision": replace(OF_CLASSES, judge=macro_precision),
     "macro_recall": replace(OF_CLASSES, judge=macro_recall),
     "macro_f1": replace(OF_CLASSES, judge=macro_f1),
+    "ece": replace(OF_CLASSES, judge=calibration_error, rows=("top1", "confidence"), lower=True),
     "auc": replace(OF_CLASSES, judge=roc_auc, rows=("label", "score")),
 }
 ROWS_ONLY = {row for value in VALUES.values() for row in value.rows} - VALUES.keys()

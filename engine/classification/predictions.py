@@ -10,11 +10,11 @@ from PIL import Image
 
 from engine.distributed import World
 from engine.log.pictures import GREY, RED, bars, tiles
+from engine.metrics import calibration
 from engine.validation import Rows, gather_rows
 from pipeline.class_names import readable
 from pipeline.dataset import IMAGE, Dataset
 
-BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
 WORST_IMAGES = 16  # to draw
 MOST_BARS, BEST_CLASSES = 25, 5  # of many classes, the 20 worst and the 5 best are drawn
@@ -58,25 +58,8 @@ class Predictions:
         return cls(labels, predictions.clip(0), *(each.astype(np.float64) for each in others))
 
     def calibration(self) -> dict[str, Any]:
-        """Return how well the confidence, the largest probability, predicts the accuracy.
-
-        Returns:
-            `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15],
-            ... of the confidence, the number of images and two means in [0, 1]; and `error`, the
-            expected calibration error in [0, 1] (Naeini 2015; arXiv 1706.04599).
-        """
-        edges = np.linspace(0, 1, BINS + 1)[1:-1]
-        place = np.digitize(self.confidences, edges, right=True)
-        images = np.bincount(place, minlength=BINS)
-        confidence = np.bincount(place, self.confidences, BINS) / np.maximum(images, 1)
-        accuracy = np.bincount(place, self.top1 / 100, BINS) / np.maximum(images, 1)
-        error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
-        return {
-            "images": images.tolist(),
-            "confidence": confidence.tolist(),
-            "accuracy": accuracy.tolist(),
-            "error": float(error),
-        }
+        """Return `engine.metrics.calibration` of these rows."""
+        return calibration(self.labels, self.predictions, self.confidences)
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""
@@ -130,11 +113,11 @@ class Predictions:
             if label != other:
                 total = per_class[label]["images"]
                 confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))
-        calibration, confidence = self.calibration(), []
-        for i, count in enumerate(calibration["images"]):
-            name = f"confidence up to {100 * (i + 1) / BINS:.0f} %"
-            confidence.append((name, 100 * calibration["accuracy"][i], count))
-        title = f"accuracy by confidence, ECE {100 * calibration['error']:.2f} %"
+        found, confidence = self.calibration(), []
+        for i, count in enumerate(found["images"]):
+            name = f"confidence up to {100 * (i + 1) / len(found['images']):.0f} %"
+            confidence.append((name, found["accuracy"][i], count))
+        title = f"accuracy by confidence, ECE {found['error']:.2f} %"
         return {
             "val/worst": tiles("largest losses", images, captions),
             "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
