@@ -64,7 +64,7 @@ def calibration(top1: Rows, confidence: Rows) -> dict[str, Any]:
         the confidence, the number of images and two means; and `error`, the expected calibration
         error (Naeini 2015; arXiv 1706.04599).
     """
-    place = np.digitize(confidence, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
     images = np.bincount(place, minlength=BINS)
     percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
     confidences, hits = (np.bincount(place, x, BINS) / np.maximum(images, 1) for x in percent)

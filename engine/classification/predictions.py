@@ -48,10 +48,9 @@ class Predictions:
 
         None on other ranks than 0, and if the values are not those of a classifier.
         """
-        names = [*COLUMNS, *({"top5"} & world.broadcast(lambda: batches[0]).keys())]
-        if not world.broadcast(lambda: set(COLUMNS) <= batches[0].keys()):
-            return None
-        rows = gather_rows(batches, names, world)
+        found = world.broadcast(lambda: list(batches[0]))
+        names = [*COLUMNS, *({"top5"} & set(found))]
+        rows = gather_rows(batches, names, world) if set(COLUMNS) <= set(found) else {}
         if not rows:
             return None
         labels, predictions, *others = (rows[name].numpy() for name in names)
@@ -59,7 +58,7 @@ class Predictions:
 
     def calibration(self) -> dict[str, Any]:
         """Return `engine.metrics.calibration` of these rows."""
-        return calibration(self.labels, self.predictions, self.confidences)
+        return calibration(self.top1, self.confidences)
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""

@@ -71,7 +71,7 @@ def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
             error += len(chosen) / IMAGES * abs(accuracy - confidence)
     calibration = found.calibration()
     assert calibration["images"] == counts
-    assert calibration["error"] == pytest.approx(error, abs=1e-9) and error > 0.05
+    assert calibration["error"] == pytest.approx(100 * error, abs=1e-7) and error > 0.05
 
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
@@ -196,7 +196,7 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     images = np.bincount(labels, minlength=CLASSES)
     expected = {
         "per_class": [top1 / 100 for top1 in accuracy],
-        "reliability": found.calibration()["accuracy"],
+        "reliability": [share / 100 for share in found.calibration()["accuracy"]],
         "confusion": [count / images[label] for label, _, count in wrong[:25]],
     }
     for name, shares in expected.items():
