@@ -5,6 +5,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import load_index
@@ -19,8 +23,17 @@ SIZE = 32  # side of the images in pixels
 def crops(split: Path) -> FolderDataset:
     """The images of a split, as random crops."""
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
-    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
+    transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
     return FolderDataset(load_index(split, key="data.train"), transform, seed=7)
+
+
+def loaded(dataset: Dataset, samples: np.ndarray) -> dict[str, Tensor]:
+    """The fields of these samples [B, ...], as `load` returns them, without any buffer."""
+    found = [dataset.load(epoch, index) for epoch, index in samples.tolist()]
+    return {
+        name: torch.from_numpy(np.stack([each[name] for each in found]).astype(field.dtype))
+        for name, field in dataset.fields.items()
+    }
 
 
 @contextmanager
@@ -36,8 +49,8 @@ def open_loader(
     **source: Any,
 ) -> Iterator[Loader]:
     """Open a loader of one rank; `source` has further arguments of `start_source`."""
-    ring = start_source(dataset, **{"batch_size": 8, "size": SIZE, "slots": slots} | source)
-    batch_size = ring.labels.array.shape[1]
+    ring = start_source(dataset, **{"batch_size": 8, "slots": slots} | source)
+    batch_size = ring.samples.array.shape[1]
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)

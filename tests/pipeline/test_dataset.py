@@ -22,7 +22,7 @@ from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import BadImageError, Dataset, FolderDataset
+from pipeline.dataset import LABEL, BadImageError, Dataset, Field, FolderDataset, image_field
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import Index, load_index
@@ -72,7 +72,7 @@ def test_files_may_be_stored_elsewhere(image_root: Path) -> None:
     listed = {c: [n.encode() for n in names if n.startswith(c)] for c in classes}
     dataset = FolderDataset(Index.of_files(InMemory("/"), listed), files.transform)
     for number in range(0, len(names), 5):
-        np.testing.assert_array_equal(dataset.load(0, number)[0], files.load(0, number)[0])
+        np.testing.assert_array_equal(dataset[number]["image"], files[number]["image"])
     assert dataset.name(0) == f"memory: {names[0]}"
     assert dataset.fingerprint() == files.fingerprint()
     assert dataset.mean_bytes() == np.mean([len(data) for data in InMemory.content.values()])
@@ -82,10 +82,11 @@ def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train", seed=5)
     assert len(dataset) == 36
     for index in range(0, 36, 5):
-        pixels, label = dataset.load(3, index)
+        sample = dataset.load(3, index)
+        pixels = sample["image"]
         assert (pixels.shape, pixels.dtype) == ((48, 48, 3), np.uint8)
         path = Path(dataset.name(index))
-        assert path.parent.name == dataset.index.classes[label]
+        assert path.parent.name == dataset.index.classes[sample["label"]]
         with Image.open(path) as image:
             rng = sample_rng(5, 3, index)
             crop, flip = dataset.transform.transforms
@@ -99,14 +100,14 @@ def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
 def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Path) -> None:
     dataset, again = (open_dataset(image_root / "train", seed=1) for _ in range(2))
     first = {
-        (epoch, index): dataset.load(epoch, index)[0].tobytes()
+        (epoch, index): dataset.load(epoch, index)["image"].tobytes()
         for epoch in range(2)
         for index in range(6)
     }
     for (epoch, index), pixels in reversed(first.items()):  # in another order
-        assert again.load(epoch, index)[0].tobytes() == pixels
+        assert again.load(epoch, index)["image"].tobytes() == pixels
     assert len(set(first.values())) == len(first)
-    assert open_dataset(image_root / "train", seed=2).load(0, 0)[0].tobytes() != first[0, 0]
+    assert open_dataset(image_root / "train", seed=2)[0]["image"].tobytes() != first[0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -123,12 +124,12 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
     for epoch in (0, 1, 7):
         dataset.set_epoch(epoch)
         sampler.set_epoch(epoch)
-        found = [pair for images, labels in loader for pair in zip(images, labels, strict=True)]
+        found = [pair for each in loader for pair in zip(*each.values(), strict=True)]
         for index, (image, label) in zip(sampler, found, strict=True):
-            expected, expected_label = dataset.load(epoch, index)
-            np.testing.assert_array_equal(image.numpy(), expected)
-            assert label == expected_label
-            crops.add(expected.tobytes())
+            expected = dataset.load(epoch, index)
+            np.testing.assert_array_equal(image.numpy(), expected["image"])
+            assert label == expected["label"]
+            crops.add(expected["image"].tobytes())
     assert len(crops) == 3 * 18  # never twice alike
 
 
@@ -160,7 +161,7 @@ def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
             bad[rng.integers(0, min(len(bad), 700), 3)] ^= rng.integers(1, 256, 3).astype(np.uint8)
             path.write_bytes(bad.tobytes())
             try:
-                assert dataset.load(0, 0)[0].shape == (48, 48, 3)
+                assert dataset[0]["image"].shape == (48, 48, 3)
             except BadImageError:
                 refused += 1
     assert refused > 20
@@ -286,14 +287,14 @@ def test_labels_count_and_replace(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     assert dataset.class_counts(3) == [12, 4, 12]
     assert list(dataset.replacements(13)) == [14, 15, 12]
-    assert [dataset.label(i) for i in (11, 12, 15, 16)] == [0, 1, 1, 2]
+    assert [dataset[i]["label"] for i in (11, 12, 15, 16)] == [0, 1, 1, 2]
 
 
 # The table of datasets, and what a dataset of somebody's own must define.
 
 
 class Grey(Dataset):
-    """Four required methods and nothing else."""
+    """What is required and nothing else."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -302,8 +303,13 @@ class Grey(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        return np.full((self.size, self.size, 3), 100 * epoch + index, np.uint8), index % 2
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {"image": image_field(self.size), "label": LABEL}
+
+    def load(self, epoch: int, index: int) -> dict[str, Any]:
+        pixels = np.full((self.size, self.size, 3), 100 * epoch + index, np.uint8)
+        return {"image": pixels, "label": index % 2}
 
     def name(self, index: int) -> str:
         return f"grey {index}"
@@ -335,12 +341,12 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     world = world_of(CPU)
     plan = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
     with open_feed(config, datasets, plan, world) as feed:
-        labels = [batch.labels.tolist() for batch in feed.val.batches(0, feed.val_batches)]
+        labels = [batch["label"].tolist() for batch in feed.val.batches(0, feed.val_batches)]
         assert labels == [[0, 1, 0, 1]]
         assert len(list(feed.train.batches(0, 4))) == 4
-    assert datasets.train[3][0].max() == 3
+    assert datasets.train[3]["image"].max() == 3
     datasets.train.set_epoch(2)
-    assert datasets.train[3][0].max() == 203
+    assert datasets.train[3]["image"].max() == 203
 
 
 def test_dataset_without_an_entry_is_refused(

@@ -55,7 +55,8 @@ def opened(
 def validation(feed: Feed) -> list[tuple[Tensor, Tensor]]:
     """Images and labels of every validation batch, on the host."""
     return [
-        (batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)
+        (batch["image"].cpu(), batch["label"].cpu())
+        for batch in feed.val.batches(0, feed.val_batches)
     ]
 
 
@@ -67,7 +68,7 @@ def assert_equal(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, T
 
 def images_of(feed: Feed) -> list[Tensor]:
     """The training images of nine batches, on the host."""
-    return [batch.images.cpu() for batch in feed.train.batches(0, 9)]
+    return [batch["image"].cpu() for batch in feed.train.batches(0, 9)]
 
 
 @pytest.fixture
@@ -201,10 +202,9 @@ def check_sizes(
     for step, batch in found.items():
         size = SIZE_OF_STEP[step]
         expected = of_size[size][step]
-        assert batch.images.shape == (8, 3, size, size)
-        assert batch.images.stride() == expected.images.stride()
-        assert torch.equal(batch.images, expected.images)
-        assert torch.equal(batch.targets, expected.targets)
+        assert batch["image"].shape == (8, 3, size, size)
+        assert batch["image"].stride() == expected["image"].stride()
+        assert all(torch.equal(batch[name], rows) for name, rows in expected.fields.items())
         assert torch.equal(batch.samples, expected.samples)
 
 
@@ -279,7 +279,7 @@ def after_operations(feed: Feed, plain: list[Tensor]) -> list[Tensor]:
     for step, images in enumerate(plain):
         rows = []
         for image, (epoch, index) in zip(images, loader.samples(step).tolist(), strict=True):
-            operations = loader.dataset.load_for_gpu(epoch, index)[2]
+            operations = loader.dataset.load_for_gpu(epoch, index)[1]
             levels = image.round().to(torch.uint8).permute(1, 2, 0).numpy()
             pixels = apply_operations(Picture(levels), operations).pixels()
             rows.append(torch.from_numpy(pixels.copy()))

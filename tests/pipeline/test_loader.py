@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from pipeline.decode import Picture
 from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task
-from tests.pipeline.loaders import SIZE, crops, open_loader
+from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
     HANGS_SECONDS,
     descendants,
@@ -44,12 +45,9 @@ START_METHODS = [
 
 def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
     """Compare a batch with its samples, loaded here one by one."""
-    assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64)
-    for row, (epoch, index) in enumerate(samples.tolist()):
-        pixels, label = dataset.load(epoch, index)
-        np.testing.assert_array_equal(batch.images[row].numpy(), pixels.transpose(2, 0, 1))
-        assert batch.labels[row].item() == label
-    assert (batch.labels[len(samples) :] == EMPTY_ROW).all()
+    for name, rows in loaded(dataset, samples).items():
+        torch.testing.assert_close(batch.fields[name][: len(samples)], rows, rtol=0, atol=0)
+    assert (batch.samples[len(samples) :] == EMPTY_ROW).all()
 
 
 def check_all(loader: Loader, dataset: FolderDataset, start: int, stop: int) -> None:
@@ -190,7 +188,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
 def test_training_and_validation_share_the_workers(image_root: Path) -> None:
     """Each validation marks the rows without a sample, which hold images of the one before."""
     train, val = crops(image_root / "train"), crops(image_root / "val")
-    sources = [start_source(dataset, batch_size=8, size=SIZE, slots=4) for dataset in (train, val)]
+    sources = [start_source(dataset, batch_size=8, slots=4) for dataset in (train, val)]
     order = TrainSampler(num_samples=36, batch_size=8, seed=3)
     once = ValSampler(num_samples=15, batch_size=8)
     with WorkerPool(sources, workers=2, start_method="fork") as pool:
@@ -201,7 +199,7 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
                 lengths = []
                 for val_batch in validation.batches(0, len(once)):
                     check(val_batch, val, once.samples(val_batch.step))
-                    lengths.append(int((val_batch.labels != EMPTY_ROW).sum()))
+                    lengths.append(int((val_batch.samples[:, 1] != EMPTY_ROW).sum()))
                     val_batch.release(None)
                 assert lengths == [8, 7]
             check(batch, train, order.samples(batch.step))
@@ -213,14 +211,14 @@ def test_workers_compute_in_one_thread() -> None:
     """A forked worker starts with the number of threads of the training process."""
 
     class Threads(FakeDataset):
-        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-            return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
+        def load(self, epoch: int, index: int) -> dict[str, Any]:
+            return {"image": np.full((SIZE, SIZE, 3), torch.get_num_threads()), "label": 0}
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         with open_loader(Threads(num_samples=8, num_classes=1, size=SIZE)) as loader:
-            assert next(loader.batches(0, 1)).images.unique().tolist() == [1]
+            assert next(loader.batches(0, 1)).fields["image"].unique().tolist() == [1]
     finally:
         torch.set_num_threads(before)
 
@@ -236,7 +234,7 @@ def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, i
         unread: list[HostBatch] = []
         places = set()
         for batch in loader.batches(0, 20):
-            places.add((batch.images.data_ptr(), batch.labels.data_ptr()))
+            places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
             unread.append(batch)
             if len(unread) == in_use + 1:
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
@@ -352,7 +350,8 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
         assert server != os.getpid()
         taken = []
         for batch in loader.batches(0, 12):
-            taken.append(replace(batch, images=batch.images.clone(), labels=batch.labels.clone()))
+            fields = {name: rows.clone() for name, rows in batch.fields.items()}
+            taken.append(replace(batch, fields=fields))
             batch.release(None)  # at once: waiting for the next batch detects that the workers died
             if batch.step == 1:
                 os.kill(server, signal.SIGKILL)
@@ -370,7 +369,7 @@ import numpy as np
 from pathlib import Path
 from pipeline.loader import WorkerPool, start_source
 from pipeline.worker import Task
-from tests.pipeline.loaders import SIZE, crops
+from tests.pipeline.loaders import crops
 from tests.processes import descendants, is_running
 
 def send_all():
@@ -387,7 +386,7 @@ dataset = crops(Path(sys.argv[1]))
 fifo = dataset.name(0)
 os.remove(fifo)
 os.mkfifo(fifo)
-source = start_source(dataset, batch_size=32, size=SIZE, slots=2)
+source = start_source(dataset, batch_size=32, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
 pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
@@ -487,7 +486,6 @@ class Buggy:
 
     def __init__(self, error: Exception, *, before: bool) -> None:
         self.error, self.before = error, before
-        self.image_size = SIZE
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         if self.before and picture.size[0] % 2:
@@ -511,7 +509,7 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
 ) -> None:
     """Before or after it decodes the file."""
     dataset = crops(image_root / "train")
-    dataset.transform = Compose([Buggy(error, before=before)])
+    dataset.transform = Compose([Buggy(error, before=before)], SIZE)
     kind = type(error).__name__
     with (
         open_loader(dataset, workers=workers, skip_unreadable=True) as loader,

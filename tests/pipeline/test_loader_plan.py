@@ -64,7 +64,7 @@ class Files(FolderDataset):
 
     def __init__(self, count: int, kilobytes: float = 110, config: Config | None = None) -> None:
         names = config.augment.train if config else []
-        transforms = Compose(build(names, TRANSFORMS, key="augment.train"))
+        transforms = Compose(build(names, TRANSFORMS, key="augment.train"), 224)
         super().__init__(Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * count}), transforms)
         self.kilobytes = kilobytes
 

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +23,16 @@ from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
 from pipeline.loader import HostBatch, slots_needed
-from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
+from pipeline.prefetcher import (
+    Batch,
+    DeviceSlot,
+    ImageFormat,
+    Mixing,
+    Prefetcher,
+    channels_first,
+)
 from tests.conftest import Clock
-from tests.pipeline.loaders import SIZE, crops, open_loader
+from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
@@ -77,14 +84,6 @@ def dataset(image_root: Path) -> FolderDataset:
     return crops(image_root / "train")
 
 
-def loaded(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
-    """uint8 [B, 3, S, S] and int64 [B] without any buffer."""
-    pixels, labels = zip(
-        *(dataset.load(epoch, index) for epoch, index in samples.tolist()), strict=True
-    )
-    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
-
-
 @pytest.mark.parametrize(
     ("workers", "depth", "slots", "channels_last"),
     [(0, 1, 3, False), (2, 2, 5, True), (2, 5, 7, False)],
@@ -102,13 +101,14 @@ def test_images_are_normalised(
         assert [batch.step for batch in batches] == list(range(2, 24))
         for batch in batches:
             samples = prefetcher.loader.samples(batch.step)
-            pixels, labels = loaded(dataset, samples)
-            expected = (pixels.double() / 255 - mean) / std
-            assert batch.images.dtype == torch.float32
-            torch.testing.assert_close(batch.images.double(), expected, rtol=0, atol=1e-6)
-            assert batch.targets is batch.labels and torch.equal(batch.labels, labels)
+            expected = loaded(dataset, samples)
+            pixels = (channels_first(expected["image"]).double() / 255 - mean) / std
+            assert batch["image"].dtype == torch.float32
+            torch.testing.assert_close(batch["image"].double(), pixels, rtol=0, atol=1e-6)
+            assert batch.fields.keys() == expected.keys()
+            assert torch.equal(batch["label"], expected["label"])
             assert batch.samples.tolist() == samples.tolist()
-            assert batch.images.is_contiguous(memory_format=layout)
+            assert batch["image"].is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -121,15 +121,15 @@ def test_batch_transforms_run_in_order_with_their_random_numbers(
         open_prefetcher(dataset, mixing=mixed_by(names, rank)) as mixing,
     ):
         for before, after in zip(plain.batches(4, 7), mixing.batches(4, 7), strict=True):
-            images, targets = before.images, torch.eye(CLASSES)[before.labels]
+            images, targets = before["image"], torch.eye(CLASSES)[before["label"]]
             total = 2 * len(images)
             part = batch_part(11, before.step, total=total, rank=rank, world_size=2)
             for transform in build(names, BATCH_TRANSFORMS, key="augment.batch"):
                 images, targets = transform(images, targets, part)
-            assert torch.equal(after.images, images)
-            assert torch.equal(after.targets, targets)
-            assert torch.equal(after.labels, before.labels)
-            assert not torch.equal(after.images, before.images)
+            assert torch.equal(after["image"], images)
+            assert torch.equal(after["target"], targets)
+            assert torch.equal(after["label"], before["label"])
+            assert not torch.equal(after["image"], before["image"])
 
 
 class FakeEngines:
@@ -170,15 +170,14 @@ def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset,
             found.append(list(prefetcher.batches(0, 2)))
     assert dtypes == {torch.float32}
     for cpu, gpu in zip(*found, strict=True):
-        assert gpu.images.dtype == torch.bfloat16
-        assert torch.equal(gpu.images, cpu.images)
-        assert torch.equal(gpu.targets, cpu.targets)
+        assert gpu["image"].dtype == torch.bfloat16
+        assert all(torch.equal(gpu[key], cpu[key]) for key in ("image", "target"))
 
 
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
     def timing(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
         class Slow(FakeDataset):
-            def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+            def load(self, epoch: int, index: int) -> Mapping[str, Any]:
                 clock.now += decoding / BATCH
                 return super().load(epoch, index)
 
@@ -279,7 +278,7 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Prefetcher], depth:
         early = []
         for begin in (0, 100, 200):
             for batch in prefetcher.batches(begin, begin + 50):
-                address = batch.images.data_ptr()
+                address = batch["image"].data_ptr()
                 if main.now < max(end for place, _, end in written if place == address):
                     early.append(batch.step)
                 read.append((address, main.now, main.now + 10, batch.step))
@@ -316,10 +315,10 @@ class Noise(FakeDataset):
 
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
         start = epoch * self.num_samples + index
         pixels = self.noise[start : start + SIZE * SIZE * 3].reshape(SIZE, SIZE, 3)
-        return pixels, index % self.num_classes
+        return {"image": pixels, "label": index % self.num_classes}
 
 
 NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
@@ -332,10 +331,10 @@ def checksums(batch: Batch) -> Tensor:
     weighted by the position: exact in any order, and different for rows with mixed-up parts.
     """
     values = (
-        batch.images.flatten(1),
-        batch.labels[:, None],
+        batch["image"].flatten(1),
+        batch["label"][:, None],
         batch.samples,
-        batch.targets.reshape(len(batch.labels), -1) * SIZE**2,
+        batch.fields.get("target", batch["label"][:, None]) * SIZE**2,
     )
     rows = [value.to(torch.int64) for value in values]
     return torch.stack(
@@ -345,14 +344,13 @@ def checksums(batch: Batch) -> Tensor:
 
 def expected_checksums(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> Tensor:
     """The same on the CPU, without buffers."""
-    pixels, labels = loaded(NOISE, samples)
-    images, targets = pixels.float(), labels
+    fields = loaded(NOISE, samples)
+    images, targets = channels_first(fields["image"]).float(), torch.eye(CLASSES)[fields["label"]]
     part = batch_part(11, step, total=2 * len(images), world_size=2)
-    if transforms:
-        targets = torch.eye(CLASSES)[labels]
     for transform in build(transforms, BATCH_TRANSFORMS, key="augment.batch"):
         images, targets = transform(images, targets, part)
-    return checksums(Batch(images, labels, targets, step, torch.from_numpy(samples)))
+    fields |= {"image": images} | ({"target": targets} if transforms else {})
+    return checksums(Batch(fields, torch.from_numpy(samples), step))
 
 
 def wrong_steps(
@@ -549,14 +547,14 @@ def test_every_batch_transform_with_every_decoder_and_precision(
 
     plain, mixed = first_batch(torch.float32, None), first_batch(dtype, mixed_by(entries))
     (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
-    one_hot = torch.nn.functional.one_hot(plain.labels, CLASSES).float()
+    one_hot = torch.nn.functional.one_hot(plain["label"], CLASSES).float()
     images, targets = transform(
-        plain.images, one_hot, batch_part(11, 4, total=2 * BATCH, world_size=2)
+        plain["image"], one_hot, batch_part(11, 4, total=2 * BATCH, world_size=2)
     )
-    assert mixed.images.dtype == dtype
-    assert not torch.equal(images, plain.images)
-    assert torch.equal(mixed.images, images.to(dtype))
-    assert torch.equal(mixed.targets, targets)
+    assert mixed["image"].dtype == dtype
+    assert not torch.equal(images, plain["image"])
+    assert torch.equal(mixed["image"], images.to(dtype))
+    assert torch.equal(mixed["target"], targets)
 
 
 @pytest.mark.gpu
@@ -564,8 +562,8 @@ def test_loop_never_waits_for_the_device() -> None:
     weight = torch.randn(8, 3, 3, 3, device="cuda")
 
     def used(batch: Batch) -> Tensor:
-        images = batch.images.float()
-        return torch.nn.functional.conv2d(images, weight).mean() + batch.targets.sum()
+        images = batch["image"].float()
+        return torch.nn.functional.conv2d(images, weight).mean() + batch["target"].sum()
 
     format = ImageFormat(CUDA, MEAN, STD, torch.bfloat16)
     with open_prefetcher(FAKE, format, workers=2, mixing=mixed_by(ALL)) as prefetcher:
@@ -603,7 +601,7 @@ def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset)
         for epoch in range(40):
             for batch in prefetcher.batches(epoch * steps, (epoch + 1) * steps):
                 torch.cuda._sleep(LAG_CYCLES // 10)
-                torch.nn.functional.cross_entropy(model(batch.images), batch.targets).backward()
+                torch.nn.functional.cross_entropy(model(batch["image"]), batch["target"]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             used.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
@@ -614,16 +612,15 @@ def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset)
 def test_images_of_every_size_share_memory(channels_last: bool) -> None:
     """The memory of the largest ones; as on a GPU."""
     format = ImageFormat(torch.device("cpu"), MEAN, STD, torch.float32, channels_last)
-    slot = DeviceSlot(format, largest=8)
+    slot = DeviceSlot(format, {"image": 2 * 8 * 8 * 3})
     slot.reused = True
     layout = torch.channels_last if channels_last else torch.contiguous_format
     addresses = set()
     for size in (4, 8, 6, 4):
-        pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        raw = slot.copy("raw", pixels, torch.uint8)
-        images = slot.copy("images", pixels, torch.float32)
-        assert torch.equal(raw, pixels) and torch.equal(images, pixels.float())
-        assert raw.stride() == pixels.stride()
+        pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8)
+        raw, images = slot.copy("image", pixels), slot.images("image", (2, 3, size, size))
+        images.copy_(channels_first(pixels))
+        assert torch.equal(raw, pixels) and torch.equal(images, channels_first(pixels).float())
         assert images.is_contiguous(memory_format=layout)
         addresses.add((raw.data_ptr(), images.data_ptr()))
         assert images.untyped_storage().nbytes() == 2 * 3 * 8 * 8 * 4

@@ -341,7 +341,7 @@ def load_kinds(folder: str, decoder: str) -> Iterator[dict[str, Any]]:
             pixels = decode.open_picture(dataset.read(i), decoder, MAX_PIXELS).pixels()
             digest = hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
             found: dict[str, Any] = {"size": pixels.shape[1::-1], "hash": digest}
-            assert dataset.load(0, i)[0].shape == (32, 32, 3)
+            assert dataset[i]["image"].shape == (32, 32, 3)
         except Exception:
             try:
                 dataset.load(0, i)

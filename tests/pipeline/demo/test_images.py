@@ -125,7 +125,7 @@ def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) ->
     dataset.prepare()
     assert dataset.fingerprint() == files.fingerprint()
     for place in range(0, len(index), 7):
-        np.testing.assert_array_equal(dataset.load(0, place)[0], files.load(0, place)[0])
+        np.testing.assert_array_equal(dataset[place]["image"], files[place]["image"])
 
 
 def test_build(drawn: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "squash": SQUASH}
 
 
 def transform(entries: list[Any]) -> Compose:
-    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"))
+    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"), 48)
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
@@ -167,7 +167,7 @@ def test_engines_get_only_usual_files(kind: str) -> None:
 def loader_of(
     dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
 ) -> Iterator[Loader]:
-    source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
+    source = start_source(dataset, batch_size=batch, slots=4, file_bytes=file_bytes)
     with WorkerPool([source], workers=1) as pool:
         loader = Loader(
             pool,
@@ -198,20 +198,18 @@ def test_slot_holds_files_and_geometry(
             for row in range(8):
                 index = 8 * batch.step + row
                 length, offset, *size = table[row, : geometry.HEIGHT + 1].astype(int)
-                pixels, label = dataset.load(0, index)
+                sample = dataset[index]
                 if length:
                     file = encoded.files.array[batch.slot][offset : offset + length].tobytes()
                     assert file == Path(dataset.name(index)).read_bytes()
                     assert tuple(size) == Image.open(dataset.name(index)).size
                 else:
-                    found = batch.images[row].permute(1, 2, 0).numpy()
-                    np.testing.assert_array_equal(found, pixels)
-                assert batch.labels[row] == label
+                    np.testing.assert_array_equal(batch.fields["image"][row], sample["image"])
+                assert batch.fields["label"][row] == sample["label"]
             loader.load_in_process(batch)
             assert not table[:, geometry.LENGTH].any()
-            np.testing.assert_array_equal(
-                batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0]
-            )
+            expected = dataset[8 * batch.step]["image"]
+            np.testing.assert_array_equal(batch.fields["image"][0], expected)
             batch.release(None)
 
 
@@ -223,8 +221,8 @@ def test_worker_decodes_a_dataset_that_has_no_files() -> None:
             encoded = loader.pool.sources[0].encoded
             assert encoded is not None
             assert not encoded.geometry.array[batch.slot, :, geometry.LENGTH].any()
-            pixels = dataset.load(0, 8 * batch.step)[0]
-            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), pixels)
+            pixels = dataset[8 * batch.step]["image"]
+            np.testing.assert_array_equal(batch.fields["image"][0], pixels)
             batch.release(None)
 
 
@@ -241,8 +239,8 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
         prefetcher.set_upload(upload)
         for batch in prefetcher.batches(0, 2):
             for row in range(8):
-                expected = dataset.load(0, 8 * batch.step + row)[0]
-                found = batch.images[row].permute(1, 2, 0).numpy()
+                expected = dataset[8 * batch.step + row]["image"]
+                found = batch["image"][row].permute(1, 2, 0).numpy()
                 np.testing.assert_array_equal(found, expected)
         prefetcher.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
@@ -401,10 +399,10 @@ def test_batches_agree_with_the_cpu_path(
             loader.encoded_share = share
             by_workers = 0
             for batch in prefetcher.batches(0, 2):
-                ours = batch.images.permute(0, 2, 3, 1).cpu().numpy()
+                ours = batch["image"].permute(0, 2, 3, 1).cpu().numpy()
                 for row in range(13):
                     index = 13 * batch.step + row
-                    if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
+                    if abs(ours[row] - dataset[index]["image"]).max() < 0.01:
                         by_workers += 1
                         continue
                     # From the whole image: the CPU path may scale while decoding.
@@ -447,7 +445,7 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
             prefetcher.set_upload(upload)
             found = None
             try:
-                found = next(prefetcher.batches(0, 1)).images
+                found = next(prefetcher.batches(0, 1))["image"]
             except LoaderError as error:
                 message = str(error)
             assert found.isfinite().all() if found is not None else "3.jpg" in message
