@@ -109,24 +109,18 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     config, on_gpu = plan.config, world.device.type == "cuda"
     network = world.wrap(state.model, Batch.zeros(plan.fields, world.device)[IMAGE])
     weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
-    loss = plan.autocast()(compiled(training_loss, plan.compile))
+    criterion = build_criterion(config.train, weights)
+    loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
+    step = partial(train_step, state, network, loss, clip_norm=config.optim.clip_norm)
 
     def before(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(plan.curve.at(step))
 
     return StepGraph(
-        partial(
-            train_step,
-            state,
-            network,
-            partial(loss, criterion=build_criterion(config.train, weights)),
-            lr=lr,
-            clip_norm=config.optim.clip_norm,
-            accumulate=config.train.accumulate,
-        ),
+        partial(step, lr=lr, accumulate=config.train.accumulate),
         before=before,
         steps_before_capture=steps_before_capture(network),
         disabled_reason=None if on_gpu else "training runs on the CPU",
@@ -234,6 +228,15 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
         values["score"] = logits[:, 1] - logits[:, 0]
     return values
+
+
+def predictions(outputs: Tensor) -> Values:
+    """Return what scripts/predict.py prints about each image, from the network's outputs.
+
+    Of `probability`, float [B, classes], it prints the most probable classes; of other names, [B]
+    as a number, [B, n] as a list, and integers [B, H, W] as a mask.
+    """
+    return {"probability": outputs.float().softmax(1)}
 
 
 def validate(
@@ -374,11 +377,7 @@ def tune_loader(
     stop: StopSignal,
     tracker: Tracker,
 ) -> Any:
-    """Set decoder and workers for loader.workers=auto.
-
-    Returns:
-        What judges the speed of the run, for `RunLog`; None without engine/tune.
-    """
+    """Set decoder and workers for loader.workers=auto; return what judges the run's speed."""
     if not has_part("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader
