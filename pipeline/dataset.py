@@ -10,6 +10,7 @@ as a number or a mask, override `fields` and `targets` of `FolderDataset`.
 
 import copy
 import hashlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -200,28 +201,47 @@ class FolderDataset(Dataset):
         return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
 
     @property
-    def operations(self) -> int:
-        return self.transform.operations
+    def is_plain(self) -> bool:
+        """Whether a GPU may decode the images and apply operations: no subclass makes them."""
+        own = type(self).load is FolderDataset.load and type(self).open is FolderDataset.open
+        return own and self.fields[IMAGE] == image_field(self.transform.image_size)
 
-    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+    @property
+    def operations(self) -> int:
+        return self.transform.operations if self.is_plain else 0
+
+    def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
+
+        Args:
+            rng: of the augmentation, if it is not that of the sample: the frames of a clip have
+                equal ones, two views have different ones.
 
         Raises:
             BadImageError: the file cannot be read or decoded; not for an error of a transform.
         """
-        sample, operations = self.load_for_gpu(epoch, index)
+        sample, operations = self.load_for_gpu(epoch, index, rng)
         return {**sample, IMAGE: apply_operations(Picture(sample[IMAGE]), operations).pixels()}
 
-    def load_for_gpu(self, epoch: int, index: int) -> tuple[dict[str, Any], list[Operation]]:
-        data = self.read(index)
+    def load_for_gpu(
+        self, epoch: int, index: int, rng: random.Random | None = None
+    ) -> tuple[dict[str, Any], list[Operation]]:
         try:
-            picture = decode.open_picture(data, self.decoder, self.max_pixels)
-            rng = sample_rng(self.seed, epoch, index)
+            picture = self.open(index)
+            rng = rng or sample_rng(self.seed, epoch, index)
             picture, operations = self.transform.sample(picture, rng)
             pixels = picture.pixels()
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
         return {IMAGE: pixels, **self.targets(index, picture, operations)}, operations
+
+    def open(self, index: int) -> Picture:
+        """Read the header of a file; a subclass may make the picture in another way.
+
+        Raises:
+            BadImageError, UnreadableError: it cannot be read.
+        """
+        return decode.open_picture(self.read(index), self.decoder, self.max_pixels)
 
     def targets(
         self, index: int, picture: Picture, operations: Sequence[Operation]

@@ -254,6 +254,8 @@ def _check_engines(config: Config, decoder: str, missing: str | None) -> None:
 
 def _needs_pixels(config: Config, dataset: FolderDataset) -> str:
     """Why JPEG engines could decode no image of this training set; "" if they could."""
+    if not dataset.is_plain:
+        return "the dataset makes the images itself"
     place = gpu_part().first_on_pixels(dataset.transform)
     if place is None:
         return ""

@@ -142,7 +142,7 @@ def measure_remedies(
     Returns:
         Smaller files and, if there is one, a faster decoder; nothing for a dataset without files.
     """
-    if not isinstance(dataset, FolderDataset):
+    if not isinstance(dataset, FolderDataset) or not dataset.is_plain:
         return ()
     best, fastest = installed()[0], next(iter(DECODERS))
     seconds, sizes = np.zeros(3), np.zeros(2)  # CPU time to read and decode

@@ -50,7 +50,7 @@ class Trained:
         config: of the run, or the defaults for files of other projects; with the overrides.
         weights: state_dict; the moving average if the file holds one.
         averaged: whether `weights` is the moving average of a run.
-        num_classes: from the shape of the head.
+        num_classes: of the run; of other files, from the shape of the head.
         classes: names of the classes, in the order of the logits; empty if unknown.
         image_shape: of a training image on the device, (..., C, S, S); the parameters of some
             models depend on S.
@@ -206,7 +206,10 @@ def _open_ours(
         )
     found = _of_config(path, config, weights, plan.get("classes", ()), image_size)
     shape = tuple(plan.get("image_shape", found.image_shape))
-    return replace(found, image_shape=shape, averaged=bool(state.get("ema")), stored=stored)
+    found = replace(found, image_shape=shape, averaged=bool(state.get("ema")), stored=stored)
+    if names := tuple(plan.get("classes", ())):  # the head may be that of another task
+        found = replace(found, classes=names, num_classes=len(names))
+    return found
 
 
 def _of_config(

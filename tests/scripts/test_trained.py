@@ -173,7 +173,6 @@ def rewritten(folder: Path, to: Path, change: Any) -> Path:
     ("change", "classes"),
     [
         (lambda c: c.pop("plan"), ()),
-        (lambda c: c["plan"].update(classes=["one"]), ()),
         (lambda c: c["config"].update({"of.another.version": 3}), CLASSES),
         (lambda c: c["config"].pop("data.on_error"), CLASSES),
     ],
