@@ -12,7 +12,7 @@ from conf.schema import Config, UserError
 from pipeline import augment, gpu_part
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
-from pipeline.dataset import IMAGE, Dataset
+from pipeline.dataset import Dataset
 from pipeline.decode import ON_GPU
 from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
@@ -84,7 +84,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
     sizes = SizeSchedule(data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size)
-    highest = datasets.train.fields[IMAGE].highest
+    highest = _highest(datasets.train)
     images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     sources = _start_sources(config, datasets, plan, world)
@@ -133,6 +133,17 @@ def _start_sources(
         **shape,
     )
     return train, start_source(datasets.val, **shape)
+
+
+def _highest(dataset: Dataset) -> int:
+    """Return the level that stands for 1 in all images of a sample."""
+    kinds = {(each.highest, each.shape[-1]) for each in dataset.fields.values() if each.image}
+    if len(kinds) != 1:
+        raise UserError(
+            "data.mean: normalises all images of a sample, which have several dtypes or numbers of "
+            "channels; state only those like `image` with image=True in `fields` of the dataset"
+        )
+    return kinds.pop()[0]
 
 
 def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:

@@ -11,7 +11,7 @@ from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
 from pipeline import decode, gpu_part, machine
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.loader import buffer_layout, slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
@@ -173,11 +173,11 @@ def why_not_measured(config: Config, dataset: Dataset, device: torch.device, wor
         return "none can be started"
     if device.type != "cuda":
         return "training runs on the CPU and shares it with the workers"
-    if not isinstance(dataset, FolderDataset):
-        return "the dataset decodes no files"
+    if isinstance(dataset, FakeDataset):
+        return "synthetic images cost nearly nothing"
     if batches < FEWEST_BATCHES:
         return f"an epoch of {batches:.1f} batches is over before it matters"
-    if dataset.mean_bytes() <= SMALL_FILE and workers >= ENOUGH_WORKERS:
+    if 0 < dataset.mean_bytes() <= SMALL_FILE and workers >= ENOUGH_WORKERS:
         kilobytes = dataset.mean_bytes() / 1000
         return f"small files ({kilobytes:.1f} kB on average) decode faster than the GPU trains"
     return "" if has_part("engine.tune") else "this copy has no engine/tune"

@@ -195,6 +195,8 @@ def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, f
             source.operations.array[slot, row] = as_rows(operations)
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, row)
+    if missing := batch.keys() - sample.keys():
+        raise ValueError(f"the sample lacks {', '.join(sorted(missing))} of the dataset's `fields`")
     for name, rows in batch.items():
         if np.shape(sample[name]) != rows.shape[1:]:
             raise ValueError(

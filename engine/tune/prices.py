@@ -35,6 +35,7 @@ SMALLER = 0.7  # share of the bytes from which on shrinking also helps JPEG engi
 SHRUNK_SIDE = 352
 SHRINK = f"re-encode the images once with scripts/prepare.py --side {SHRUNK_SIDE}"
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+AUTO_WORKERS = "set loader.workers=auto in a new run"
 
 
 class Remedy(NamedTuple):
@@ -123,8 +124,11 @@ def find_remedies(feed: Feed, plan: Plan, stop: StopSignal) -> list[Remedy]:
             for text, effect in remedies
             if text == SHRINK and effect["storage"] < SMALLER
         ]
-    if {plan.config.loader.workers, plan.config.loader.decoder} != {"auto"}:
-        remedies.insert(0, Remedy(AUTO, {}))
+    decoder, auto = plan.config.loader.decoder, AUTO
+    if feed.decoder == "none":  # the dataset does not use it
+        decoder, auto = "auto", AUTO_WORKERS
+    if {plan.config.loader.workers, decoder} != {"auto"}:
+        remedies.insert(0, Remedy(auto, {}))
     return remedies
 
 

@@ -294,7 +294,9 @@ def _input_stage(figures: Figures) -> str:
         return ENGINES if rank.decoder == "gpu" else "the hand-off"
     if rank.storage_ms > rank.cpu_ms:
         return "storage"
-    return "CPU cores" if rank.on_gpu and rank.workers and rank.core_ms > rank.cpu_ms else "decode"
+    if rank.on_gpu and rank.workers and rank.core_ms > rank.cpu_ms:
+        return "CPU cores"
+    return "loading" if rank.decoder == "none" else "decode"
 
 
 def _is_slower(figures: Figures) -> bool:

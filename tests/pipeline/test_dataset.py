@@ -308,7 +308,7 @@ class Grey(Dataset):
         return {"image": image_field(self.size), "label": LABEL}
 
     def load(self, epoch: int, index: int) -> dict[str, Any]:
-        pixels = np.full((self.size, self.size, 3), 100 * epoch + index, np.uint8)
+        pixels = np.full((self.size, self.size, 3), (100 * epoch + index) % 256, np.uint8)
         return {"image": pixels, "label": index % 2}
 
     def name(self, index: int) -> str:

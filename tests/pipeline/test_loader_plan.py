@@ -30,6 +30,7 @@ from pipeline.loader_plan import (
     plan_loader,
 )
 from tests.loader_plans import loader_plan, world_of
+from tests.pipeline.test_dataset import Grey
 
 FOR_15 = FILES_KEPT + 15 * FILES_PER_WORKER  # open files that 15 workers need
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
@@ -175,7 +176,8 @@ def test_workers(
     ("files", "options", "found", "reason"),
     [
         (MANY, {"device": CPU}, {}, "training runs on the CPU and shares it with the workers"),
-        (FakeDataset(num_samples=9, num_classes=2, size=24), {}, {}, "decodes no files"),
+        (FakeDataset(num_samples=9, num_classes=2, size=24), {}, {}, "cost nearly nothing"),
+        (Grey(1000, 24), {}, {}, ""),
         (Files(127), {}, {}, "an epoch of 15.9 batches is over"),
         (Files(128), {}, {}, ""),
         (Files(999, 0.9), {}, {}, "small files (0.9 kB on"),

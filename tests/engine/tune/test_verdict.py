@@ -76,6 +76,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
         f"by the GPU's JPEG engines ... 14,555. Remedies: {SHRINK}.",
     ),
     ({**READERS, "cpu_ms": 0.5, "workers": 3}, [], "by decode ... use a machine with more CPU"),
+    ({**WAITS, "decoder": "none"}, [], "by loading: the GPU waited 38.0% ... each worker (15)"),
     # Two workers would have a core.
     (FEW_CORES, [Remedy(AUTO, {})], "Remedies: move the images to faster storage."),
     (

@@ -1,0 +1,189 @@
+"""Samples of other tasks: every field arrives as the dataset returns it; images are normalised."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conf import cli
+from conf.schema import UserError
+from pipeline.augment import build
+from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
+from pipeline.build import Datasets
+from pipeline.dataset import Dataset, Field, image_field
+from pipeline.feed import Feed, open_feed
+from pipeline.prefetcher import Batch, channels_first
+from pipeline.worker import LoaderError
+from tests.loader_plans import loader_plan, world_of
+from tests.pipeline.loaders import loaded
+
+CPU = torch.device("cpu")
+SIDE, SMALLER = 12, 8
+Fields = dict[str, Field]
+
+
+class Noise(Dataset):
+    """Samples of any fields; `changed` replaces or removes (None) those of sample 3."""
+
+    def __init__(self, count: int, fields: Fields, changed: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.count, self.stated, self.changed = count, fields, changed or {}
+
+    @property
+    def fields(self) -> Fields:
+        return self.stated
+
+    def __len__(self) -> int:
+        return self.count
+
+    def load(self, epoch: int, index: int) -> dict[str, Any]:
+        rng = np.random.default_rng((epoch, index))
+        sample = {
+            name: (rng.random(field.shape) * field.highest).astype(field.dtype)
+            for name, field in self.stated.items()
+        }
+        changed = self.changed if index == 3 else {}
+        return {k: v for k, v in (sample | changed).items() if v is not None}
+
+    def name(self, index: int) -> str:
+        return f"noise {index}"
+
+    def fingerprint(self) -> str:
+        return "noise"
+
+
+def everything(side: int) -> Fields:
+    return {
+        "image": image_field(side),
+        "view": image_field(side),
+        "frames": Field(np.uint8, (2, side, side, 3), image=True),
+        "mask": Field(np.uint8, (side, side)),
+        "number": Field(np.float32),
+        "labels": Field(np.float32, (5,)),
+        "place": Field(np.int32, (2,)),
+    }
+
+
+def deep(side: int) -> Fields:
+    """Images of five channels of 16 bits."""
+    return {"image": Field(np.uint16, (side, side, 5), image=True), "depth": Field(np.uint16)}
+
+
+def only(*names: str) -> Callable[[int], Fields]:
+    return lambda side: {name: everything(side)[name] for name in names}
+
+
+@contextmanager
+def opened(
+    fields: Callable[[int], Fields], *overrides: str, workers: int = 0, **changed: Any
+) -> Iterator[Feed]:
+    """A feed of 20 and 11 samples in batches of 8."""
+    fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
+    config = cli.load([*fixed, "loader.batch_size=8", "loader.start_method=fork", *overrides])
+    train, val = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE))
+    smaller = {SMALLER: Noise(20, fields(SMALLER))} if config.data.sizes else {}
+    datasets = Datasets(train, val, ("a", "b"), SIDE, SIDE, smaller)
+    world = world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers, decoder="none")
+    with open_feed(config, datasets, plan, world) as feed:
+        yield feed
+
+
+def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
+    """Compare a batch, and its copy in parts, with its samples."""
+    count, parts = len(samples), batch.clone().split(2)
+    assert batch.valid.tolist() == [row < count for row in range(8)]
+    assert list(batch.fields) == list(dataset.fields)
+    for name, rows in loaded(dataset, samples).items():
+        found = batch[name]
+        for part, expected in zip(
+            parts, found.numpy().reshape(2, 4, *found.shape[1:]), strict=True
+        ):
+            np.testing.assert_array_equal(part[name].numpy(), expected)
+        field = dataset.fields[name]
+        if field.image:
+            rows = (channels_first(rows).double() / field.highest - 0.5) / 0.25
+            found = found.double()
+        np.testing.assert_allclose(found[:count], rows, rtol=0, atol=1e-6 if field.image else 0)
+        assert found.dtype == rows.dtype and found.shape[1:] == rows.shape[1:]
+
+
+@pytest.mark.parametrize("fields", [everything, deep])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], workers: int) -> None:
+    """Also with images and masks of another size in the first epoch, and in a short last batch."""
+    sizes = f"data.sizes={{0: {SMALLER}, 1: {SIDE}}}"
+    with opened(fields, sizes, workers=workers) as feed:
+        sources = feed.train.loader.pool.sources
+        for batch in feed.train.batches(0, 6):
+            dataset = sources[0].of_size(SMALLER if batch.step < 3 else SIDE).dataset
+            check(batch, dataset, feed.train.loader.samples(batch.step))
+        for batch in feed.val.batches(0, feed.val_batches):
+            check(batch, sources[1].dataset, feed.val.loader.samples(batch.step))
+        assert batch.step == 1 and batch.valid.sum() == 3
+        row = 16 + sum(np.zeros(each.shape, each.dtype).nbytes for each in fields(SIDE).values())
+        assert feed.plan.buffer_bytes == 2 * feed.plan.slots * 8 * row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"mask": np.zeros((12, 11))}, r"field mask has the shape \(12, 11\), .* \(12, 12\)"),
+        ({"number": np.zeros(1)}, r"field number has the shape \(1,\), .* states \(\) "),
+        ({"number": None, "mask": None}, "sample lacks mask, number of the dataset's `fields`"),
+    ],
+)
+def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: int) -> None:
+    with (
+        opened(only("image", "mask", "number"), workers=workers, **changed) as feed,
+        pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
+    ):
+        list(feed.train.batches(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("names", "entry"),
+    [
+        (("number",), "mixup"),
+        (("labels", "mask", "place"), "cutmix"),
+        (("number", "labels", "mask"), "random_erasing"),
+    ],
+)
+def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entry: str) -> None:
+    """With the same partners and boxes in each image and frame; other fields are as before."""
+    fields = only("image", "view", "frames", *names)
+    (transform,) = build([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
+    with (
+        opened(fields) as plain,
+        opened(fields, f"augment.batch=[{{{entry}: {{p: 1.0}}}}]") as feed,
+    ):
+        for before, after in zip(plain.train.batches(0, 3), feed.train.batches(0, 3), strict=True):
+            numbers = before[names[0]].reshape(8, -1)
+            for name in ("image", "view", "frames"):
+                shape = (8, -1, 3, SIDE, SIDE)
+                both = [each[name].reshape(shape).unbind(1) for each in (before, after)]
+                for image, found in zip(*both, strict=True):
+                    part = batch_part(0, before.step, total=8)
+                    expected, target = transform(image, numbers, part)
+                    assert torch.equal(found, expected) and not torch.equal(found, image)
+            assert all(torch.equal(after[name], before[name]) for name in names)
+            assert ("target" in after.fields) == (entry != "random_erasing")
+            if "target" in after.fields:
+                assert torch.equal(after["target"], target.reshape(before[names[0]].shape))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (only("image", "mask"), "augment.batch: .* and a sample has none; leave mixup and cutmix"),
+        (only("image", "number", "labels"), "augment.batch: .* and a sample has number, labels; "),
+        (lambda side: everything(side) | {"view": deep(side)["image"]}, "data.mean: .* several"),
+    ],
+)
+def test_what_cannot_be_mixed_or_normalised_is_refused(fields: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
+        pass
