@@ -1,4 +1,4 @@
-"""Predict the classes of images with a trained model.
+"""Predict the classes of images, or what train.predictions says, with a trained model.
 
     python scripts/predict.py runs/NAME photo.jpg photos/
     find photos -name '*.jpg' | python scripts/predict.py runs/NAME - --format csv > classes.csv
@@ -13,7 +13,8 @@ Accepts train.py's key=value overrides, such as data.val_size=288, train.device=
 loader.workers=4 (threads that decode images; the default is one per core). The images get the
 validation transforms of the checkpoint.
 
-Prints the most probable classes of each image, in the order of the paths, batch by batch:
+Prints the values that predictions() in train.py returns for each image, in the order of the paths,
+batch by batch. Of `probability`, these are the most probable classes:
   table  for people; the default on a terminal
   jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
          "name": ...}, ...]}
@@ -21,6 +22,9 @@ Prints the most probable classes of each image, in the order of the paths, batch
 An index is the position of the class in the model's output. Where the names of the classes are not
 known, the index is the name. The table shows, and `name` is, the readable name of a class whose
 folder is named by a WordNet ID of ImageNet: goldfish for n01443537.
+
+Another value is a number; or a list, by the names of the outputs if there are as many; or a mask,
+which is written to a PNG file in --out, whose path is printed.
 
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
@@ -63,6 +67,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
+    add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     cli.add_classes(parser)
     options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
@@ -90,21 +95,27 @@ if __name__ == "__main__":
 
 import csv
 import warnings
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
+import train
 from conf.files import open_regular
 from engine.distributed import resolve_device
+from engine.scores import shown
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.build import build_transform
 from pipeline.class_names import readable
+from pipeline.dataset import Field
 from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
@@ -116,16 +127,20 @@ CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 
 Loaded = np.ndarray | str
-"""uint8 [S, S, 3], or why the file cannot be read."""
+"""[S, S, C], or why the file cannot be read."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The most probable classes of an image, the most probable first; or why there are none."""
+    """What is predicted for an image, or why nothing is.
+
+    Attributes:
+        values: name -> a number, a list of numbers, a mapping of output names to numbers, or a
+            mask, integers [H, W]; `predictions` -> the most probable classes as in a JSON line.
+    """
 
     path: str
-    classes: Sequence[int] = ()
-    probabilities: Sequence[float] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -145,7 +160,7 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 class Predictor:
-    """Decodes images on all cores and predicts their classes on a device.
+    """Decodes images on all cores and computes `train.predictions` for them on a device.
 
     Threads decode: reading, decoding and resizing release the lock of the interpreter, and unlike
     processes, threads need no time to start.
@@ -153,13 +168,13 @@ class Predictor:
     Args:
         trained: the model, with the config of the validation.
         device: where the model computes.
-        top: number of classes per image.
+        top: number of classes per image; None for MOST, or for all if there are fewer.
 
     Raises:
         UserError: a transform, the decoder or the size of the images is wrong.
     """
 
-    def __init__(self, trained: Trained, device: torch.device, *, top: int) -> None:
+    def __init__(self, trained: Trained, device: torch.device, *, top: int | None = None) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform = build_transform(config.augment.val, "augment.val")
         self.size = self.transform.image_size
@@ -167,6 +182,7 @@ class Predictor:
             trained.check_size(self.size)
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
         self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
+        self.names = names_of(trained)
         precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
@@ -176,7 +192,9 @@ class Predictor:
         self.bf16 = precision == "bf16"
         dtype = torch.bfloat16 if self.bf16 and device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(device)
-        self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last)
+        self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
+        highest = Field(self.dtype).highest
+        self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
         typed = "loader.batch_size" in typed_keys(config.typed)
         most = loader.batch_size if typed or device.type == "cuda" else CPU_BATCH
         self.batch_size = min(loader.batch_size, most)
@@ -207,6 +225,9 @@ class Predictor:
             with open_regular(path) as file:
                 picture = decode.open_picture(file.read(), self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
+            if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
+                found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
+                return f"{found}, the model takes {self.channels} of {self.dtype}"
             return np.ascontiguousarray(pixels)  # a crop would keep the memory of the whole image
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
@@ -214,28 +235,88 @@ class Predictor:
 
     @torch.no_grad()
     def results(self, batch: Sequence[tuple[str, Future[Loaded]]]) -> list[Result]:
-        """Predict the classes of a batch; unreadable files stay in their places."""
+        """Predict for a batch; unreadable files stay in their places.
+
+        Raises:
+            UserError: `train.predictions` does not fit the model, or `top` does not fit it.
+        """
         loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]
-        found: Iterator[tuple[list[float], list[int]]] = iter(())
+        found: Iterator[dict[str, Any]] = iter(())
         if images:
-            pixels = torch.from_numpy(np.stack(images)).to(self.device).permute(0, 3, 1, 2)
+            pixels = torch.from_numpy(np.stack(images)).to(self.device).movedim(-1, -3).float()
             # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
             inputs = (pixels * self.format.scale).add_(self.format.shift)
             inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                logits = self.model(inputs).float()
-            probabilities, classes = logits.softmax(1).topk(self.top)
-            found = zip(probabilities.tolist(), classes.tolist(), strict=True)
+                outputs = self.model(inputs)
+            found = iter(self.rows(train.predictions(outputs)))
         results = []
         for path, image in loaded:
             if isinstance(image, str):
                 results.append(Result(path, reason=image))
             else:
-                top, labels = next(found)
-                reason = "" if np.isfinite(top).all() else "the model's output is not a number"
-                results.append(Result(path, labels, top, reason))
+                values = next(found)
+                reason = "" if values else "the model's output is not a number"
+                results.append(Result(path, values, reason))
         return results
+
+    def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Return `Result.values` of each image; nothing of one with a value that is not finite."""
+        if self.top is not None and "probability" not in values:
+            given = ", ".join(values)
+            raise UserError(f"--top {self.top}: is for classes, not for {given}; leave it out")
+        finite = [value.isfinite().reshape(len(value), -1).all(1) for value in values.values()]
+        names = [name if name != "probability" else "predictions" for name in values]
+        columns = zip(*(self.column(name, value) for name, value in values.items()), strict=True)
+        found = zip(columns, torch.stack(finite).all(0).tolist(), strict=True)
+        return [dict(zip(names, row, strict=True)) if good else {} for row, good in found]
+
+    def column(self, name: str, value: Tensor) -> list[Any]:
+        """Return a value of `train.predictions` for each image."""
+        shape, is_mask = value.shape[1:], value.ndim == 3 and not value.is_floating_point()
+        if value.ndim != 2 if name == "probability" else value.ndim > 2 and not is_mask:
+            raise UserError(
+                f"{name}: {value.dtype} {[*shape]} for each image cannot be printed; change "
+                "predictions() in train.py"
+            )
+        if name == "probability":
+            return self.most_probable(value)
+        if is_mask:
+            return list(value.cpu().numpy())
+        rows = rounded(value.tolist())
+        is_named = shape == (len(self.names),)
+        return [dict(zip(self.names, row, strict=True)) for row in rows] if is_named else rows
+
+    def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
+        classes = probabilities.shape[1]
+        if classes == 1:
+            raise UserError(
+                "the model has one output, which is no probability of classes; change "
+                "predictions() in train.py"
+            )
+        top = min(MOST, classes) if self.top is None else self.top
+        if top > classes:
+            raise UserError(f"--top {top}: the model has {classes} classes; give {classes} or less")
+
+        def entry(p: float, i: int) -> dict[str, Any]:
+            name = self.names[i]
+            return {"class": name, "index": i, "probability": p, "name": readable(name)}
+
+        rows = zip(*(each.tolist() for each in probabilities.topk(top)), strict=True)
+        return [list(map(entry, *row)) for row in rows]
+
+
+def names_of(trained: Trained) -> Sequence[str]:
+    """Return the names of the model's outputs; their positions if they are unknown."""
+    return trained.classes or tuple(map(str, range(trained.num_classes)))
+
+
+def rounded(value: Any) -> Any:
+    """Give floats the digits that float32 has."""
+    if isinstance(value, list):
+        return list(map(rounded, value))
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 class Output:
@@ -243,39 +324,77 @@ class Output:
 
     Args:
         form: one of FORMATS.
-        names: of the classes.
-        top: number of classes per image.
+        names: of the classes, or of other outputs.
+        folder: for masks.
     """
 
-    def __init__(self, form: str, file: TextIO, names: Sequence[str], top: int) -> None:
-        self.form, self.file, self.names = form, file, names
-        shown = [cli.printable(readable(name))[:24] for name in names]
-        self.shown = [f"{name:<{max(map(len, shown))}}" for name in shown]
+    def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
+        self.form, self.file, self.folder = form, file, folder
+        self.name_width = max(len(cli.printable(readable(name))[:24]) for name in names)
         self.width = 0  # of the first column of a table: the longest path so far
         self.csv = csv.writer(file, lineterminator="\n")
-        if form == "csv":
-            ranks = range(1, top + 1)
-            head = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
-            self.csv.writerow(["path", *head, *(f"name_{rank}" for rank in ranks)])
+        self.has_head = False
+        self.masks = Counter[str]()  # of each name
 
     def write(self, results: list[Result]) -> None:
-        names = self.names
         self.width = max([self.width, *(len(cli.printable(one.path)) for one in results)])
         for result in results:
-            pairs = list(zip(result.classes, result.probabilities, strict=True))
+            values = dict(result.values)
+            for name, value in values.items():
+                if isinstance(value, np.ndarray):
+                    values[name] = self.save(value, f"{Path(result.path).stem}_{name}")
             if self.form == "csv":
-                cells: list[Any] = [cell for i, p in pairs for cell in (names[i], f"{p:.6f}")]
-                self.csv.writerow([result.path, *cells, *(readable(names[i]) for i, _ in pairs)])
+                cells = {"path": result.path}
+                for name, value in values.items():
+                    cells |= columns(name, value)
+                self.csv.writerows([cells.values()] if self.has_head else [cells, cells.values()])
+                self.has_head = True
             elif self.form == "jsonl":
-                keys = ("class", "index", "probability", "name")
-                found = [(names[i], i, round(p, 6), readable(names[i])) for i, p in pairs]
-                predictions = [dict(zip(keys, values, strict=True)) for values in found]
-                row = {"path": result.path, "predictions": predictions}
-                self.file.write(strict_json.dumps(row) + "\n")
+                for entry in values.get("predictions", ()):
+                    entry["probability"] = round(entry["probability"], 6)
+                self.file.write(strict_json.dumps({"path": result.path, **values}) + "\n")
             else:
-                columns = "".join(f"  {self.shown[i]} {100 * p:>5.1f} %" for i, p in pairs)
-                self.file.write(f"{cli.printable(result.path):<{self.width}}{columns}\n")
+                texts = "".join(self.text(name, value) for name, value in values.items())
+                self.file.write(f"{cli.printable(result.path):<{self.width}}{texts}\n")
         self.file.flush()
+
+    def text(self, name: str, value: Any) -> str:
+        """Return a value as in a table; of a list without names, its first numbers."""
+        if name == "predictions":
+            pairs = [(each["name"], f"{100 * each['probability']:>5.1f} %") for each in value]
+        elif isinstance(value, dict):
+            pairs = [(readable(key), f"{number:.4g}") for key, number in value.items()]
+        elif isinstance(value, list):
+            numbers = [f"{number:.4g}" for number in value[:MOST]]
+            return "  ".join(["", name, *numbers, *["..."] * (len(value) > MOST)])
+        else:
+            is_path = isinstance(value, str)
+            return f"  {name} {cli.printable(value)}" if is_path else f"  {shown(name, value)}"
+        return "".join(f"  {cli.printable(k)[:24]:<{self.name_width}} {text}" for k, text in pairs)
+
+    def save(self, mask: np.ndarray, name: str) -> str:
+        """Write a mask as a PNG file of 8 or 16 bits; return its path."""
+        self.masks[name] += 1
+        number = f"-{self.masks[name]}" if self.masks[name] > 1 else ""
+        path = self.folder / f"{name}{number}.png"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)
+        return str(path)
+
+
+def columns(name: str, value: Any) -> dict[str, Any]:
+    """Return the cells of a value in a CSV file."""
+    if name == "predictions":
+        cells = {}
+        for rank, each in enumerate(value, 1):
+            cells[f"class_{rank}"] = each["class"]
+            cells[f"probability_{rank}"] = f"{each['probability']:.6f}"
+        return cells | {f"name_{rank}": each["name"] for rank, each in enumerate(value, 1)}
+    if isinstance(value, list):
+        value = dict(enumerate(value, 1))
+    if isinstance(value, dict):
+        return {f"{name}_{key}": number for key, number in value.items()}
+    return {name: value}
 
 
 def write_all(batches: Iterable[list[Result]], output: Output) -> int:
@@ -299,16 +418,12 @@ def predict_all(options: argparse.Namespace) -> int:
     # "Corrupt EXIF data" and the like: the pixels are not affected
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
-    classes = trained.num_classes
-    top = min(MOST, classes) if options.top is None else options.top
-    if top > classes:
-        raise UserError(f"--top {top}: the model has {classes} classes; give {classes} or less")
-    predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
+    device = resolve_device(trained.config.train.device)
+    predictor = Predictor(trained, device, top=options.top)
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
-    names = trained.classes or tuple(map(str, range(classes)))
-    output = Output(form, sys.stdout, names, top)
+    output = Output(form, sys.stdout, names_of(trained), options.out)
     return write_all(predictor.run(find_files(options.paths)), output)
 
 

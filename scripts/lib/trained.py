@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -78,6 +79,11 @@ class Trained:
     def image_size(self) -> int:
         """Side of the training images in pixels."""
         return self.image_shape[-1]
+
+    @property
+    def image_dtype(self) -> np.dtype[Any]:
+        """Dtype of an image before it is normalised."""
+        return np.dtype(self.stored.get("plan", {}).get("image_dtype", "uint8"))
 
     @property
     def step(self) -> int | None:

@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import train
 from conf.schema import UserError
 from pipeline.build import build_val
 from scripts import predict
@@ -27,7 +29,7 @@ HERE = ["train.device=cpu", "loader.workers=2"]
 
 @pytest.fixture
 def predictor(folder: Path) -> Predictor:
-    return Predictor(open_trained(folder, [*HERE, "loader.batch_size=4"]), CPU, top=3)
+    return Predictor(open_trained(folder, [*HERE, "loader.batch_size=4"]), CPU)
 
 
 @pytest.fixture
@@ -73,9 +75,10 @@ def test_same_predictions_as_the_pipeline(folder: Path, image_root: Path, transf
         inputs = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)
         expected = trained.build(CPU)(inputs).softmax(1)
     for result, probabilities in zip(found, expected, strict=True):
-        assert result.probabilities == sorted(result.probabilities, reverse=True)
-        ours = probabilities[list(result.classes)].tolist()
-        assert result.probabilities == pytest.approx(ours, rel=1e-3) and sum(ours) > 0.999
+        ours = [entry["probability"] for entry in result.values["predictions"]]
+        assert ours == sorted(ours, reverse=True) and sum(ours) > 0.999
+        classes = [entry["index"] for entry in result.values["predictions"]]
+        assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
 
 
 def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predictor) -> None:
@@ -87,7 +90,7 @@ def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predi
     assert reasons["link.jpg"] == "No such file or directory"
     assert "truncated" in reasons["sub.jpg"]
     assert "cannot identify image file" in reasons["text.png"]
-    assert [bool(result.classes) for result in found] == [not result.reason for result in found]
+    assert [bool(result.values) for result in found] == [not result.reason for result in found]
     assert list(reasons.values()).count("") == 3
 
 
@@ -147,7 +150,6 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
     ("words", "listed", "status", "message"),
     [
         ("- --format=csv --top=1", True, 0, "3 of 4 files could not be read"),
-        ("--top 4 .", False, 2, "--top 4: the model has 3 classes; give 3 or less"),
         ("-", False, 1, "there are no images at these paths, and none in the list"),
     ],
 )
@@ -178,29 +180,92 @@ def test_command_line(
         assert "fifo.jpg: ValueError: is not a regular file" in err and err.count("\n") == 4
 
 
+def written_as(
+    form: str, found: list[Result], names: Sequence[str], folder: Path = Path("masks")
+) -> str:
+    file = io.StringIO()
+    output = predict.Output(form, file, names, folder)
+    for result in found:
+        output.write([result])
+    output.write([])
+    return file.getvalue()
+
+
 def test_formats() -> None:
     """The folder's name stays the key; the readable name is shown."""
-    found = [Result("a.jpg", [1, 0], [0.75, 0.25]), Result("long\x1b.jpg", [0, 1], [0.5, 0.5])]
-    written = {}
-    for form in predict.FORMATS:
-        file = io.StringIO()
-        output = predict.Output(form, file, ["dog", "n01443537"], 2)
-        for result in found:
-            output.write([result])
-        output.write([])
-        written[form] = file.getvalue()
+    names = ["dog", "n01443537"]
+    cat = {"class": "dog", "index": 0, "name": "dog"}
+    fish = {"class": "n01443537", "index": 1, "name": "goldfish"}
+    first = [fish | {"probability": 0.75}, cat | {"probability": 0.25}]
+    second = [cat | {"probability": 0.5}, fish | {"probability": 0.5}]
+    found = [
+        Result("a.jpg", {"predictions": first}),
+        Result("long\x1b.jpg", {"predictions": second}),
+    ]
+    written = {form: written_as(form, found, names) for form in predict.FORMATS}
     assert written["table"] == (
         "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
         "long\\x1b.jpg  dog       50.0 %  goldfish  50.0 %\n"
     )
-    assert json.loads(written["jsonl"].splitlines()[0])["predictions"] == [
-        {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"},
-        {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"},
-    ]
+    assert json.loads(written["jsonl"].splitlines()[0])["predictions"] == first
     head, row, _ = csv.reader(io.StringIO(written["csv"]))
     columns = "path,class_1,probability_1,class_2,probability_2,name_1,name_2"
     assert head == columns.split(",")
     assert row == ["a.jpg", "n01443537", "0.750000", "dog", "0.250000", "goldfish", "dog"]
+
+
+def test_values_of_other_tasks(
+    predictor: Predictor, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number, a list, a number for each output, and a mask."""
+    mask = torch.tensor([[0, 1, 2], [3, 0, 300]])
+    values = {
+        "mass": 1.2345678,
+        "vector": torch.arange(7) / 2,
+        "trait": torch.ones(3),
+        "mask": mask,
+    }
+
+    def predictions(outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.stack([torch.as_tensor(v)] * len(outputs)) for name, v in values.items()
+        }
+
+    monkeypatch.setattr(train, "predictions", predictions)
+    image = image_root / "val" / "dots" / "00.jpg"
+    found = results(predictor, image, image)
+    table, lines, cells = (written_as(form, found, CLASSES, tmp_path) for form in predict.FORMATS)
+    paths = [str(tmp_path / name) for name in ("00_mask.png", "00_mask-2.png")]
+    text = "mass 1.235  vector  0  0.5  1  1.5  2  ...  checks  1  dots    1  stripes 1  mask"
+    assert table.splitlines() == [f"{image}  {text} {path}" for path in paths]
+    trait = dict.fromkeys(CLASSES, 1.0)
+    row = {"mass": 1.234568, "vector": [0, 0.5, 1, 1.5, 2, 2.5, 3], "trait": trait}
+    expected = [{"path": str(image), **row, "mask": path} for path in paths]
+    assert list(map(json.loads, lines.splitlines())) == expected
+    head, first, _ = csv.reader(io.StringIO(cells))
+    assert head[:3] == ["path", "mass", "vector_1"] and head[-2:] == ["trait_stripes", "mask"]
+    assert first[1:4] == ["1.234568", "0.0", "0.5"] and first[-1] == paths[0]
+    assert np.array_equal(Image.open(paths[1]), mask)
+
+
+@pytest.mark.parametrize(
+    ("shape", "top", "message"),
+    [
+        ((1,), None, r"^the model has one output, which is no probability of classes; change pred"),
+        (
+            (3, 4, 4),
+            None,
+            r"^probability: torch\.float32 \[3, 4, 4\] for each image cannot be print",
+        ),
+        ((3,), 4, r"^--top 4: the model has 3 classes; give 3 or less"),
+    ],
+)
+def test_outputs_that_are_no_classes(
+    predictor: Predictor, shape: tuple[int, ...], top: int | None, message: str
+) -> None:
+    predictor.top = top
+    with pytest.raises(UserError, match=message):
+        predictor.rows(train.predictions(torch.zeros(2, *shape)))
 
 
 @pytest.mark.parametrize(
@@ -226,5 +291,5 @@ def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
     for device in ("cpu", "cuda"):
         trained = open_trained(folder, [f"train.device={device}", "train.precision=fp32"])
         found = results(Predictor(trained, torch.device(device, 0), top=1), image_root / "val")
-        classes.append([result.classes for result in found])
+        classes.append([result.values["predictions"][0]["index"] for result in found])
     assert classes[0] == classes[1]
