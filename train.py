@@ -35,11 +35,11 @@ from engine.identity import run_identity
 from engine.log.bad_files import too_many_unreadable
 from engine.log.runlog import RunLog, check_log, introduce
 from engine.log.tracker import Tracker
-from engine.losses import Criterion, build_criterion, image_losses
+from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.scores import accuracy
+from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values, compile_later_sizes, steps_before_capture
 from engine.stop_signal import StopSignal
@@ -201,9 +201,7 @@ def training_loss(
     labels = batch["label"]
     targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
-    loss = criterion(logits, targets)
-    means = {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
-    return loss, {**means, "image_losses": image_losses(logits, targets, labels)}
+    return criterion(logits, targets), class_means(logits, targets, labels)
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:
@@ -213,21 +211,9 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
 
     Returns:
         Named values for each row, [B, ...]. Those of float [B] are averaged over the split. The
-        others are for values that are computed from all rows (engine/scores.py): the predicted
-        class (the first of equal logits, -1 if one is NaN), and of two classes the `score`.
+        others are for values that are computed from all rows (engine/scores.py).
     """
-    labels = batch["label"]
-    logits = network(batch["image"]).float()
-    values = {
-        "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
-        **accuracy(logits, labels),
-        "label": labels,
-        "prediction": logits.argmax(1).masked_fill(logits.isnan().any(1), -1),
-        "confidence": logits.softmax(1).amax(1).nan_to_num(),
-    }
-    if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
-        values["score"] = logits[:, 1] - logits[:, 0]
-    return values
+    return class_values(network(batch["image"]).float(), batch["label"])
 
 
 def predictions(outputs: Tensor) -> Values:

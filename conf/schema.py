@@ -595,7 +595,7 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if runnable and data.source == "folder" and not data.root:
+    if runnable and data.source in ("folder", "table") and not data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"

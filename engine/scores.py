@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.schema import UserError, did_you_mean
+from engine.losses import image_losses
 from engine.metrics import calibration_error, macro_f1, macro_precision, macro_recall, roc_auc
 
 
@@ -128,3 +129,35 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     top1, top5 = hits(logits, labels)
     values = {"top1": 100 * top1.float()}
     return {**values, "top5": 100 * top5.float()} if logits.shape[1] > 5 else values
+
+
+def class_means(logits: Tensor, targets: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return what the training of a classifier logs: top1, top5, and `image_losses`.
+
+    Args:
+        logits: float32 [B, classes].
+        targets, labels: as of `image_losses`.
+    """
+    means = {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
+    return {**means, "image_losses": image_losses(logits, targets, labels)}
+
+
+def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the values of each image in the validation of a classifier, [B].
+
+    `prediction` is the first of equal logits, -1 if one is NaN; two classes have a `score` too.
+
+    Args:
+        logits: float32 [B, classes].
+        labels: int64 [B].
+    """
+    values = {
+        "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
+        **accuracy(logits, labels),
+        "label": labels,
+        "prediction": logits.argmax(1).masked_fill(logits.isnan().any(1), -1),
+        "confidence": logits.softmax(1).amax(1).nan_to_num(),
+    }
+    if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
+        values["score"] = logits[:, 1] - logits[:, 0]
+    return values

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU, Picture, describe
-from pipeline.splits import load_splits
+from pipeline.splits import load_splits, roots_of
+from pipeline.table import TableDataset
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
 
@@ -62,7 +64,7 @@ def build_datasets(config: Config) -> Datasets:
                 f"{size} px; write size: ${{data.image_size}} in it"
             )
     train_split, val_split, classes = _splits(config, data, train, val)
-    if len(classes) < 2:
+    if len(classes) < 2 and "label" in train_split.fields:
         key = "root" if data.classes is None else "classes"
         raise UserError(
             f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "
@@ -130,11 +132,30 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     return DATASETS[data.source](data, train, val, decoder, config.train.seed)
 
 
-def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def folder(
+    data: Data, train: Compose, val: Compose, decoder: str, seed: int, dataset: Any = FolderDataset
+) -> Splits:
     options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
     train_index, val_index = load_splits(data)
-    train_split = FolderDataset(train_index, train, **options)
-    return train_split, FolderDataset(val_index, val, **options), train_index.classes
+    train_split = dataset(train_index, train, **options)
+    return train_split, dataset(val_index, val, **options), train_index.classes
+
+
+def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
+    root, *others = roots_of(data)
+    if others:
+        raise UserError(f"data.root={show(data.root)}: data=table takes one folder; give one")
+    train_split, val_split = (
+        TableDataset(Path(root, f"{split.removesuffix('.csv')}.csv"), transform, **options)
+        for split, transform in ((data.train, train), (data.val, val))
+    )
+    if train_split.columns != val_split.columns:
+        raise UserError(
+            f"data.val={data.val}: has the columns {show([*val_split.columns])}, training has "
+            f"{show([*train_split.columns])}; give both splits the same columns, in the same order"
+        )
+    return train_split, val_split, train_split.columns
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
@@ -158,6 +179,7 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
 # data.source -> function of (data, training and validation transform, CPU decoder, seed).
 DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
+    "table": table,
     "demo": demo,
     "fake": fake,
 }

@@ -269,8 +269,8 @@ class FolderDataset(Dataset):
         return self.index.path(index)
 
     @property
-    def labels(self) -> np.ndarray:
-        return self.index.labels.array
+    def labels(self) -> np.ndarray | None:
+        return self.index.labels.array if "label" in self.fields else None
 
     def with_transform(self, transform: Compose) -> Dataset:
         other = copy.copy(self)  # shares the sample table

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.schema import UserError
 from pipeline import gpu_part
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
@@ -45,6 +46,11 @@ class Batch:
     step: int
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise UserError(
+                f"the samples have no field {name}, but {', '.join(self.fields)}: docs/tasks.md "
+                "has training_loss and validation_values for other fields"
+            )
         return self.fields[name]
 
     @property

@@ -225,7 +225,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
     unknown = sorted(set(found) - set(known))
-    if known and not unknown and isinstance(val, FolderDataset):
+    if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
         position = {name: place for place, name in enumerate(known)}
         labels = np.array([position[name] for name in found])[val.index.labels.array]
         val.index = replace(val.index, labels=SharedArray.copy_of(labels))

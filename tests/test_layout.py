@@ -28,7 +28,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
 JOURNEY = [
     *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
-    *("parameters", "torchvision_transforms", "augment", "batch_augment", "dataset", "build"),
+    *(
+        "parameters",
+        "torchvision_transforms",
+        "augment",
+        "batch_augment",
+        "dataset",
+        "table",
+        "build",
+    ),
     *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
 ]
 # What a fork may delete, and the only file outside that imports it.

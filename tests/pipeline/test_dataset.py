@@ -20,7 +20,7 @@ from conf import cli
 from conf.schema import Config, Data, UserError
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.build import DATASETS, Splits, build_datasets
+from pipeline.build import DATASETS, Datasets, Splits, build_datasets
 from pipeline.containers import Folder
 from pipeline.dataset import LABEL, BadImageError, Dataset, Field, FolderDataset, image_field
 from pipeline.decode import open_picture
@@ -355,3 +355,46 @@ def test_dataset_without_an_entry_is_refused(
     monkeypatch.delitem(DATASETS, "fake")
     with pytest.raises(UserError, match=r"^data.source=fake: there is no such dataset; choose "):
         build_datasets(config)
+
+
+# Numbers in a CSV file.
+
+
+def load_table(root: Path, **splits: str) -> Datasets:
+    for name, text in splits.items():
+        (root / f"{name}.csv").write_text(text)
+    return build_datasets(cli.load(["data=table", f"data.root={root}", "data.image_size=16"]))
+
+
+def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
+    a, b = sorted((image_root / "train").glob("dots/*.jpg"))[:2]
+    shutil.copy(b, tmp_path / "b.jpg")
+    text = f"path,width,height\n{a},1.5,-2\n\nb.jpg,0,3e4\n"
+    found = load_table(tmp_path, train=text, val=text)
+    dataset = found.train
+    assert found.classes == ("width", "height") and dataset.labels is None
+    assert dataset.fields["numbers"] == Field(np.float32, (2,))
+    assert [dataset.load(0, i)["numbers"].tolist() for i in (0, 1)] == [[1.5, -2], [0, 30000]]
+    assert dataset.name(1) == str(tmp_path / "b.jpg")
+    assert list(dataset.replacements(0)) == [1]
+    # The numbers and the names of the columns are part of the run's identity.
+    changed = [text.replace("-2", "2"), text.replace("width", "length")]
+    found_prints = {load_table(tmp_path, train=t, val=t).train.fingerprint() for t in changed}
+    assert len(found_prints | {dataset.fingerprint()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("val", "says"),
+    [
+        ("path,a\n1.jpg,1,2\n", "2 numbers in a line, 1 columns"),
+        ("path,a\n1.jpg,cat\n", "could not convert string to float: 'cat'"),
+        ("path,a\n", "numbers in a line"),
+        ("", "not enough values"),
+        ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_table(tmp_path, train="path,a\n1.jpg,1\n", val=val)
+    with pytest.raises(UserError, match="No such file"):
+        load_table(tmp_path / "none")

@@ -1,0 +1,62 @@
+"""Images with numbers: a CSV file for each split."""
+
+import csv
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.schema import UserError
+from pipeline.augment import Compose, Operation
+from pipeline.containers import Folder
+from pipeline.dataset import IMAGE, Field, FolderDataset, image_field
+from pipeline.decode import Picture
+from pipeline.index import Index
+from pipeline.shared import SharedArray
+
+
+class TableDataset(FolderDataset):
+    """The lines of a CSV file: an image, and its `numbers`, float32 [columns].
+
+    Args:
+        path: the file. Its first line is `path` and the names of the columns; each other line has
+            the path of an image, absolute or relative to the file's folder, and its numbers.
+        transform, options: as of FolderDataset.
+
+    Raises:
+        UserError: the file cannot be read, or is not of this form.
+    """
+
+    def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                (_, *columns), *lines = filter(None, csv.reader(file))
+            numbers = np.array([line[1:] for line in lines], np.float32)
+            if numbers.shape != (len(lines), len(columns)) or not numbers.size:
+                raise ValueError(f"{numbers.shape[-1]} numbers in a line, {len(columns)} columns")
+        except (OSError, ValueError, csv.Error) as error:
+            raise UserError(
+                f"{path}: cannot be read ({error}); write path,NAME,... into the first line, and "
+                "the path of an image and a number for each name into the others"
+            ) from None
+        files = {"": [os.fsencode(line[0]) for line in lines]}
+        super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)
+        self.columns = tuple(columns)
+        self.numbers = SharedArray.copy_of(numbers)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        size = self.transform.image_size
+        return {IMAGE: image_field(size), "numbers": Field(np.float32, (len(self.columns),))}
+
+    def targets(
+        self, index: int, picture: Picture, operations: Sequence[Operation]
+    ) -> dict[str, Any]:
+        return {"numbers": self.numbers.array[index]}
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(self.columns).encode() + self.numbers.array.tobytes())
+        return f"{super().fingerprint()}, numbers {digest.hexdigest()[:12]}"
