@@ -15,9 +15,9 @@ no training split. The classes of the images are found by name, so data.val may 
 Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
 (balanced accuracy) and F1, and for two classes the area under the ROC curve. Writes to --out, by
 default evaluation/<name of the checkpoint> in the current folder, never to the run directory:
-evaluation.json (also the expected calibration error, 15 bins), per_class.csv, confusion.csv,
-worst.csv (the 100 images with the largest loss), and pictures: worst.jpg, confusion.png,
-per_class.png, reliability.png. Earlier files are replaced.
+evaluation.json, and of a classifier, the expected calibration error in it (15 bins), per_class.csv,
+confusion.csv, worst.csv (the 100 images with the largest loss), and pictures: worst.jpg,
+confusion.png, per_class.png, reliability.png. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
 """
@@ -45,7 +45,7 @@ def read_options() -> argparse.Namespace:
     usage = "python scripts/evaluate.py CHECKPOINT [CHECKPOINT ...] [options] [key=value ...]"
     parser = cli.option_parser(__doc__, usage=usage)
     add = parser.add_argument
-    add("--flip", action="store_true", help="average the logits of an image and its mirror image")
+    add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--self-check", action="store_true", help="compare with the run's own validation")
     cli.add_classes(parser)
     add("--out", type=Path, metavar="DIR", help="output folder")
@@ -88,7 +88,7 @@ from engine.scores import shown
 from engine.validation import evaluate
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import LABEL, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
@@ -125,9 +125,9 @@ class Evaluated:
 
 
 class MirrorAverage(nn.Module):
-    """A network whose logits are averaged over each image and its mirror image.
+    """A network whose outputs are averaged over each image and its mirror image.
 
-    FFCV adds these logits, which gives the same accuracy, but another loss.
+    FFCV adds the logits, which gives the same accuracy, but another loss.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -135,8 +135,10 @@ class MirrorAverage(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return float32 logits [B, classes]."""
-        return (self.network(images).float() + self.network(images.flip(3)).float()) / 2
+        """Return float32 [B, ...]; outputs [B, ..., H, W] are mirrored back."""
+        mirrored = self.network(images.flip(-1)).float()
+        mirrored = mirrored.flip(-1) if mirrored.ndim > 3 else mirrored
+        return (self.network(images).float() + mirrored) / 2
 
 
 def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
@@ -218,12 +220,14 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     """Give the images the labels of the model: by the names of the classes, else by position.
 
     Returns:
-        The names of the model's classes.
+        The names of the model's classes, or of its outputs if samples have no class number.
 
     Raises:
         UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
+    if val.fields.get("label") != LABEL:
+        return known or found
     unknown = sorted(set(found) - set(known))
     if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
         position = {name: place for place, name in enumerate(known)}
@@ -291,15 +295,15 @@ def check_repeats(trained: Trained, world: World) -> None:
 
 
 def self_check(found: Evaluated, world: World) -> list[str]:
-    """Compare the result with the last validation of the run; return a line for each value."""
+    """Compare the values that the last validation of the run has; return a line for each."""
     stored = found.trained.stored
     rounds = world.device.type == "cuda" and not found.trained.config.train.deterministic
     lines = []
-    for name, now in found.values.items():
-        was = stored["last"].get(name)
+    for name in filter(stored["last"].__contains__, found.values):
+        was, now = stored["last"][name], found.values[name]
         if was == now:
             lines.append(f"{name} {now!r}: equal")
-        elif rounds and was is not None and abs(now - was) <= ROUNDING * max(1.0, abs(was)):
+        elif rounds and abs(now - was) <= ROUNDING * max(1.0, abs(was)):
             lines.append(f"{name} {now!r}, was {was!r}: cuDNN rounds differently at each start")
         else:
             program = f"the run was made by {stored.get('made_by')}"

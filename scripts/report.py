@@ -57,7 +57,7 @@ UNSAFE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 PARTS = ("compute_fraction", "late_fraction", "data_wait_fraction", "ranks_wait_fraction")
 # Charts by section: patterns of the keys. The first pattern that matches counts.
 SECTIONS = {
-    "Learning": ["loss", "loss_*", "top1", "top5", "top?_*", "lr"],
+    "Learning": ["loss", "loss_*", "lr"],  # and what a validation has
     "Speed": ["images_per_second", "step_*", "copy_*", "*_wait_fraction", "*ute_fraction", "mfu"],
     "Memory and GPU": ["memory_*", "host_*", "gpu_*"],
     "Other metrics": ["*"],
@@ -94,6 +94,11 @@ class Run:
         """Return the finite values of a key."""
         found = (number_in(row.get(key)) for row in self.rows[split])
         return [value for value in found if math.isfinite(value)]
+
+    @property
+    def best_by(self) -> str:
+        """The name of the value that train.best_by names."""
+        return str(self.config.get("train.best_by") or "top1").removeprefix("-")
 
     def results(self) -> dict[str, Any]:
         """Return the values of the summary, or of the last rows if the run has not ended."""
@@ -277,6 +282,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     drawn_with = {f"{key}_{end}" for key in known for end in ("min", "max")}
     drawn_with |= {f"reference_{key}" for key in known}
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    validated = {key for run in runs for row in run.rows["val"] for key in row}
     for key in known:
         curves = {}
         for number, run in enumerate(runs, 1):
@@ -289,6 +295,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
                         curves[label] = points
         if curves and key not in drawn_with:
             section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
+            section = "Learning" if key in validated else section
             found[section].append({"title": key, "place": place, **draw(curves)})
     return {section: drawn for section, drawn in found.items() if drawn}
 
@@ -382,7 +389,9 @@ def build(runs: Sequence[Run]) -> str:
 
 
 def reference(runs: Sequence[Run]) -> str:
-    """Return the top-1 of runs of one recipe as YAML, the node `expect` of the recipe's file.
+    """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
+
+    It is the value that train.best_by names.
 
     Raises:
         UserError: there are too few runs, they differ, or one is not complete.
@@ -393,14 +402,18 @@ def reference(runs: Sequence[Run]) -> str:
     images = {run.rows["val"][-1].get("images") for run in runs if run.rows["val"]}
     if len(images) != 1:
         raise UserError("--reference: the runs have different validation images; give runs on one")
-    curves = [top1_by_epoch(run) for run in runs]
+    by = runs[0].best_by
+    if others := sorted({run.best_by for run in runs} - {by}):
+        raise UserError(f"--reference: train.best_by differs ({by}, {others[0]}); give runs of one")
+    curves = [by_epoch(run, by) for run in runs]
     means = [fmean(values) for values in zip(*curves, strict=True)]
     deviations = [stdev(values) for values in zip(*curves, strict=True)]
+    form = ".2f" if max(means) >= 10 else ".5g"  # percent, or another unit
     seconds = fmean(number_in(run.summary.get("total_seconds"), 0) for run in runs)
     lines = [
         "expect:  # add classes, train_images and hardware",
-        f"  top1: {means[-1]:.2f}",
-        f"  spread: {2 * deviations[-1]:.2f}  # two standard deviations",
+        f"  {by}: {means[-1]:{form}}",
+        f"  spread: {2 * deviations[-1]:{form}}  # two standard deviations",
         "  status: reproduced here",
         f"  source: {len(runs)} runs with this program",
         f"  val_images: {images.pop()}",
@@ -408,9 +421,9 @@ def reference(runs: Sequence[Run]) -> str:
         "  reference:",
         f"    runs: {len(runs)}",
     ]
-    for name, values in (("top1", means), ("std", deviations)):
+    for name, values in ((by, means), ("std", deviations)):
         start = f"    {name}: ["
-        text = ", ".join(f"{value:.2f}" for value in values)
+        text = ", ".join(f"{value:{form}}" for value in values)
         indent = " " * len(start)
         lines.append(fill(f"{text}]", 100, initial_indent=start, subsequent_indent=indent))
     return "\n".join(lines)
@@ -434,15 +447,15 @@ def refuse_different(runs: Sequence[Run]) -> None:
             raise UserError(f"--reference: two runs have train.seed={seed}; give different seeds")
 
 
-def top1_by_epoch(run: Run) -> list[float]:
-    """Return the validation top-1 after each epoch.
+def by_epoch(run: Run, name: str) -> list[float]:
+    """Return a value of the validation after each epoch.
 
     Raises:
         UserError: the run is not finished, or an epoch was not validated.
     """
     found: dict[int, float] = {}
     for row in run.rows["val"]:  # the last batch of an epoch ends a little after it
-        found.setdefault(math.floor(number_in(row.get("epoch"), 0)), number_in(row.get("top1")))
+        found.setdefault(math.floor(number_in(row.get("epoch"), 0)), number_in(row.get(name)))
     epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
     curve = [found.get(epoch, math.nan) for epoch in range(1, epochs + 1)]
     if not curve or not all(map(math.isfinite, curve)):

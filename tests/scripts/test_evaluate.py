@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +20,8 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
+from pipeline.dataset import Field, FolderDataset, image_field
+from pipeline.prefetcher import Batch
 from scripts import evaluate
 from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained
@@ -210,6 +214,30 @@ def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "val" / "dots").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats "):
         measured(folder, f"data.root={tmp_path}")
+
+
+def test_another_task(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A number for each image: the names of the outputs need not be those of the folders."""
+
+    def values(network: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"mae": (network(batch["image"])[:, 0] - batch["mass"]).abs()}
+
+    fields = {"image": image_field(32), "mass": Field(np.float32)}
+    monkeypatch.setattr(FolderDataset, "fields", fields)
+    monkeypatch.setattr(FolderDataset, "targets", lambda *_: {"mass": 2.0})
+    monkeypatch.setattr(train, "validation_values", values)
+    found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
+    assert found.classes == ("mass", "a", "b") and evaluate.self_check(found, ALONE) == []
+    evaluate.print_result(found, tmp_path, [], as_json=False)
+    assert re.search(r": mae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
+    evaluate.write(found, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
+    assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
 def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:

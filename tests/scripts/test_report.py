@@ -214,9 +214,9 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
     page = made(synthetic(tmp_path / "run", rows))
-    assert page.titles == ["top1", "grad_norm", "gap"]
-    # The validation and the earlier runs; the norm; training and validation.
-    assert [line.count(" ") for line in page.lines] == [1, 1, 2, 2, 1]
+    assert page.titles == ["gap", "top1", "grad_norm"]  # the values of a validation come first
+    # Training and validation; the validation and the earlier runs; the norm.
+    assert [line.count(" ") for line in page.lines] == [2, 1, 1, 1, 2]
     assert len(page.bands) == 2 and "earlier runs of the recipe" in page.said
 
 
