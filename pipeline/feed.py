@@ -84,7 +84,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
     sizes = SizeSchedule(data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size)
-    highest = _highest(datasets.train)
+    highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     sources = _start_sources(config, datasets, plan, world)
