@@ -13,8 +13,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from multiprocessing import connection, forkserver, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -122,13 +123,15 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     files = None
     if source.encoded is not None:
         files = source.encoded.writer(source.dataset, source.operations, task.slot, rows)
+    # The views of a batch are made once for a task: they take longer than a copy of an image.
+    write = partial(_write_sample, source, source.batch(task.slot), task.slot)
     skipped: list[tuple[int, str]] = []
     slowest = (0.0, -1)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
             writer = files if row < task.row + task.encoded else None
-            skipped += _fill_row(source, task.slot, row, epoch, index, writer)
+            skipped += _fill_row(source, partial(write, writer, row, epoch), index)
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(error=str(error))
@@ -146,13 +149,11 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     )
 
 
-def _fill_row(
-    source: Source, slot: int, row: int, epoch: int, index: int, files: Any
-) -> list[tuple[int, str]]:
+def _fill_row(source: Source, write: Callable[[int], None], index: int) -> list[tuple[int, str]]:
     """Fill a row with a sample or, with `skip_unreadable`, with its first readable replacement.
 
     Args:
-        files: writes the sample as a file if the GPU supports it; None to decode.
+        write: writes the sample of an index into the row.
 
     Returns:
         The unreadable samples that were replaced, with their messages.
@@ -165,7 +166,7 @@ def _fill_row(
     unreadable: list[tuple[int, str]] = []
     for found in chain([index], islice(others, MOST_TRIED)):
         try:
-            _write_sample(source, slot, row, epoch, found, files)
+            write(found)
         except BadImageError as error:
             unreadable.append((found, str(error)))
         except Exception as error:  # e.g. out of memory; the training process would wait forever
@@ -174,19 +175,29 @@ def _fill_row(
                 "or the dataset failed, see the traceback above"
             ) from error
         else:
-            source.samples.array[slot, row] = epoch, found  # last: the row is complete
             return unreadable
     none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
     raise BadImageError(f"{unreadable[0][1]}; {none if source.skip_unreadable else REMEDY}")
 
 
-def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> None:
-    """Write a sample into a row: its image as a file or as pixels, its other fields as they are."""
-    batch, sample = source.batch(slot), None
-    if files is not None:
-        sample = files.write(row, epoch, index)  # None if the worker has to decode the file
+def _write_sample(
+    source: Source,
+    batch: Mapping[str, np.ndarray],
+    slot: int,
+    files: Any,
+    row: int,
+    epoch: int,
+    index: int,
+) -> None:
+    """Write a sample into a row: its image as a file or as pixels, its other fields as they are.
+
+    Args:
+        batch: `source.batch(slot)`.
+        files: writes the image as a file if the GPU supports it; None to decode.
+    """
+    sample = None if files is None else files.write(row, epoch, index)
     if sample is not None:
-        del batch[IMAGE]
+        batch = {name: rows for name, rows in batch.items() if name != IMAGE}
     else:
         if source.operations is None:
             sample = source.dataset.load(epoch, index)
@@ -204,6 +215,7 @@ def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, f
                 f"{rows.shape[1:]} in `fields`"
             )
         rows[row] = sample[name]
+    source.samples.array[slot, row] = epoch, index  # last: the row is complete
 
 
 def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
