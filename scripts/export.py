@@ -97,7 +97,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,7 +112,7 @@ from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_transform, build_val
-from pipeline.dataset import IMAGE, FolderDataset
+from pipeline.dataset import IMAGE, LABEL, Field, FolderDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
@@ -176,7 +176,12 @@ class Job:
     @property
     def format(self) -> ImageFormat:
         data = self.trained.config.data
-        return ImageFormat(CPU, data.mean, data.std)
+        return ImageFormat(CPU, data.mean, data.std, highest=self.highest)
+
+    @property
+    def highest(self) -> int:
+        """The level of an image that stands for 1."""
+        return Field(self.trained.image_dtype).highest
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -190,7 +195,7 @@ class Job:
 
     def normalised(self, batch: Tensor) -> Tensor:
         """uint8 [B, S, S, C] -> float32 [B, C, S, S], as the pipeline computes it."""
-        return batch.movedim(-1, -3) * self.format.scale + self.format.shift
+        return batch.movedim(-1, -3).float() * self.format.scale + self.format.shift
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
@@ -200,6 +205,7 @@ class Job:
             "transforms": [explicit(entry) for entry in config.augment.val],
             "mean": list(config.data.mean),
             "std": list(config.data.std),
+            "highest": self.highest,
             "inside": self.inside,
             "input": {
                 "name": "images",
@@ -316,7 +322,8 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
         ExportError: it exceeds BOUND.
     """
     shape = (sum(BATCHES), *job.pixels)
-    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
+    levels = np.random.default_rng(0).random(shape) * (job.highest + (job.highest > 1))
+    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
     differences, largest = [], []
     for batch in images.split(BATCHES):
         eager = model(job.normalised(batch))
@@ -334,7 +341,7 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
 def self_check(
     job: Job, predict: Predict, texts: dict[str, Any], files: FolderDataset
 ) -> list[str]:
-    """Compare the predictions for all validation files with the model in fp32.
+    """Compare the predictions for all validation files, or outputs, with the model in fp32.
 
     The exported file gets what a program makes of the JPEG with only what the file states; the
     model, on the device of train.device, gets the images of the pipeline.
@@ -354,7 +361,8 @@ def self_check(
             picture = decode.open_picture(files.read(i), "pillow", trained.config.data.max_pixels)
             pixels = transforms(picture, random.Random(0)).pixels()
             if not stated["inside"]:
-                pixels = ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
+                pixels = (pixels / np.float32(stated["highest"]) - mean) / std
+                pixels = np.moveaxis(pixels, -1, -3)
             return pixels, files.load(0, i)[IMAGE]
         except Exception as error:  # Pillow raises many types
             raise ExportError(f"--self-check: {files.name(i)}: {first_line(error)}") from None
@@ -363,23 +371,46 @@ def self_check(
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = trained.build(device)
-    classes = trained.classes or tuple(map(str, range(trained.num_classes)))
     close: list[str] = []
+    equal = "predictions are equal"
     with ThreadPoolExecutor(cores()) as pool:
         for start in range(0, len(files), CHECK_BATCH):
             rows = range(start, min(start + CHECK_BATCH, len(files)))
             given, ours = map(np.stack, zip(*pool.map(load, rows), strict=True))
-            found = predict(torch.from_numpy(given)).argmax(1).tolist()
-            values, expected = model(job.normalised(torch.from_numpy(ours)).to(device)).topk(2)
-            margins = (values[:, 0] - values[:, 1]).tolist()
-            for i, a, b, margin in zip(rows, found, expected[:, 0].tolist(), margins, strict=True):
-                names = f"{classes[a]}, evaluation {classes[b]}"
-                line = f"{files.name(i)}: {names}, margin {margin:.1e}"
-                if a != b and not margin < CLOSE:
-                    raise ExportError(f"--self-check: another prediction for {line}")
-                close += [line] * (a != b)
-    equal = f"{len(files) - len(close):,} of {len(files):,} predictions are equal"
+            found = predict(torch.from_numpy(given))
+            expected = model(job.normalised(torch.from_numpy(ours)).to(device)).cpu()
+            if files.fields.get("label") == LABEL and expected.ndim == 2 and expected.shape[1] > 1:
+                close += other_classes(found, expected, [files.name(i) for i in rows], trained)
+                continue
+            equal = f"outputs differ by less than {CLOSE} of the largest"
+            difference, largest = (found - expected).abs().amax(), expected.abs().amax()
+            if not difference <= CLOSE * largest:  # also if it is NaN
+                raise ExportError(
+                    f"--self-check: {files.name(start)} and the next files: outputs up to "
+                    f"{largest:.2g} differ by {difference:.2g}"
+                )
+    equal = f"{len(files) - len(close):,} of {len(files):,} {equal}"
     return [f"self-check: {line}" for line in (equal, *close)]
+
+
+def other_classes(
+    found: Tensor, expected: Tensor, names: Sequence[str], trained: Trained
+) -> list[str]:
+    """Return a line for each file with another prediction and a margin below CLOSE.
+
+    Raises:
+        ExportError: a prediction with a larger margin differs.
+    """
+    classes = trained.classes or tuple(map(str, range(trained.num_classes)))
+    best = expected.topk(2)
+    margins, lines = (best.values[:, 0] - best.values[:, 1]).tolist(), []
+    columns = names, found.argmax(1).tolist(), best.indices[:, 0].tolist(), margins
+    for name, a, b, margin in zip(*columns, strict=True):
+        line = f"{name}: {classes[a]}, evaluation {classes[b]}, margin {margin:.1e}"
+        if a != b and not margin < CLOSE:
+            raise ExportError(f"--self-check: another prediction for {line}")
+        lines += [line] * (a != b)
+    return lines
 
 
 # The command.
@@ -433,7 +464,7 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
             os.fsync(file.fileno())
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]
-    graph = f"images {takes['dtype']} {takes['shape']} -> logits [batch, {job.trained.num_classes}]"
+    graph = f"images {takes['dtype']} {takes['shape']} -> logits"
     graph = "weights alone" if job.to == "safetensors" else graph
     return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
 
@@ -451,8 +482,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
-    dtype = trained.stored.get("plan", {}).get("image_dtype", "uint8")
-    if options.preprocessing and dtype != "uint8":
+    dtype = trained.image_dtype
+    if options.preprocessing and dtype != np.uint8:
         raise UserError(
             f"--preprocessing: takes uint8, and the model was trained on {dtype}; leave it out"
         )

@@ -217,6 +217,26 @@ def test_self_check_finds_another_normalisation(trained: Trained, files: FolderD
         export.self_check(job, trained.build(CPU), texts, files)
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(0.0, "differ by less than 0.001"), (0.1, "differ by 0.1")]
+)
+def test_self_check_without_classes(
+    trained: Trained, files: FolderDataset, error: float, outcome: str, monkeypatch: Any
+) -> None:
+    """The outputs of one number, or of a map, are compared as numbers."""
+    job, network = job_for(trained), trained.build(CPU)
+
+    def model(images: Tensor) -> Tensor:
+        return network(images)[:, :1, None, None].expand(-1, 1, 2, 2) + 1
+
+    monkeypatch.setattr(Trained, "build", lambda *_: model)
+    try:
+        (text,) = export.self_check(job, lambda x: model(x) + error, texts_of(job), files)
+    except ExportError as raised:
+        text = str(raised)
+    assert outcome in text
+
+
 def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: FolderDataset) -> None:
     """Two logits are equal, and the exported model rounds in favour of the second."""
     weights = {name: value.clone() for name, value in trained.weights.items()}
