@@ -13,9 +13,9 @@ Accepts train.py's key=value overrides; a checkpoint brings the config of its ru
 no training split. The classes of the images are found by name, so data.val may hold some of them.
 
 Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
-(balanced accuracy) and F1, and for two classes the area under the ROC curve. Writes to --out, by
-default evaluation/<name of the checkpoint> in the current folder, never to the run directory:
-evaluation.json, and of a classifier, the expected calibration error in it (15 bins), per_class.csv,
+(balanced accuracy) and F1, the expected calibration error (15 bins), and for two classes the area
+under the ROC curve. Writes to --out, by default evaluation/<name of the checkpoint> in the current
+folder, never to the run directory: evaluation.json, and of a classifier per_class.csv,
 confusion.csv, worst.csv (the 100 images with the largest loss), and pictures: worst.jpg,
 confusion.png, per_class.png, reliability.png. Earlier files are replaced.
 
