@@ -14,7 +14,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ class Picture:
                 "too narrow"
             )
         step = CropResize(box or (0, 0, *self.size), size, interpolation, quick)
-        return replace(self, geometry=(*self.geometry, step))
+        return Picture(self.source, (*self.geometry, step), self.origin)
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are 0."""
@@ -170,7 +170,7 @@ class Picture:
 
     def mirrored(self) -> "Picture":
         step = CropResize((0, 0, *self.size), self.size, mirrored=True)
-        return replace(self, geometry=(*self.geometry, step))
+        return Picture(self.source, (*self.geometry, step), self.origin)
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
