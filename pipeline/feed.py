@@ -159,15 +159,12 @@ def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:
 
 
 def _label_to_mix(dataset: Dataset) -> str:
-    """Return the one field that is a class number or holds floating numbers."""
-    found = [
-        name
-        for name, field in dataset.fields.items()
-        if not field.image and (np.dtype(field.dtype).kind == "f" or field.shape == ())
-    ]
-    if len(found) != 1:
+    """Return the only field beside images: a class number, or floating numbers."""
+    others = [name for name, field in dataset.fields.items() if not field.image]
+    field = dataset.fields[others[0]] if len(others) == 1 else None
+    if field is None or (field.shape and np.dtype(field.dtype).kind != "f"):
         raise UserError(
-            "augment.batch: mixes one class number or one field of floating numbers, and a sample "
-            f"has {', '.join(found) or 'none'}; leave mixup and cutmix out"
+            "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
+            f"beside images, a sample has {', '.join(others) or 'nothing'}; leave them out"
         )
-    return found[0]
+    return others[0]

@@ -358,7 +358,7 @@ class Prefetcher:
             for name, rows in host.fields.items():
                 if name not in self._images:
                     fields[name] = slot.copy(name, rows)
-            samples = slot.copy("samples", host.samples)
+            samples = slot.copy("", host.samples)  # no field has this name
             host.release(self.clock.now())
             if self.mixing is not None:
                 targets = unmixed = self.mixing.targets(fields)
