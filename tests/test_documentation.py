@@ -2,7 +2,8 @@
 
 The commands of `python`, `torchrun` and others in blocks (```sh) and in the text are checked by the
 parsers of the programs, in a folder with stand-ins for the reader's files. Blocks of other programs
-are marked with their name, such as ```sh timm. tests/test_fork_guide.py runs those of docs/fork.md.
+are marked with their name, such as ```sh timm. Those of docs/fork.md and docs/tasks.md are run by
+tests/test_fork_guide.py and tests/test_tasks.py.
 """
 
 import ast
@@ -86,7 +87,8 @@ def commands_in(page: Path) -> list[str]:
     return list(dict.fromkeys(match.group().strip() for match in found if match))
 
 
-COMMANDS = {page: commands_in(page) for page in PAGES if page.name != "fork.md"}
+OF_FORKS = ("fork.md", "tasks.md")  # their commands run after their changes
+COMMANDS = {page: commands_in(page) for page in PAGES if page.name not in OF_FORKS}
 
 
 @pytest.fixture
@@ -352,7 +354,7 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
             assert is_file or key in KEYS, f"{page.name}: there is no key {key}"
 
     for code in read_inline(page):
-        words = shlex.split(code) if "=" in code and page.name != "fork.md" else []
+        words = shlex.split(code) if "=" in code and page.name not in OF_FORKS else []
         if words and all(word.partition("=")[0] in NAMES for word in words):
             for word in words:
                 read_override(word)

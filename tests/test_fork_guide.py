@@ -4,120 +4,30 @@ Each section is tested in a copy of the tracked files with a smaller demo datase
 the commands of the section.
 """
 
-import json
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.processes import wait_until
+from tests.forks import ROOT, Fork, check_lint, copy_tree, read_guide, weights
 from tests.results import rows, stored
 
-ROOT = Path(__file__).parents[1]
 MOST_LINES = 30
 IMAGES, VAL_IMAGES = 160, 40
 # Only keys that do not affect the result, so that the names of the runs are those of the guide.
 SHORT = "train.device=cpu train.max_steps=4 loader.workers=1 log.every_steps=1"
-# The `python` of the commands: adds the overrides of a test to each training.
-PYTHON = f"""#!/bin/sh
-[ "$1" = train.py ] && set -- "$@" $OVERRIDES
-exec "{sys.executable}" "$@"
-"""
-
-
-@dataclass(frozen=True)
-class Section:
-    diff: str
-    commands: list[str]
-
-
-def read_guide() -> dict[str, Section]:
-    """Return the sections of the guide by heading."""
-    found = {}
-    for part in (ROOT / "docs" / "fork.md").read_text().split("\n## ")[1:]:
-        blocks = re.findall(r"^```(\w+)\n(.*?)^```$", part, re.M | re.S)
-        if blocks:  # not in "What a fork may delete", see test_optional_parts.py
-            (diff,) = (text for kind, text in blocks if kind == "diff")
-            commands = [text for kind, text in blocks if kind == "sh"]
-            found[part.splitlines()[0]] = Section(diff, commands)
-    return found
-
-
-GUIDE = read_guide()
-
-
-class Fork:
-    """A copy of the tracked files in which commands run."""
-
-    def __init__(self, root: Path, parent: Path) -> None:
-        self.root = root
-        shutil.copytree(parent, root, symlinks=True)
-
-    def apply(self, section: Section, *options: str) -> None:
-        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.root.parent)}
-        command = ["git", "apply", *options, "-"]
-        subprocess.run(
-            command, cwd=self.root, env=environment, input=section.diff, text=True, check=True
-        )
-
-    def start(self, command: str, overrides: str) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own."""
-        environment = {
-            **os.environ,
-            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
-            "OVERRIDES": f"{SHORT} {overrides}",
-            "OMP_NUM_THREADS": "1",
-        }
-        return subprocess.Popen(
-            ["sh", "-eu", "-c", command],
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, command: str, overrides: str = "") -> str:
-        with self.start(command, overrides) as process:
-            output, _ = process.communicate()
-        assert process.returncode == 0, output
-        return output
-
-    @property
-    def runs(self) -> list[Path]:
-        """The run directories, oldest first."""
-        return sorted(
-            (path.parent for path in self.root.glob("runs/*/summary.json")),
-            key=lambda folder: (folder / "summary.json").stat().st_mtime_ns,
-        )
-
-    @property
-    def newest(self) -> Path:
-        return self.runs[-1]
-
-
-def weights(folder: Path) -> str:
-    return str(json.loads((folder / "summary.json").read_text())["params_sha256"])
+GUIDE = read_guide("fork.md")
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tracked files, a smaller demo dataset, and `python` as a command."""
     root = tmp_path_factory.mktemp("fork") / "tree"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():  # not deleted since
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, root / name)
+    copy_tree(root)
     source = root / "pipeline" / "demo" / "images.py"
     counts = 'COUNTS = {{"train": {}, "val": {}}}'
     text = source.read_text()
@@ -126,16 +36,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "data").mkdir()
     draw = "from pathlib import Path; from pipeline.demo.images import draw_dataset as draw; "
     subprocess.run([sys.executable, "-c", f"{draw}draw(Path('data/demo'))"], cwd=root, check=True)
-    (root / "bin").mkdir()
-    (root / "bin" / "python").write_text(PYTHON)
-    (root / "bin" / "python").chmod(0o755)
     return root
 
 
 @pytest.fixture(scope="module")
 def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Fork:
     """The demo trained without a change."""
-    fork = Fork(tmp_path_factory.mktemp("unchanged") / "tree", tree)
+    fork = Fork(tmp_path_factory.mktemp("unchanged") / "tree", tree, SHORT)
     fork.run("python train.py recipe=demo")
     return fork
 
@@ -199,13 +106,7 @@ def check_optimizer(fork: Fork, unchanged: Fork) -> None:
     assert sorted(v["average"].numel() for v in averages) == sorted(v.numel() for v in parameters)
     assert all(v["average"].abs().sum() > 0 for v in averages)
     straight, command = weights(fork.newest), GUIDE["An optimiser"].commands[-1]
-    overrides = "run.name=killed checkpoint.every_steps=1"
-    folder = fork.root / "runs" / "killed"
-    with fork.start(command, overrides) as process:
-        wait_until((folder / "checkpoints" / "step-00000002.json").exists, process)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert not (folder / "summary.json").exists()
-    assert "resumed from step-0000000" in fork.run(command, overrides)
+    folder = fork.kill_and_resume(command, "", step=2)
     assert fork.newest == folder and weights(folder) == straight
 
 
@@ -252,7 +153,7 @@ def test_diff_is_short_and_applies(heading: str) -> None:
 @pytest.mark.parametrize("heading", GUIDE)
 def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_path: Path) -> None:
     section = GUIDE[heading]
-    fork = Fork(tmp_path / "tree", tree)
+    fork = Fork(tmp_path / "tree", tree, SHORT)
     fork.apply(section)
     *preparations, training = section.commands
     for command in preparations:
@@ -266,10 +167,4 @@ def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_pa
 
 @pytest.mark.slow
 def test_changed_trees_pass_ruff_and_mypy(tree: Path, tmp_path: Path) -> None:
-    fork = Fork(tmp_path / "tree", tree)
-    for section in GUIDE.values():
-        fork.apply(section)
-        sources = " ".join(re.findall(r"^\+\+\+ b/(.*\.py)$", section.diff, re.M))
-        fork.run(f"python -m ruff check {sources}; python -m ruff format --check {sources}")
-        fork.run("python -m mypy")
-        fork.apply(section, "--reverse")
+    check_lint(Fork(tmp_path / "tree", tree, SHORT), GUIDE)
