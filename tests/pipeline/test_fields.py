@@ -17,6 +17,7 @@ from pipeline.dataset import Dataset, Field, image_field
 from pipeline.feed import Feed, open_feed
 from pipeline.prefetcher import Batch, channels_first
 from pipeline.worker import LoaderError
+from tests.batches import batch_of
 from tests.loader_plans import loader_plan, world_of
 from tests.pipeline.loaders import loaded
 
@@ -188,3 +189,8 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
 def test_what_cannot_be_mixed_or_normalised_is_refused(fields: Any, reason: str) -> None:
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass
+
+
+def test_a_field_that_the_samples_do_not_have_is_named() -> None:
+    with pytest.raises(UserError, match="no field label, but image, numbers: docs/tasks"):
+        batch_of(image=torch.zeros(1, 3, 8, 8), numbers=torch.zeros(1, 2))["label"]
