@@ -21,7 +21,7 @@ TASKS: dict[str, tuple[int, str, float]] = {
     "Several labels per image": (40, "map", 85),
     "A number per image": (30, "-mae", 0.15),
     "Segmentation": (90, "miou", 70),
-    "Distillation": (35, "top1", 80),
+    "Distillation": (35, "top1", 90),
     "Two views": (70, "knn", 80),
     "Clips": (60, "top1", 90),
     "Rows of Hugging Face": (40, "top1", 90),
