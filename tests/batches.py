@@ -1,8 +1,14 @@
-"""Batches that a test writes down."""
+"""Batches that a test writes down, and a task of its own: tests of the engine survive another."""
+
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from engine.losses import image_losses
+from engine.scores import class_values
+from engine.step_graph import Values
 from pipeline.prefetcher import Batch
 
 
@@ -18,3 +24,19 @@ def on_device(batch: Batch, device: str) -> Batch:
     """Return a copy on a device."""
     fields = {name: tensor.to(device) for name, tensor in batch.fields.items()}
     return Batch(fields, batch.samples.to(device), batch.step)
+
+
+def toy_loss(
+    network: nn.Module, batch: Batch, criterion: Callable[..., Tensor] = cross_entropy
+) -> tuple[Tensor, Values]:
+    """Stand in for `train.training_loss`: for the label, or what mixup made of it."""
+    label = batch["label"]
+    target = batch.fields.get("target", label)
+    logits = network(batch["image"]).float()
+    values = {"mean": logits.mean(), "image_losses": image_losses(logits, target, label)}
+    return criterion(logits, target), values
+
+
+def toy_values(network: nn.Module, batch: Batch) -> Values:
+    """Stand in for `train.validation_values`."""
+    return class_values(network(batch["image"]), batch["label"])

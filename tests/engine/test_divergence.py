@@ -16,9 +16,10 @@ from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
 from pipeline.prefetcher import Batch
+from tests.batches import batch_of, toy_loss
 
 BAD_STEP, STEPS, CLASSES = 3, 6, 3
-Loss = Callable[..., tuple[Tensor, Values, Tensor]]
+Loss = Callable[[nn.Module, Batch], tuple[Tensor, Values]]
 
 
 def new_state(name: str, *, fused: bool) -> TrainState:
@@ -44,23 +45,21 @@ def new_state(name: str, *, fused: bool) -> TrainState:
     return state
 
 
-def batch_of(step: int) -> Batch:
+def random_batch(step: int) -> Batch:
     rng = torch.Generator().manual_seed(step)
     images = torch.randn(4, 3, 2, 2, generator=rng)
-    labels = torch.arange(4) % CLASSES
-    samples = torch.tensor([[0, row] for row in range(4)])
-    return Batch(images, labels, labels, step, samples)
+    return batch_of(step, image=images, label=torch.arange(4) % CLASSES)
 
 
-def bad_image(network: nn.Module, images: Tensor, *rest: Tensor) -> tuple[Tensor, Values, Tensor]:
-    images[1, 1] = math.nan
-    return train.training_loss(network, images, *rest)
+def bad_image(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+    batch["image"][1, 1] = math.nan
+    return toy_loss(network, batch)
 
 
-def bad_gradient(network: nn.Module, *rest: Tensor) -> tuple[Tensor, Values, Tensor]:
+def bad_gradient(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
     """The loss is finite; the derivative of the square root of 0 is not."""
-    loss, *others = train.training_loss(network, *rest)
-    return loss + (next(network.parameters()) * 0).sum().sqrt(), *others  # type: ignore[return-value]
+    loss, values = toy_loss(network, batch)
+    return loss + (next(network.parameters()) * 0).sum().sqrt(), values
 
 
 def contents(state: TrainState) -> list[Tensor]:
@@ -79,9 +78,9 @@ def test_nothing_changes_from_the_first_bad_step_on(
     found = []
     for step in range(1, STEPS + 1):
         before = contents(state)
-        chosen = loss if step == BAD_STEP else train.training_loss
+        chosen = loss if step == BAD_STEP else toy_loss
         options = {"lr": 0.1, "accumulate": accumulate}
-        values = train.train_step(state, state.model, chosen, batch_of(step), **options)
+        values = train.train_step(state, state.model, chosen, random_batch(step), **options)
         if step < BAD_STEP:
             assert not any(map(torch.equal, state.model.parameters(), before))
         else:
@@ -104,9 +103,9 @@ def test_nothing_changes_from_the_first_bad_step_on(
 def test_fused_optimisers_keep_their_moments(name: str) -> None:
     state = new_state(name, fused=True)
     for step in range(2):
-        train.train_step(state, state.model, train.training_loss, batch_of(step), lr=0.1)
+        train.train_step(state, state.model, toy_loss, random_batch(step), lr=0.1)
     before = copy.deepcopy(state.optimizer.state_dict()["state"])
-    train.train_step(state, state.model, bad_image, batch_of(2), lr=0.1)
+    train.train_step(state, state.model, bad_image, random_batch(2), lr=0.1)
     for number, moments in state.optimizer.state_dict()["state"].items():
         for moment, value in moments.items():
             assert torch.equal(value, before[number][moment]), moment
@@ -127,7 +126,7 @@ def test_every_gradient_is_checked(place: int, value: float) -> None:
 def test_a_copy_that_was_not_sent_is_not_read() -> None:
     state = new_state("sgd", fused=False)
     assert state.divergence.read() is None
-    train.train_step(state, state.model, bad_image, batch_of(1), lr=0.1)
+    train.train_step(state, state.model, bad_image, random_batch(1), lr=0.1)
     assert state.divergence.read() is None
     state.divergence.send(1)
     assert state.divergence.read() == (1, pytest.approx(math.nan, nan_ok=True))
@@ -139,10 +138,10 @@ def test_steps_that_are_undone_leave_no_flag(fused: bool) -> None:
     """For example those of loader.workers=auto."""
     state = new_state("sgd", fused=fused)
     with untouched(state):
-        train.train_step(state, state.model, bad_image, batch_of(0), lr=0.1)
+        train.train_step(state, state.model, bad_image, random_batch(0), lr=0.1)
         assert state.divergence.found
     before = contents(state)
-    train.train_step(state, state.model, train.training_loss, batch_of(0), lr=0.1)
+    train.train_step(state, state.model, toy_loss, random_batch(0), lr=0.1)
     assert not any(map(torch.equal, state.model.parameters(), before))
     state.divergence.send(1)
     assert state.divergence.read() is None

@@ -13,9 +13,8 @@ from engine.classification.predictions import Predictions
 from engine.metrics import macro_f1, macro_precision, macro_recall, roc_auc
 from engine.scores import on_console
 from engine.validation import evaluate
-from tests.batches import batch_of
+from tests.batches import batch_of, toy_values
 from tests.engine.plans import ALONE
-from train import validation_values
 
 # classes -> their shares of the labels and of the predictions
 SHARES = {
@@ -75,7 +74,7 @@ def test_values_of_a_validation_of_two_classes() -> None:
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[0, math.nan]]])
     label = torch.tensor([0, 1, 0, 1, 0])
     batch = batch_of(image=logits, label=label)
-    (found,) = evaluate([nn.Flatten()], validation_values, [batch], ALONE)
+    (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
     values = found.values(ALONE)
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)

@@ -23,10 +23,10 @@ from engine.plan import make_plan
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
-from pipeline.prefetcher import Batch
+from tests.batches import batch_of, on_device, toy_loss
 from tests.results import same
 
-LOSS = partial(train.training_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
+LOSS = partial(toy_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
     "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),
@@ -55,7 +55,7 @@ def take_step(state: TrainState) -> None:
     images = torch.randn(8, 3, 16, 16, generator=generator)
     labels = torch.randint(0, 5, (8,), generator=generator)
     network = nn.Sequential(nn.Dropout(0.2), state.model)
-    batch = Batch(images, labels, labels, state.step, torch.zeros(8, 2, dtype=torch.int64))
+    batch = batch_of(state.step, image=images, label=labels)
     lr = state.optimizer.defaults["lr"]
     train.train_step(state, network, LOSS, batch, lr=lr, clip_norm=5.0)
 
@@ -156,13 +156,12 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     with join_world("cuda") as world:
         plan = make_plan(config, build_datasets(config), world)
         state = train.build_state(plan, world)
-        batch = Batch(
-            torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.loader.dtype),
-            torch.zeros(16, dtype=torch.int64, device="cuda"),
-            torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"),
-            0,
-            torch.arange(32, device="cuda").reshape(16, 2),
+        batch = batch_of(
+            image=torch.randn(16, 3, 32, 32, dtype=plan.loader.dtype),
+            label=torch.zeros(16, dtype=torch.int64),
+            target=torch.full((16, plan.num_classes), 1 / plan.num_classes),
         )
+        batch = on_device(batch, "cuda")
         meter = Meter(world)
         loss = plan.autocast()(LOSS)
         try:

@@ -17,6 +17,7 @@ from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from pipeline.build import build_datasets
 from pipeline.clock import Marks, StepClock
 from pipeline.prefetcher import Batch
+from tests.batches import batch_of, on_device, toy_loss
 
 SIZE, ROWS, STEPS = 64, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = [
@@ -31,7 +32,8 @@ DROP = "model.args={stochastic_depth_prob: 0.5}"
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(train, "training_loss", toy_loss)
     with join_world("auto") as world:
         yield world
     torch.use_deterministic_algorithms(False)
@@ -45,20 +47,17 @@ def build(world: World, *overrides: str) -> tuple[Plan, TrainState, StepGraph]:
     return plan, state, train.build_step(plan, state, world)
 
 
-def batch_of(plan: Plan, step: int, *, mixed: bool = False, rows: int = ROWS) -> Batch:
+def random_batch(plan: Plan, step: int, *, mixed: bool = False, rows: int = ROWS) -> Batch:
     """A random batch on the device; with `mixed`, soft targets as from mixup."""
     rng = torch.Generator().manual_seed(step)
-    labels = torch.randint(0, plan.num_classes, (rows,), generator=rng)
-    targets = labels
+    fields = {"label": torch.randint(0, plan.num_classes, (rows,), generator=rng)}
     if mixed:
-        targets = torch.rand(rows, plan.num_classes, generator=rng).softmax(1)
+        fields["target"] = torch.rand(rows, plan.num_classes, generator=rng).softmax(1)
     images = torch.randn(rows, 3, SIZE, SIZE, generator=rng).to(plan.loader.dtype)
     layout = torch.channels_last if plan.channels_last else torch.contiguous_format
-    images = images.to(plan.device_type, memory_format=layout)
-    labels = labels.to(plan.device_type)
-    samples = torch.stack([torch.full((rows,), step), torch.arange(rows)], 1).to(plan.device_type)
-    targets = targets.to(plan.device_type) if mixed else labels
-    return Batch(images, labels, targets, step, samples)
+    samples = torch.stack([torch.full((rows,), step), torch.arange(rows)], 1)
+    batch = batch_of(step, samples, image=images.to(memory_format=layout), **fields)
+    return on_device(batch, plan.device_type)
 
 
 def weights(state: TrainState) -> list[str]:
@@ -90,7 +89,7 @@ def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: W
         step.disabled_reason = refused
         logged = []
         for number in range(STEPS):
-            values = step(batch_of(plan, number, mixed=mixed))
+            values = step(random_batch(plan, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
         assert step.disabled_reason == refused
         found.append((weights(state), logged))
@@ -110,9 +109,9 @@ def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: Wor
     step.disabled_reason = None if captured else "for the comparison"
     bad, found = STEPS - 3, []
     for number in range(STEPS):
-        batch = batch_of(plan, number)
+        batch = random_batch(plan, number)
         if number == bad:
-            batch.images[1, 0, 0, 0] = float("nan")
+            batch["image"][1, 0, 0, 0] = float("nan")
         step(batch)
         average = state.ema.module.parameters() if state.ema is not None else ()
         found.append([t.detach().clone() for t in (*state.model.parameters(), *average)])
@@ -133,7 +132,7 @@ def test_the_end_destroys_the_graph(world: World) -> None:
     plan, _, step = build(world, "model=resnet_tiny")
     with step:
         for number in range(STEPS):
-            step(batch_of(plan, number))
+            step(random_batch(plan, number))
         assert step._captured is not None
         graph = step._captured.graph
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
@@ -148,7 +147,7 @@ def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.Mo
     clock.start()
     with step_points(state, clock), step:
         for number in range(STEPS):
-            batch = batch_of(plan, number)
+            batch = random_batch(plan, number)
             clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
             clock.mark("ready")
             step(batch)
@@ -172,10 +171,10 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
         if measured:
             with untouched(state):
                 for number in range(STEPS):
-                    step(batch_of(plan, number))
+                    step(random_batch(plan, number))
             step.reset()
         for number in range(STEPS):
-            step(batch_of(plan, number))
+            step(random_batch(plan, number))
         assert step.disabled_reason is None
         found.append(weights(state))
     assert found[0] == found[1]
@@ -189,8 +188,8 @@ def test_another_shape_gets_another_graph(world: World) -> None:
         plan, state, step = build(world, "model=resnet_tiny")
         step.disabled_reason = refused
         for number in range(STEPS):
-            step(batch_of(plan, number))
-            step(batch_of(plan, number, rows=ROWS // 2))
+            step(random_batch(plan, number))
+            step(random_batch(plan, number, rows=ROWS // 2))
         assert step.disabled_reason == refused
         found.append(weights(state))
     assert found[0] == found[1]
@@ -222,7 +221,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
             step.step = waiting
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
-                step(batch_of(plan, number))
+                step(random_batch(plan, number))
         assert step.disabled_reason is not None
         found.append(weights(state))
     assert found[0] == found[1]
@@ -243,18 +242,16 @@ def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
         layers = torch.nn.Linear(12, 4), torch.nn.Linear(4, 3)
         model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
         state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        labels = torch.arange(3)
-        samples = torch.zeros(3, 2, dtype=torch.int64)
-        batch = Batch(torch.ones(3, 3, 2, 2), labels, labels, 0, samples)
+        batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
         if fails:
             if where == "backward":  # after the gradients of the second layer
                 hook = layers[0].weight.register_hook(fail)
             else:
                 hook = state.optimizer.register_step_pre_hook(fail)
             with pytest.raises(RuntimeError, match="not permitted"):
-                train.train_step(state, model, train.training_loss, batch, lr=0.1)
+                train.train_step(state, model, toy_loss, batch, lr=0.1)
             assert all(parameter.grad is None for parameter in model.parameters())
             hook.remove()
-        train.train_step(state, model, train.training_loss, batch, lr=0.1)
+        train.train_step(state, model, toy_loss, batch, lr=0.1)
         found.append(params_sha256(model))
     assert found[0] == found[1]

@@ -14,8 +14,8 @@ from models.resnet import resnet_tiny
 from pipeline.prefetcher import Batch
 from pipeline.worker import EMPTY_ROW
 from tests.batches import batch_of, on_device
+from tests.batches import toy_values as measure
 from tests.engine.plans import ALONE
-from train import validation_values as measure
 
 IMAGES = 37
 

@@ -24,8 +24,8 @@ from conf.schema import UserError
 from engine.distributed import World, average_gradients, join_world
 from engine.state import TrainState, params_sha256
 from engine.stop_signal import StopSignal
-from pipeline.prefetcher import Batch
-from train import train_step, training_loss
+from tests.batches import batch_of, toy_loss
+from train import train_step
 
 
 def several_nodes(world: World) -> World:
@@ -54,6 +54,7 @@ def check_objects(world: World) -> None:
     assert len(decided) == (5 if world.rank == 0 else 0)
     values = world.all_gather({"path": Path(f"runs/{world.rank}"), "none": None})
     assert values == [{"path": Path(f"runs/{rank}"), "none": None} for rank in (0, 1)]
+    assert world.gather(world.rank) == ([0, 1] if world.is_main else [])
 
     def below(limit: int) -> int:
         if world.rank >= limit:
@@ -130,10 +131,6 @@ def classifier() -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
 
 
-def batch_of(images: Tensor, labels: Tensor, step: int) -> Batch:
-    return Batch(images, labels, labels, step, torch.zeros(len(labels), 2, dtype=torch.int64))
-
-
 def check_accumulation(world: World) -> None:
     """Each rank trains on its half of a batch, in micro-batches; gradients are exchanged once."""
     state, whole = classifier(), classifier()
@@ -156,15 +153,16 @@ def check_accumulation(world: World) -> None:
         else:
             patch.setattr(dist, "all_reduce", counted)
         for step in range(3):
-            batch = batch_of(images[rows], labels[rows], step)
-            train_step(state, network, training_loss, batch, lr=0.5, accumulate=2)
+            batch = batch_of(step, image=images[rows], label=labels[rows])
+            train_step(state, network, toy_loss, batch, lr=0.5, accumulate=2)
     assert len(exchanged) == 3
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
             network = alone.wrap(whole.model, images[:1])
-            train_step(whole, network, training_loss, batch_of(images, labels, step), lr=0.5)
+            batch = batch_of(step, image=images, label=labels)
+            train_step(whole, network, toy_loss, batch, lr=0.5)
     found, expected = (one.model[3].weight.detach() for one in (state, whole))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -178,7 +176,8 @@ def check_divergence(world: World) -> None:
         images = torch.randn(3, 3, 2, 2)
         if (step, world.rank) == (1, 1):
             images[0, 0, 0, 0] = math.nan
-        train_step(state, network, training_loss, batch_of(images, torch.arange(3), step), lr=0.5)
+        batch = batch_of(step, image=images, label=torch.arange(3))
+        train_step(state, network, toy_loss, batch, lr=0.5)
         weights.append(params_sha256(state.model))
     state.divergence.send(3)
     found = state.divergence.read()

@@ -1,6 +1,8 @@
 """Metrics of recorded predictions, compared with formulas written out image by image; pictures."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,14 +10,15 @@ import torch
 from PIL import Image, ImageColor
 from torch import Tensor, nn
 
-from engine.classification.predictions import COLUMNS, Predictions
+from engine.classification.predictions import Predictions
 from engine.distributed import World
 from engine.log.pictures import BLUE, RED, bars, tiles
-from engine.validation import evaluate
+from engine.validation import Rows, evaluate
 from pipeline.dataset import FakeDataset
-from train import validation_values
+from pipeline.worker import EMPTY_ROW
+from tests.batches import batch_of, toy_values
+from tests.engine.plans import ALONE
 
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 CLASSES, IMAGES = 7, 500
 NAMES = ["cat", "n01443537", *"abcde"]
 
@@ -34,14 +37,21 @@ def labels(logits: Tensor) -> Tensor:
 
 
 def recorded(logits: Tensor, labels: Tensor, size: int) -> Predictions:
-    """Record batches of `size`; the last one is filled up. The images are the logits."""
-    fill = -len(labels) % size
-    rows = torch.cat([logits, torch.zeros(fill, CLASSES)])
-    padded = torch.cat([labels, torch.full((fill,), -1)])
-    batches = zip(rows.split(size), padded.split(size), strict=True)
-    each: list[dict[str, Tensor]] = []
-    evaluate([nn.Identity()], validation_values, batches, ALONE, each)
-    return Predictions.gather(each, ALONE)
+    """Record batches of `size`; the last one is filled up."""
+    found = Predictions.gather(rows_of(logits, labels, size), ALONE)
+    assert found is not None
+    return found
+
+
+def rows_of(logits: Tensor, labels: Tensor, size: int) -> Rows:
+    """The images are the logits."""
+    rows = torch.arange(len(labels) + -len(labels) % size)
+    places = rows.clamp(max=len(labels) - 1)
+    samples = torch.stack([torch.zeros_like(rows), rows], 1)
+    samples[len(labels) :] = EMPTY_ROW
+    whole = batch_of(samples=samples, image=logits[places], label=labels[places])
+    (found,) = evaluate([nn.Identity()], toy_values, whole.split(len(rows) // size), ALONE)
+    return found.rows
 
 
 @pytest.mark.parametrize("size", [1, 32, 500, 501])
@@ -53,7 +63,7 @@ def test_recorded_values(logits: Tensor, labels: Tensor, size: int) -> None:
         total = sum(math.exp(value) for value in row)
         assert found.losses[i] == pytest.approx(math.log(total) - row[label], rel=1e-4, abs=1e-5)
         assert found.confidences[i] == pytest.approx(math.exp(max(row)) / total, rel=1e-5)
-        assert found.top5[i] == (sorted(row, reverse=True).index(row[label]) < 5)
+        assert found.top5[i] == 100 * (sorted(row, reverse=True).index(row[label]) < 5)
 
 
 def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
@@ -86,7 +96,7 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
             count = sum(found.predictions[i] == prediction for i in own)
             assert ((label, prediction, count) in pairs) == (count > 0)
         top1 = 100 * sum(found.predictions[i] == label for i in own) / len(own)
-        top5 = 100 * sum(bool(found.top5[i]) for i in own) / len(own)
+        top5 = sum(found.top5[i] for i in own) / len(own)
         loss = sum(found.losses[i] for i in own) / len(own)
         assert rows[label] == {
             "class": NAMES[label],
@@ -112,30 +122,28 @@ def test_nan_is_no_hit() -> None:
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
     assert found.per_class(NAMES)[0]["top1"] == 0
     assert sum(found.calibration()["accuracy"]) == 0 and found.confidences.tolist() == [0] * 4
-    nothing = Predictions.gather([], ALONE)
-    assert len(nothing.labels) == 0 and nothing.calibration()["error"] == 0
 
 
 class Shares(World):
-    """Rank 0 of two; `all_gather` returns the shares that the ranks recorded one after another."""
+    """One of two ranks; `gather` returns their shares, which came one after another, on rank 0."""
 
-    found: list[Tensor] = []
+    found: list[Any] = []
 
-    def all_gather(self, value: Tensor) -> list[Tensor]:  # type: ignore[override]
-        self.found.append(value)
-        return self.found
+    def broadcast(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def gather(self, value: Any) -> list[Any]:
+        self.found.insert(0, value)
+        return self.found if self.is_main else []
 
 
 def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tensor) -> None:
     """The sampler gives rank r the images r, r + 2, ...; the second rank has one image less."""
-    world = Shares(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
-    shares: list[dict[str, Tensor]] = []
-    for rank in (0, 1):
-        own = labels[:7][rank::2]
-        values = validation_values(nn.Identity(), logits[:7][rank::2], own)
-        shares.append({"label": own, **values})
-    world.found = [torch.stack([shares[0][name].double() for name in COLUMNS])]
-    found = Predictions.gather([shares[1]], world)
+    for rank in (1, 0):
+        world = Shares(rank, size=2, local_rank=rank, local_size=2, device=torch.device("cpu"))
+        found = Predictions.gather(rows_of(logits[rank:7:2], labels[rank:7:2], 2), world)
+        assert (found is None) == (rank == 1)
+    assert found is not None
     assert found.labels.tolist() == labels[:7].tolist()
     assert found.losses == pytest.approx(recorded(logits[:7], labels[:7], 7).losses)
 
@@ -181,9 +189,9 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     loaded: list[int] = []
 
     class Images(FakeDataset):
-        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        def load(self, epoch: int, index: int) -> dict[str, Any]:
             loaded.append(index)
-            return np.full((8, 8, 3), index % 256, np.uint8), 0
+            return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
     split = Images(IMAGES, CLASSES, 8)
     drawn = found.draw(NAMES, split)
@@ -202,15 +210,13 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     for name, shares in expected.items():
         widths = [max(3, 440 * share) for share in shares]
         assert lengths(drawn[f"val/{name}"], BLUE) == pytest.approx(widths, abs=2), name
-    empty = Predictions.gather([], ALONE).draw(["cat", "dog"], split)
-    assert lengths(empty["val/per_class"], BLUE) == []
 
 
 def test_accuracy_of_many_classes() -> None:
     """The 20 worst and the 5 best."""
     labels = np.repeat(np.arange(100), 100)
-    hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 1.0
-    found = Predictions(labels, labels, hits, hits, hits, hits)
+    hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 100.0
+    found = Predictions(labels, labels, hits, hits / 100, hits)
     image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["val/per_class"]
     expected = [4.4 * top1 for top1 in (*range(20), *range(95, 100))]
     assert lengths(image, BLUE) == pytest.approx(expected, abs=3)

@@ -150,9 +150,9 @@ def test_two_low_validations_in_a_row_are_one_warning() -> None:
     now, before = limit(2, 3) - 0.1, limit(1, 2) - 0.1
     found = expectation()
     assert found.judge(row(2, now), row(1, before))[1] == (
-        f"top1 {now:.1f} % after epoch 2 is below the 3 sigma limit of this recipe, "
-        f"{limit(2, 3):.1f} (20 runs reached 40.0 +/- 2.0), and the previous validation, "
-        f"{before:.1f} %, was also low: check the labels, the learning rate and your code changes; "
+        f"top1 {now:.2f} % after epoch 2 is worse than the 3 sigma limit of this recipe, "
+        f"{limit(2, 3):.2f} (20 runs reached 40 +/- 2), and so was the previous validation, "
+        f"top1 {before:.2f} %: check the labels, the learning rate and your code changes; "
         "training continues, Ctrl-C stops it"
     )
     assert found.judge(row(2, now), row(1, before))[1] is None

@@ -20,7 +20,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from conf.compose import load
 from engine.log.runlog import draw_batch
 from engine.log.tracker import Tracker
-from pipeline.prefetcher import Batch, ImageFormat
+from pipeline.prefetcher import ImageFormat
+from tests.batches import batch_of
 
 CONFIG = load(["recipe=demo"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
@@ -252,7 +253,7 @@ def test_images_are_shown_without_normalisation(device: str) -> None:
     format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
     images = (pixels.to(device) * format.scale + format.shift).to(memory_format=torch.channels_last)
     labels = torch.arange(20, device=device) % 3
-    batch = Batch(images, labels, labels, 7, torch.zeros(20, 2))
+    batch = batch_of(7, image=images, label=labels)
     ((tag, sheet),) = draw_batch(batch, format, ["cat", "dog", "fish"]).items()
     shown = np.asarray(sheet)
     assert tag == "train/images" and shown.shape == (40 + 4 * 254, 8 + 4 * 200, 3)

@@ -143,9 +143,9 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
     """A feed without processes; its clock advances 0.1 ms per image, and as a step says."""
 
     class Clocked(FolderDataset):
-        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        def load(self, epoch: int, index: int) -> dict[str, Any]:
             clock.now += 1e-4
-            return np.zeros((32, 32, 3), np.uint8), 0
+            return {"image": np.zeros((32, 32, 3), np.uint8), "label": 0}
 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
     monkeypatch.setattr(worker, "waited_for_core", lambda: 0.0)
@@ -214,16 +214,16 @@ def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) ->
         compiled.append(graph)
         return graph.forward
 
-    def loss(images: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return images.mean() + (targets + labels).float().mean()
+    def loss(batch: Batch) -> torch.Tensor:
+        return batch["image"].mean() + batch["label"].float().mean()
 
     step = torch.compile(loss, backend=backend, dynamic=False)
     batches = []
     for tunes in (False, True):
         with open_slow(FolderDataset, image_root) as feed:
             if tunes:
-                tune(feed, lambda b: step(b.images, b.targets, b.labels), first_step=3, cores=2)
-            batches.append([batch.images.clone() for batch in feed.train.batches(3, 8)])
+                tune(feed, step, first_step=3, cores=2)
+            batches.append([batch["image"].clone() for batch in feed.train.batches(3, 8)])
     torch._dynamo.reset()
     assert all(map(torch.equal, *batches))
     assert len(compiled) == 1

@@ -140,7 +140,7 @@ def test_slow_input(
     with open_run(image_root, *options, kind=kind) as (feed, verdict):
         loader = feed.train.loader
         for first, last in ((0, 4), (4, 12)):
-            images = sum(len(batch.labels) for batch in feed.train.batches(first, last))
+            images = sum(len(batch.samples) for batch in feed.train.batches(first, last))
             replies = loader.pool.recent[0]
             seconds = sum(r.seconds for r in replies) / sum(r.rows for r in replies)
             seconds *= images / max(1, workers)
@@ -184,7 +184,7 @@ def test_pageable_memory_is_copy_bound(image_root: Path) -> None:
     """13 ms of copies on an H200; the images are large, so the host's work hardly counts."""
     options = [*SYNTHETIC, "data.image_size=512", "loader.pin_memory=false"]
     with open_run(image_root, *options, kind=None) as (feed, verdict):
-        text = verdict_of_steps(feed, verdict, lambda batch: batch.images.sum(), steps=100)
+        text = verdict_of_steps(feed, verdict, lambda batch: batch["image"].sum(), steps=100)
     assert text.startswith("copy-bound")
     assert "loader.pin_memory=true" in text
 
@@ -195,7 +195,7 @@ def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
     """More kernels than the host can launch in the time they run."""
 
     def step(batch: Batch) -> None:
-        value = batch.images.sum()
+        value = batch["image"].sum()
         for _ in range(500):
             value = value + 1
         time.sleep(0.002)  # as a Python program between its launches
