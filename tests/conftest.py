@@ -104,6 +104,18 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     unfreeze()
 
 
+@pytest.fixture(scope="module")
+def toy_runs(whole_runs: None) -> Iterator[None]:
+    """For tests that call train(), except those of the task: a fork's task does not change them."""
+    import train
+    from tests import toy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in toy.TASK.items():
+            patch.setattr(train, name, function)
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     with Ranks() as ranks:

@@ -7,6 +7,7 @@ from typing import Any
 import train
 from conf import cli
 from conf.schema import Config
+from tests import toy
 
 SMALL = [
     "recipe=demo",
@@ -39,7 +40,8 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def command(root: Path, folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, train.__file__, *overrides_of(root, folder, *overrides)]
+    """Return the command line that trains the toy: see `toy_runs` of tests/conftest.py."""
+    return [sys.executable, toy.__file__, *overrides_of(root, folder, *overrides)]
 
 
 def torchrun(arguments: list[str], ranks: int, *options: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 import train
 from engine.log import runlog
@@ -15,7 +15,7 @@ from pipeline.prefetcher import Batch
 from tests.results import strictly_parsed
 from tests.small_run import compose, run
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 
 
 @pytest.mark.parametrize("finite_loss", [False, True], ids=["loss", "gradient"])
@@ -29,7 +29,7 @@ def test_divergence_between_log_rows(
     """Step 7 of 18 diverges. The next check finds it, although no row and no validation is due."""
     step, loss_of, folder = train.train_step, train.training_loss, tmp_path / "run"
 
-    def overflows(network: nn.Module, *rest: Tensor, **options: Any) -> Any:
+    def overflows(network: nn.Module, *rest: Any, **options: Any) -> Any:
         loss, *others = loss_of(network, *rest, **options)
         return loss + (next(network.parameters()) * 0).sum().sqrt(), *others
 
@@ -37,7 +37,7 @@ def test_divergence_between_log_rows(
         if batch.step == 6 and finite_loss:
             loss = overflows
         elif batch.step == 6:
-            batch = replace(batch, images=batch.images * math.nan)
+            batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
         return step(state, network, loss, batch, **options)
 
     monkeypatch.setattr(train, "train_step", diverge)

@@ -22,7 +22,7 @@ from tests.libraries import timm_module
 from tests.ranks import Ranks
 from tests.results import same, stored
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 FAST = [
     "train.device=cpu",
     "loader.workers=0",
@@ -61,13 +61,13 @@ def train_on_six_angles(folder: Path, images: int, epochs: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def learned(whole_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(toy_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned six angles."""
     return train_on_six_angles(tmp_path_factory.mktemp("learned"), images=40, epochs=8)
 
 
 @pytest.fixture(scope="module")
-def pretrained(whole_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(toy_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the same kind that has learned nothing."""
     return train_on_six_angles(tmp_path_factory.mktemp("pretrained"), images=3, epochs=1)
 

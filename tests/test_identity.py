@@ -17,7 +17,7 @@ from pipeline.loader_plan import pixels_of
 from tests.results import stored
 from tests.small_run import SMALL_RUN
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 BASE = [*SMALL_RUN, "loader.workers=0", "run.name=one"]
 Answer = tuple[int, str, str]
 Program = Callable[..., Answer]

@@ -13,7 +13,7 @@ from engine.log.runlog import RunLog
 from tests.results import rows
 from tests.small_run import compose, run
 
-pytestmark = pytest.mark.usefixtures("whole_runs")
+pytestmark = pytest.mark.usefixtures("toy_runs")
 SIZES = "data.sizes={0: 16, 1: 32}"  # 36 images in batches of 8: epoch 1 begins with step 5
 
 

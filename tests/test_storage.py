@@ -13,7 +13,7 @@ from conf.schema import UserError
 from tests.small_run import SMALL_RUN, run
 from tests.stored import as_list, as_shards, as_tar, as_zip
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 SKIP = ["data.on_error=skip", "data.max_bad_fraction=0.1"]
 Pack = Callable[[Path, Path], None]
 PACKS: dict[str, tuple[Pack, Pack]] = {

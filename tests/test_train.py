@@ -42,7 +42,7 @@ from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import command, compose, run, torchrun
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
 Patch = pytest.MonkeyPatch
 BOARD = "log.trackers=[tensorboard]"
@@ -63,7 +63,6 @@ TAGS = {  # of TensorBoard -> the split and the name of the value in metrics.jso
     "time/step_ms": ("train", "step_ms"),
     "val/loss": ("val", "loss"),
     "val/top1": ("val", "top1"),
-    "val/top5": ("val", "top5"),
 }
 
 
@@ -127,7 +126,7 @@ def ranks_of(launcher: int) -> list[int]:
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             rank = next((int(v[5:]) for v in variables if v.startswith(b"RANK=")), None)
-            if rank is not None and b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if rank is not None and b"toy.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[rank] = pid
     return [found[rank] for rank in sorted(found)]
 
@@ -235,13 +234,12 @@ def test_run_directory(short: Ended) -> None:
     train_rows, val = rows(folder, "train"), rows(folder, "val")
     assert summary["status"] == "finished" and summary["step"] == 9
     assert summary["top1"] == pytest.approx(val[-1]["top1"]) and summary["images_per_second"] > 0
-    assert summary["top5"] == pytest.approx(val[-1]["top5"])
     model = build("resnet_tiny", num_classes=3, image_size=32)
     model.load_state_dict(stored(folder)["model"])
     assert summary["params_sha256"] == params_sha256(model)
     assert [r["step"] for r in train_rows] == list(range(1, 10))
     assert [(r["step"], r["images"]) for r in val] == [(5, 15), (9, 15)]
-    named = {"step", "epoch", "split", "loss", "top1", "top5", "lr"}
+    named = {"step", "epoch", "split", "loss", "top1", "lr"}
     named |= {"images_per_second", "data_wait_fraction"}
     assert all(row.keys() >= named for row in train_rows) and train_rows[-1]["epoch"] == 2
 
@@ -367,7 +365,7 @@ def test_validation_uses_the_averaged_weights(image_root: Path, folder: Path) ->
     config = compose(image_root, folder, "train.ema_decay=0.9")
     train.train(config)
     val = build_datasets(config).val
-    pixels = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])
+    pixels = torch.stack([torch.from_numpy(val[index]["image"]) for index in range(15)])
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     images = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)  # [15, 3, 32, 32]
     labels = torch.arange(3).repeat_interleave(5)
@@ -517,15 +515,15 @@ def test_signal_while_validating(
     go: Any, folder: Path, short: Ended, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An interrupted validation is not recorded; the next start repeats it, also at the end."""
-    measure = train.validation_values
+    evaluate = train.evaluate
 
-    def interrupted(*arguments: Any) -> dict[str, torch.Tensor]:
+    def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
-        return measure(*arguments)
+        return evaluate(*arguments)
 
     def interrupted_at(step: int, *overrides: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(train, "validation_values", interrupted)
+            patch.setattr(train, "evaluate", interrupted)
             ended = go(*overrides)
         found = (ended["status"], ended["step"], ended["signal"])
         assert found == ("interrupted", step, signal.SIGTERM)
@@ -587,7 +585,7 @@ def test_signal_in_the_last_step_of_an_epoch(
         at_step(4, lambda: signal.raise_signal(signal.SIGTERM), patch)
         assert status()[0] == 128 + signal.SIGTERM
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["step"], summary["top1"]) == ("interrupted", 5, None)
+    assert (summary["status"], summary["step"], summary["values"]) == ("interrupted", 5, [])
     assert rows(folder, "val") == [] and stored(folder)["step"] == 5
     assert go()["params_sha256"] == short[1]["params_sha256"]
     assert rows(folder, "val") == rows(short[0], "val")

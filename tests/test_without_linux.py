@@ -44,7 +44,7 @@ def without_linux(*arguments: str, cwd: Path) -> str:
 
 
 @pytest.mark.slow
-def test_training_is_the_same(image_root: Path, tmp_path: Path, whole_runs: None) -> None:
+def test_training_is_the_same(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
     """Stopped, resumed and validated, with a spawned worker and then without workers."""
     folder = tmp_path / "run"
     starts = [

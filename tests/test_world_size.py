@@ -12,7 +12,7 @@ from tests.results import rows, stored
 from tests.small_run import SMALL, command, run
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 # A model without BatchNorm and dropout, whose numbers are those of a rank.
 OPTIONS = [
     "model.name=squeezenet1_1",
@@ -88,7 +88,8 @@ from engine.classification.predictions import Predictions
 from engine.plan import make_plan
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from train import build_state, validation_values
+from tests.toy import validation_values
+from train import build_state
 
 found = []
 with join_world("cpu") as world:
@@ -97,13 +98,13 @@ with join_world("cpu") as world:
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
         network = build_state(plan, world).model
-        each = []
         with open_feed(config, datasets, plan.loader, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
-            pairs = ((batch.images, batch.labels) for batch in batches)
-            (one,) = evaluate([network], validation_values, pairs, world, each)
-        pairs = Predictions.gather(each, world).confusions(plan.num_classes)
-        found.append([one.loss, one.top1, one.top5, one.images, pairs])
+            (one,) = evaluate([network], validation_values, batches, world)
+        values = one.values(world)
+        predictions = Predictions.gather(one.rows, world)  # None on the other ranks
+        pairs = predictions and predictions.confusions(plan.num_classes)
+        found.append([values, one.images, pairs])
     if world.is_main:
         print(json.dumps(found))
 """
@@ -140,8 +141,8 @@ def test_each_image_is_validated_once(
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     one, several = found
-    assert [case[3] for case in one] == images
-    assert any(case[2] not in (0, 100) for case in one), "top-5 is trivial"
-    for (loss, *counts), (expected, *alone) in zip(several, one, strict=True):
+    assert [case[1] for case in one] == images
+    assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 is trivial"
+    for (values, *counts), (expected, *alone) in zip(several, one, strict=True):
         assert counts == alone
-        assert loss == pytest.approx(expected, rel=1e-6)
+        assert values == pytest.approx(expected, rel=1e-6)

@@ -127,7 +127,7 @@ CONTENTS: dict[str, Make] = {
 
 
 @pytest.fixture(scope="module")
-def run(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 5 steps with a moving average."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     small_run.run(image_root, folder, *OPTIONS)

@@ -19,7 +19,7 @@ from tests.results import rows, same, stored
 from tests.small_run import run
 from tests.stored import as_list, as_shards, as_tar, as_zip
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_runs", "own_logging")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("toy_runs", "own_logging")]
 # 36 images in batches of 8: 27 steps, validated after steps 9, 18 and 27.
 STEPS = 27
 RUN = [

@@ -36,7 +36,7 @@ from tests.processes import (
 from tests.results import rows
 from tests.small_run import command, compose, overrides_of, torchrun
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 NEVER_SAVED = ["train.epochs=10000", "checkpoint.every_steps=100000"]
 ROOT = Path(train.__file__).parent
 Figure = Callable[[str, int, int], None]
