@@ -172,7 +172,7 @@ class Plan:
             steps += f" are {self.schedule_steps:,} steps: stops early"
         lines = [
             f"data     {self.train_images:,} training and {self.val_images:,} validation images, "
-            f"{self.num_classes} classes",
+            f"{self.num_classes} {'classes' if 'label' in self.fields else 'outputs'}",
             f"steps    {steps}",
             f"model    {self.parameters / 1e6:.2f} M parameters, "
             f"{self.flops_by_size[self.image_size] / 1e9:.2f} GFLOP forward per {self.image_size} "

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,18 +34,29 @@ class TableDataset(FolderDataset):
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
         try:
             with path.open(newline="", encoding="utf-8-sig") as file:
-                (_, *columns), *lines = filter(None, csv.reader(file))
-            numbers = np.array([line[1:] for line in lines], np.float32)
-            if numbers.shape != (len(lines), len(columns)) or not numbers.size:
-                raise ValueError(f"{numbers.shape[-1]} numbers in a line, {len(columns)} columns")
+                lines = list(filter(None, csv.reader(file)))
         except (OSError, ValueError, csv.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{path}: cannot be read ({reason}); data=table needs it") from None
+        head, *rows = lines or [[]]
+        if head[:1] != ["path"] or len(head) < 2 or not rows:
             raise UserError(
-                f"{path}: cannot be read ({error}); write path,NAME,... into the first line, and "
-                "the path of an image and a number for each name into the others"
-            ) from None
-        files = {"": [os.fsencode(line[0]) for line in lines]}
+                f"{path}: write path,NAME,... into the first line, and the path of an image and a "
+                "number for each name into the others"
+            )
+        self.columns = tuple(head[1:])
+        numbers = np.empty((len(rows), len(self.columns)), np.float32)
+        for row, (name, *texts) in enumerate(rows):
+            try:
+                numbers[row] = list(map(float, texts)) if len(texts) == len(head) - 1 else math.nan
+            except ValueError:
+                numbers[row] = math.nan
+            if not np.isfinite(numbers[row]).all():
+                raise UserError(
+                    f"{path}: {name}: {','.join(texts)}: give {len(head) - 1} finite number(s)"
+                )
+        files = {"": [os.fsencode(row[0]) for row in rows]}
         super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)
-        self.columns = tuple(columns)
         self.numbers = SharedArray.copy_of(numbers)
 
     @property

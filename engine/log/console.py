@@ -12,7 +12,8 @@ WIDTH = 7  # of the column of the value of train.best_by, or that of its name
 
 def header(by: BestBy) -> str:
     """Return the names of the columns."""
-    name = f"{by.name}{VALUES.get(by.name, Value()).unit}"
+    unit = VALUES.get(by.name, Value()).unit
+    name = by.name + unit if unit == " %" else by.name
     return (
         f"{'epoch':>10} {'step':>9} {'loss':>8} {name:>{WIDTH}} {'img/s':>8} {'wait %':>6} "
         f"{'lr':>9} {'left':>8}"

@@ -92,7 +92,7 @@ class Case:
             raise NotChecked("needs the data, see data")
         splits = {"train": self.datasets.train, "val": self.datasets.val}
         indexes = {name: s.index for name, s in splits.items() if isinstance(s, FolderDataset)}
-        if len(indexes) < 2 or self.config.data.source != "folder":
+        if len(indexes) < 2 or self.config.data.source not in ("folder", "table"):
             raise NotChecked(f"data={self.config.data.source} has no files of its own")
         return indexes
 

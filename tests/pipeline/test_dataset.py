@@ -386,10 +386,12 @@ def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("val", "says"),
     [
-        ("path,a\n1.jpg,1,2\n", "2 numbers in a line, 1 columns"),
-        ("path,a\n1.jpg,cat\n", "could not convert string to float: 'cat'"),
-        ("path,a\n", "numbers in a line"),
-        ("", "not enough values"),
+        ("path,a\n1.jpg,1,2\n", "1.jpg: 1,2: give 1 finite number"),
+        ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat: give 1 finite number"),
+        ("path,a\n1.jpg,nan\n", "1.jpg: nan: give 1 finite number"),
+        ("path,a\n", "write path,NAME,... into the first line"),
+        ("1.jpg,1\n", "write path,NAME,... into the first line"),
+        ("", "write path,NAME,... into the first line"),
         ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
     ],
 )
