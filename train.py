@@ -289,8 +289,9 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = world.on_all_ranks(lambda: build_state(plan, world))
-    example = Batch.zeros(plan.fields, world.device)
-    plan.best_by.check(value_names(state.model, validation_values, example))
+    with plan.autocast():
+        example = Batch.zeros(plan.fields, world.device)
+        plan.best_by.check(value_names(state.model, validation_values, example))
     datasets.prepare()  # draws the images of data=demo if they are missing
     return datasets, plan, state
 

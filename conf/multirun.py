@@ -105,8 +105,9 @@ class Sweep:
         if self.searches:
             return 0
         found = {job: _result(config) for job, config in self.jobs.items()}
-        for job, (status, score) in sorted(found.items(), key=lambda item: -item[1][1]):
-            result = f"{abs(score):7.3f}" if status else "no result"
+        for job, (_, score) in sorted(found.items(), key=lambda item: -item[1][1]):
+            value = -score if self.jobs[job].train.best_by.startswith("-") else score
+            result = f"{value:7.3f}" if score != WORST else "no result"
             print(f"{result}  {' '.join(job)}  {self.jobs[job].run.dir}")
         return 0 if all(status == "finished" for status, _ in found.values()) else 1
 

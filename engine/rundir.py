@@ -129,8 +129,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             if state.best:
                 checkpoint.point_to_best(self.checkpoints, int(state.best["step"]))
         summary = checkpoint.read_manifest(self.path / "summary.json")
-        found = summary.get("status"), summary.get("step")
-        if state.step >= plan.stop_step and found == ("finished", state.step):
+        found = tuple(map(summary.get, ("status", "step", "best_by")))
+        expected = "finished", state.step, self.config.train.best_by
+        if state.step >= plan.stop_step and found == expected:
             return path, changes, before, summary
         self.write("config.yaml", to_yaml(self.config))
         self.write("overrides.yaml", to_yaml(self.config.typed))

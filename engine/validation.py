@@ -1,6 +1,6 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +40,15 @@ class Validation:
         On every rank, although rank 0 judges.
         """
         names = world.broadcast(lambda: list(self.rows[0]))
-        judged = {name: each for name, each in VALUES.items() if each.rows and each.judge}
-        judged = {name: each for name, each in judged.items() if set(each.rows) <= set(names)}
-        needed = sorted({row for each in judged.values() for row in each.rows})
+        chosen = judged(names)
+        needed = sorted({row for name in chosen for row in VALUES[name].rows})
         rows = gather_rows(self.rows, needed, world) if needed else {}
-
-        def judge() -> dict[str, float]:
-            return {
-                name: float(each.judge(*(rows[row] for row in each.rows)))
-                for name, each in judged.items()
-                if each.judge is not None
+        return self.means | world.broadcast(
+            lambda: {
+                name: float(judge(*(rows[row] for row in VALUES[name].rows)))
+                for name, judge in chosen.items()
             }
-
-        return self.means | world.broadcast(judge)
+        )
 
 
 def gather_rows(batches: Rows, names: Sequence[str], world: World) -> dict[str, Tensor]:
@@ -123,14 +119,19 @@ def averaged(values: Mapping[str, Tensor]) -> list[str]:
     return [name for name in floats if name not in ROWS_ONLY]
 
 
+def judged(rows: Collection[str]) -> dict[str, Callable[..., float]]:
+    """Return the values that are computed from these rows, by name."""
+    table = {name: (value.judge, value.rows) for name, value in VALUES.items()}
+    return {name: judge for name, (judge, r) in table.items() if judge and set(r) <= set(rows)}
+
+
 def value_names(network: nn.Module, measure: Measure, example: Batch) -> list[str]:
     """Return the names of the values of a validation, by measuring an example."""
     mode = network.training
     with torch.no_grad():
         rows = measure(network.eval(), example)
     models.train_mode(network, mode)
-    judged = [name for name, value in VALUES.items() if value.rows and set(value.rows) <= set(rows)]
-    return averaged(rows) + judged
+    return list(dict.fromkeys([*averaged(rows), *judged(rows)]))
 
 
 def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:

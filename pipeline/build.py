@@ -13,7 +13,7 @@ from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.dataset import LABEL, Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU, Picture, describe
 from pipeline.splits import load_splits, roots_of
 from pipeline.table import TableDataset
@@ -64,7 +64,7 @@ def build_datasets(config: Config) -> Datasets:
                 f"{size} px; write size: ${{data.image_size}} in it"
             )
     train_split, val_split, classes = _splits(config, data, train, val)
-    if len(classes) < 2 and "label" in train_split.fields:
+    if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         key = "root" if data.classes is None else "classes"
         raise UserError(
             f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "

@@ -203,7 +203,8 @@ class FolderDataset(Dataset):
     @property
     def is_plain(self) -> bool:
         """Whether a GPU may decode the images and apply operations: no subclass makes them."""
-        own = type(self).load is FolderDataset.load and type(self).open is FolderDataset.open
+        made = ("load", "load_for_gpu", "open")
+        own = all(getattr(type(self), name) is getattr(FolderDataset, name) for name in made)
         return own and self.fields[IMAGE] == image_field(self.transform.image_size)
 
     @property
@@ -230,10 +231,10 @@ class FolderDataset(Dataset):
             picture = self.open(index)
             rng = rng or sample_rng(self.seed, epoch, index)
             picture, operations = self.transform.sample(picture, rng)
-            pixels = picture.pixels()
+            sample = {IMAGE: picture.pixels(), **self.targets(index, picture, operations)}
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
-        return {IMAGE: pixels, **self.targets(index, picture, operations)}, operations
+        return sample, operations
 
     def open(self, index: int) -> Picture:
         """Read the header of a file; a subclass may make the picture in another way.
@@ -251,6 +252,9 @@ class FolderDataset(Dataset):
         Args:
             picture, operations: what `transform` has sampled, so that a mask can follow the image;
                 see `augment.follow`.
+
+        Raises:
+            BadImageError, UnreadableError: a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
@@ -270,7 +274,7 @@ class FolderDataset(Dataset):
 
     @property
     def labels(self) -> np.ndarray | None:
-        return self.index.labels.array if "label" in self.fields else None
+        return self.index.labels.array if self.fields.get("label") == LABEL else None
 
     def with_transform(self, transform: Compose) -> Dataset:
         other = copy.copy(self)  # shares the sample table

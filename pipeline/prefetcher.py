@@ -274,7 +274,9 @@ class Prefetcher:
         largest = {name: ring.array[0].size for name, ring in rings.items()}
         self.slots = [DeviceSlot(format, largest) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
-        self._images = [name for name, field in loader.dataset.fields.items() if field.image]
+        # IMAGE first: its upload may replace an unreadable sample by another.
+        images = [name for name, field in loader.dataset.fields.items() if field.image]
+        self._images = sorted(images, key=lambda name: name != IMAGE)
         self._current = self.slots[0]  # holds the consumer's batch
         self._executor: Executor = InlineExecutor()
 
@@ -351,7 +353,6 @@ class Prefetcher:
                 self.side.wait_event(slot.consumed)
             marks.copy_begin = self.clock.now()
             fields: dict[str, Tensor] = {}
-            # Images first: the upload may replace an unreadable sample by another.
             for name in self._images:
                 upload = self.upload if name == IMAGE else upload_pixels
                 fields[name] = upload(host, name, slot, self.mixing is not None)

@@ -214,6 +214,8 @@ def _write_sample(
                 f"the field {name} has the shape {np.shape(sample[name])}, and the dataset states "
                 f"{rows.shape[1:]} in `fields`"
             )
+        if rows.dtype.kind in "iu" and np.asarray(sample[name]).dtype.kind == "f":
+            raise ValueError(f"the field {name} is floating, and the dataset states {rows.dtype}")
         rows[row] = sample[name]
     source.samples.array[slot, row] = epoch, index  # last: the row is complete
 

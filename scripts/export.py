@@ -420,12 +420,14 @@ def validation_files(trained: Trained) -> FolderDataset:
     """Return the validation split.
 
     Raises:
-        UserError: it is missing, or has no files.
+        UserError: it is missing, or its images are not those of files.
     """
     loader = replace(trained.config.loader, decoder="pillow")
     datasets = build_val(replace(trained.config, loader=loader))
-    if not isinstance(datasets.val, FolderDataset):
-        raise UserError("--self-check: the images are no files; give data.root=/path")
+    if not isinstance(datasets.val, FolderDataset) or not datasets.val.is_plain:
+        raise UserError(
+            "--self-check: the dataset makes its images, from no image files; leave it out"
+        )
     datasets.prepare()
     return datasets.val
 

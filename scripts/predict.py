@@ -180,6 +180,9 @@ class Predictor:
         self.size = self.transform.image_size
         if self.size != trained.image_size:
             trained.check_size(self.size)
+        if len(trained.image_shape) > 3:
+            shape = [*trained.image_shape]
+            raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
         self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
         self.names = names_of(trained)

@@ -7,17 +7,17 @@ from typing import Any
 
 from engine.scores import VALUES, BestBy, Value, on_console, shown
 
-WIDTH = 7  # of the column of the value of train.best_by, or that of its name
-
 
 def header(by: BestBy) -> str:
     """Return the names of the columns."""
-    unit = VALUES.get(by.name, Value()).unit
-    name = by.name + unit if unit == " %" else by.name
     return (
-        f"{'epoch':>10} {'step':>9} {'loss':>8} {name:>{WIDTH}} {'img/s':>8} {'wait %':>6} "
+        f"{'epoch':>10} {'step':>9} {'loss':>8} {_title(by):>7} {'img/s':>8} {'wait %':>6} "
         f"{'lr':>9} {'left':>8}"
     )
+
+
+def _title(by: BestBy) -> str:
+    return by.name + " %" * (VALUES.get(by.name, Value()).unit == " %")
 
 
 def print_lines(*lines: str) -> None:
@@ -31,12 +31,12 @@ def train_line(
     """Return the line of a log row.
 
     Args:
-        values: what `train_step` has returned; those that are not in VALUES follow the line.
+        values: what `train_step` has returned; those without a column follow the line.
         epochs: what is planned.
     """
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
-    followed = [key for key in values if key not in {*VALUES, by.name} and on_console(key)]
-    others = [f"  {shown(key, values[key])}" for key in followed]
+    followed = [key for key in values if key not in ("loss", "top5", by.name) and on_console(key)]
+    others = [f"  {shown(key, values[key])}" for key in followed]  # without top5, to be short
     return (
         f"{_progress(row, by, epochs)} {row['images_per_second']:>8,.0f} {100 * waited:>6.1f} "
         f"{row['lr']:>9.3g} {duration(row['seconds_left']):>8}{''.join(others)}"
@@ -61,7 +61,7 @@ def val_line(
 
 def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
     """Return the columns of both kinds of lines. A task may have no `loss` in its validation."""
-    width, form = max(WIDTH, len(by.name)), VALUES.get(by.name, Value()).form
+    width, form = max(7, len(_title(by))), VALUES.get(by.name, Value()).form
     loss = f"{row['loss']:.4f}" if "loss" in row else ""
     value = f"{row[by.name]:{form}}" if by.name in row else ""
     return f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {loss:>8} {value:>{width}}"
@@ -119,7 +119,8 @@ def _result(summary: Mapping[str, Any]) -> str:
         return "not validated"
     visible = [name for name in values if name == by or (name != "loss" and on_console(name))]
     text = ", ".join(shown(name, summary[name]) for name in visible)
-    text += f"; best {shown(by, summary[f'best_{by}'])} after epoch {summary['best_epoch']:.4g}"
+    if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
+        text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
     raw = f"; raw model: {shown(by, summary[f'{by}_raw'])}" if f"{by}_raw" in summary else ""
     return text + raw
 

@@ -144,6 +144,7 @@ class FileWriter:
             picture, operations = dataset.transform.sample(
                 source, sample_rng(dataset.seed, epoch, index)
             )
+            others = dataset.targets(index, picture, operations)
         except UnreadableError:
             return None
         if (operations and self._operations is None) or end > self._end:
@@ -156,4 +157,4 @@ class FileWriter:
         if self._operations is not None:
             self._operations[row] = as_rows(operations)
         self._offset, self.count = end, self.count + 1
-        return dataset.targets(index, picture, operations)
+        return others

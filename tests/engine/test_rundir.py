@@ -255,7 +255,7 @@ def test_lock_is_not_inherited(run: Path) -> None:
             child.communicate(b"\n")
 
 
-COMPLETE = {"status": "finished", "step": 20, "top1": 5.0}
+COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,7 @@ COMPLETE = {"status": "finished", "step": 20, "top1": 5.0}
         (json.dumps(COMPLETE), 30, None),
         (json.dumps({**COMPLETE, "step": 10}), 20, None),
         (json.dumps({**COMPLETE, "status": "interrupted"}), 20, None),
+        (json.dumps({**COMPLETE, "best_by": "-loss"}), 20, None),
         ('{"status": "fin', 20, None),
         (None, 20, None),
     ],

@@ -18,6 +18,7 @@ from PIL import Image
 
 from conf import cli
 from conf.schema import Config, Data, UserError
+from pipeline import gpu_part
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.build import DATASETS, Datasets, Splits, build_datasets
@@ -27,6 +28,7 @@ from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import Index, load_index
 from pipeline.loader_plan import choose_decoders
+from pipeline.shared import SharedArray
 from tests.loader_plans import loader_plan, world_of
 from tests.stored import as_shards, as_tar, as_zip
 
@@ -174,6 +176,28 @@ def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> Non
     )
     with pytest.raises(ValueError, match=r"^random_crop: .* size 4000"):
         dataset.load(0, 0)
+
+
+class WithFile(FolderDataset):
+    """Each image has a second file, which cannot be decoded."""
+
+    fields: ClassVar[Any] = {"image": image_field(48), "label": Field(np.float32)}
+
+    def targets(self, *_: Any) -> dict[str, Any]:
+        return {"label": open_picture(b"", "pillow").pixels().mean()}
+
+
+def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -> None:
+    """Also for the JPEG engines, which leave such a sample to the worker."""
+    files = open_dataset(image_root / "train")
+    dataset = WithFile(files.index, files.transform)
+    with pytest.raises(BadImageError, match=r"00\.jpg: UnidentifiedImageError"):
+        dataset.load(0, 0)
+    rings = gpu_part().file_buffers(1, 8, 1 << 20)
+    rows = gpu_part().EncodedRows(*(SharedArray(*ring) for ring in rings.values()), 48)
+    writer = rows.writer(dataset, None, 0, range(8))
+    assert writer is not None and writer.write(0, 0, 0) is None
+    assert dataset.labels is None  # a number, and no class
 
 
 def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:

@@ -135,6 +135,7 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
     [
         ({"mask": np.zeros((12, 11))}, r"field mask has the shape \(12, 11\), .* \(12, 12\)"),
         ({"number": np.zeros(1)}, r"field number has the shape \(1,\), .* states \(\) "),
+        ({"mask": np.zeros((12, 12))}, "field mask is floating, and the dataset states uint8"),
         ({"number": None, "mask": None}, "sample lacks mask, number of the dataset's `fields`"),
     ],
 )

@@ -20,6 +20,7 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
+from pipeline.build import build_val
 from pipeline.dataset import Field, FolderDataset, image_field
 from pipeline.prefetcher import Batch
 from scripts import evaluate
@@ -238,6 +239,15 @@ def test_another_task(
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
+
+
+def test_other_columns_are_refused(folder: Path, image_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "val.csv").write_text(f"path,b,a\n{image_root}/val/dots/00.jpg,1,2\n")
+    trained = replace(opened(folder, "data=table", f"data.root={tmp_path}"), classes=("a", "b"))
+    with pytest.raises(
+        UserError, match=r"^data\.val=val: has the columns b, a, the model .* on a, b"
+    ):
+        label_by_name(trained, build_val(trained.config))
 
 
 def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:

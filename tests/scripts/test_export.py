@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import models
 from conf.schema import UserError
 from models.vit import VisionTransformer
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import Field, FolderDataset
 from scripts import export
 from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
@@ -252,6 +252,12 @@ def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: Fol
 
 
 # Arguments.
+
+
+def test_images_that_a_dataset_makes(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderDataset, "fields", {"image": Field(np.uint16, (32, 32, 5))})
+    with pytest.raises(UserError, match=r"^--self-check: the dataset makes its images"):
+        export.validation_files(trained)
 
 
 def test_without_the_data_of_the_run(trained: Trained) -> None:

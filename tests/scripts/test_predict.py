@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,12 @@ def test_outputs_that_are_no_classes(
     predictor.top = top
     with pytest.raises(UserError, match=message):
         predictor.rows(train.predictions(torch.zeros(2, *shape)))
+
+
+def test_clips_are_refused(folder: Path) -> None:
+    clips = replace(open_trained(folder, HERE), image_shape=(8, 3, 32, 32))
+    with pytest.raises(UserError, match=r"^predict.py: .* \[8, 3, 32, 32\], and no single image"):
+        Predictor(clips, CPU)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_table() -> None:
-    values = {"loss": 1.0, "top1": 50.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
+    values = {"loss": 1.0, "top1": 50.0, "top5": 9.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
     first = train_line(TRAIN, values, TOP1, 10)
     second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, {}, TOP1, 10)
     titled = header(TOP1)
@@ -65,6 +65,9 @@ def test_table_of_another_task() -> None:
     assert line.split()[:5] == ["2.00/10", "20", "0.5000", "0.1235", "validation:"]
     assert "share 0.5, 500 images" in line
     assert len(train_line(TRAIN, {"loss": 1.0}, by, 10)) == len(header(by))
+    by = BestBy.of("macro_f1")
+    line = train_line(TRAIN, {"loss": 1.0, "top1": 50.0}, by, 10)
+    assert line[len(header(by)) :] == "  top1 50.00 %"
 
 
 def test_outcome(tmp_path: Path) -> None:
@@ -92,6 +95,7 @@ def expectation(spread: float | None, verdict: str) -> dict[str, Any]:
     [
         ({"signal": 15}, "resume    run the same command again to resume at step 1,500"),
         ({"values": []}, "result    not validated"),
+        ({"best_top1": None}, "result    top1 71.25 %, top5 90.50 %"),
         ({"best_checkpoint": None}, "best      no checkpoint was validated"),
         ({"starts": 1}, "time      50 % of 2:12 was training; validation 1:01, start 0:05"),
         ({"images_per_second_with_first_epoch": 2950.1}, "speed     2,950 images/s"),
