@@ -54,7 +54,7 @@ def test_recipe_and_group(option: list[str], folder: Path, monkeypatch: pytest.M
     assert load(config.typed, decided={"because": {"optim.lr": 0.5}}).optim.lr == 0.5
 
 
-@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.usefixtures("toy_runs")
 def test_a_run_needs_the_folder_only_for_its_command(
     folder: Path, image_root: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 from tests.results import same, stored
 from tests.small_run import command, run
 
-pytestmark = pytest.mark.usefixtures("own_logging", "whole_runs")
+pytestmark = pytest.mark.usefixtures("own_logging", "toy_runs")
 
 COLOURS = {"blue": (60, 60, 180), "green": (60, 180, 60), "red": (180, 60, 60)}
 PER_CLASS, WRONG = 50, 3  # 2 % of the labels are wrong
@@ -69,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, tmp_path_factory: pytest.TempPathFactory, whole_runs: None) -> Path:
+def trained(root: Path, tmp_path_factory: pytest.TempPathFactory, toy_runs: None) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run(root, folder, *OPTIONS)
     return folder

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from tests.results import rows
 from tests.small_run import command, compose, run
 
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 SKIP = ["data.on_error=skip", "data.max_bad_fraction=0.1"]
 
 

@@ -39,7 +39,7 @@ from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 ADAMW = [
     "optim=adamw",
     "optim.lr=0.001",
