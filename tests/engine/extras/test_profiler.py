@@ -67,6 +67,7 @@ def test_profile_that_cannot_be_written_is_a_warning(
     assert "the profile cannot be written" in caplog.text
 
 
+@pytest.mark.usefixtures("toy_runs")
 def test_run_with_a_profile(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
