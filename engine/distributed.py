@@ -90,10 +90,7 @@ class World:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on rank 0, and nothing on others.
-
-        Collective.
-        """
+        """Return the values of all ranks, in rank order; nothing on ranks but 0. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

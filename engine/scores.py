@@ -68,15 +68,10 @@ def on_console(name: str) -> bool:
 
 @dataclass(frozen=True)
 class BestBy:
-    """The value by which the best checkpoint is chosen: train.best_by.
-
-    Attributes:
-        name: of the value.
-        lower: whether a lower value is better.
-    """
+    """The value by which the best checkpoint is chosen: train.best_by."""
 
     name: str
-    lower: bool
+    lower: bool  # whether a lower value is better
 
     @classmethod
     def of(cls, text: str) -> "BestBy":
@@ -107,8 +102,8 @@ class BestBy:
         return math.isnan(old) or (new < old if self.lower else new > old)
 
 
-def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows are top-1 hits and which are top-5 hits, each bool [B].
+def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return top1, and from six classes on top5: 100 for a hit, else 0, float32 [B].
 
     Computed from the rank of the label's logit, which the compiler can fuse with the loss, unlike a
     top-k. Equal logits rank in the order of their classes. A label below 0 or a NaN is never a hit.
@@ -121,14 +116,8 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
     rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
     valid = (labels >= 0) & ~own[:, 0].isnan()
-    return (rank < 1) & valid, (rank < 5) & valid
-
-
-def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return top1, and from six classes on top5: 100 for a hit, else 0, float32 [B]."""
-    top1, top5 = hits(logits, labels)
-    values = {"top1": 100 * top1.float()}
-    return {**values, "top5": 100 * top5.float()} if logits.shape[1] > 5 else values
+    counted = {"top1": 1, "top5": 5} if logits.shape[1] > 5 else {"top1": 1}
+    return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}
 
 
 def class_means(logits: Tensor, targets: Tensor, labels: Tensor) -> dict[str, Tensor]:

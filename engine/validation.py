@@ -22,23 +22,14 @@ Rows = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Validation:
-    """The values of one network.
+    """The values of one network."""
 
-    Attributes:
-        images: number of samples over all ranks.
-        means: of each floating value over these.
-        rows: of this rank.
-    """
-
-    images: int
-    means: dict[str, float]
-    rows: Rows
+    images: int  # number of samples over all ranks
+    means: dict[str, float]  # of each floating value over these
+    rows: Rows  # of this rank
 
     def values(self, world: World) -> dict[str, float]:
-        """Return the means and the values that VALUES judges, if every sample counts. Collective.
-
-        On every rank, although rank 0 judges.
-        """
+        """Return the means, and what rank 0 judges of all rows, on every rank. Collective."""
         names = world.broadcast(lambda: list(self.rows[0]))
         chosen = judged(names)
         needed = sorted({row for name in chosen for row in VALUES[name].rows})

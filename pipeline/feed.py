@@ -19,7 +19,6 @@ from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
 from pipeline.shared import Pinned
-from pipeline.worker import Source
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,16 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
-    sources = _start_sources(config, datasets, plan, world)
+    shape: Any = {"batch_size": loader.batch_size // world.size, "slots": plan.slots}
+    train_source = start_source(
+        datasets.train,
+        file_bytes=plan.file_bytes,
+        operations=plan.operations,
+        skip_unreadable=data.on_error == "skip",
+        smaller=datasets.smaller,
+        **shape,
+    )
+    sources = train_source, start_source(datasets.val, **shape)
     with ExitStack() as stack:
         pinned = None
         if loader.pin_memory and on_gpu:
@@ -117,22 +125,6 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
         feed.decode_with(plan.decoder)
         yield feed
-
-
-def _start_sources(
-    config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
-) -> tuple[Source, Source]:
-    """Allocate the rings of both splits."""
-    shape: Any = {"batch_size": config.loader.batch_size // world.size, "slots": plan.slots}
-    train = start_source(
-        datasets.train,
-        file_bytes=plan.file_bytes,
-        operations=plan.operations,
-        skip_unreadable=config.data.on_error == "skip",
-        smaller=datasets.smaller,
-        **shape,
-    )
-    return train, start_source(datasets.val, **shape)
 
 
 def _highest(dataset: Dataset) -> int:

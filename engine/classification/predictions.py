@@ -27,12 +27,9 @@ class Predictions:
     """One row for every image of a split, in its order.
 
     Attributes:
-        labels, predictions: int64 [N]; the prediction is the first of equal logits, and class 0 if
-            one is NaN.
-        losses: float64 [N], cross entropy.
-        confidences: float64 [N], the largest probability; 0 if a logit is NaN.
-        top1, top5: float64 [N], 100 for a hit as `engine.scores.hits` counts them, else 0; top5 is
-            None if there are fewer than six classes.
+        labels, predictions: int64 [N]; the prediction is class 0 if a logit is NaN.
+        losses, confidences, top1, top5: float64 [N], of `engine.scores.class_values`; top5 is None
+            if there are fewer than six classes.
     """
 
     labels: Ints
@@ -70,9 +67,8 @@ class Predictions:
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
         images = np.bincount(self.labels, minlength=len(classes))
-        values = {"top1": self.top1, "loss": self.losses}
-        if self.top5 is not None:
-            values = {"top1": self.top1, "top5": self.top5, "loss": self.losses}
+        top5 = {} if self.top5 is None else {"top5": self.top5}
+        values = {"top1": self.top1, **top5, "loss": self.losses}
         sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in values.items()}
         rows = []
         for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):

@@ -318,10 +318,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 
 def gather_predictions(rows: Rows, world: World) -> Any:
-    """Return the Predictions of a classifier on rank 0; None on others, or of another task.
-
-    Collective.
-    """
+    """Return a classifier's Predictions on rank 0; None on others or of other tasks. Collective."""
     if not has_part("engine.classification"):
         return None
     from engine.classification.predictions import Predictions

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.dataset import IMAGE
 from pipeline.gpu.encoded import EncodedRows
 from pipeline.gpu.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 from pipeline.loader import TASK_ROWS, HostBatch, Loader
@@ -285,29 +286,24 @@ class EngineUpload:
         """
         image = slot.format
         scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))
-        pixels = host.fields[name]
+        shape = channels_first(host.fields[name]).shape
         if host.operations is not None:  # they compute on whole levels
-            out = channels_first(slot.memory(name, pixels.shape, torch.uint8))
-            self._decode(host, pixels, out, torch.ones_like(scale), torch.zeros_like(shift))
+            out = channels_first(slot.memory(name, host.fields[name].shape, torch.uint8))
+            self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
             return finish_pixels(out, host, name, slot, to_mix)
-        shape = channels_first(pixels).shape
         if to_mix:  # the transforms compute in float32, as after a CPU decoder, and make new images
             out = torch.empty(shape, device=image.device, memory_format=image.memory_format)
         else:  # the kernel writes the images that the step reads
             out = slot.images(name, shape)
-        self._decode(host, pixels, out, scale, shift)
+        self._decode(host, out, scale, shift)
         return out
 
     def _decode(
-        self,
-        host: HostBatch,
-        pixels: torch.Tensor,
-        out: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
     ) -> None:
         """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
+        pixels = host.fields[IMAGE]
         batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
         try:
             self.decoder.make_batch(*batch)

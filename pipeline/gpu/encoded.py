@@ -127,9 +127,8 @@ class FileWriter:
         The random numbers are those of `dataset.load`.
 
         Returns:
-            The other fields of the sample, or None if the worker has to decode the file: the
-            engines do not support it, the rows of the task have no bytes left, or the worker has
-            to apply operations.
+            The other fields of the sample. None if the worker has to decode the file: the engines
+            do not support it, no bytes are left for the task, or it has to apply operations.
 
         Raises:
             BadImageError: the file cannot be read.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.scores import hits
+from engine.scores import accuracy
 from engine.validation import evaluate, gather_rows
 from models.resnet import resnet_tiny
 from pipeline.prefetcher import Batch
@@ -157,9 +157,10 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     )  # no ties
     labels = torch.randint(0, classes, (500,), generator=generator)
     labels[torch.rand(500, generator=generator) < 0.1] = EMPTY_ROW
-    top1, top5 = hits(logits, labels)
-    expected = counted(logits, labels)
-    assert (top1.sum(), top5.sum(), (labels >= 0).sum()) == expected
+    found, expected = accuracy(logits, labels), counted(logits, labels)
+    assert found["top1"].sum() == 100 * expected[0] and (labels >= 0).sum() == expected[2]
+    assert ("top5" in found) == (classes > 5)
+    assert "top5" not in found or found["top5"].sum() == 100 * expected[1]
     assert 0 < expected[0] < expected[2] < 500
 
 
@@ -172,10 +173,10 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
         # A constant network has a top-1 accuracy of 1 / classes, not 1.
         (torch.zeros(10, 10), list(range(10)), (1, 5)),
         (torch.full((2, 6), math.nan), [4, 0], (0, 0)),
-        (torch.tensor([[0.0, math.nan, 1], [0, 1, math.nan]]), [2, 2], (1, 1)),
+        (torch.tensor([[0.0, math.nan, 1], [0, 1, math.nan]]), [2, 2], (1,)),
     ],
 )
-def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int, int]) -> None:
+def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int, ...]) -> None:
     """Padding and NaN are no hits; equal logits rank in the order of their classes."""
-    top1, top5 = hits(logits, torch.tensor(labels))
-    assert (top1.sum().item(), top5.sum().item()) == expected
+    found = accuracy(logits, torch.tensor(labels))
+    assert tuple(value.sum().item() / 100 for value in found.values()) == expected
