@@ -18,6 +18,7 @@ from conf.compose import load
 from conf.schema import UserError, config_values
 from engine import checkpoint
 from engine.extras.finetune import decide
+from tests import toy
 from tests.libraries import timm_module
 from tests.ranks import Ranks
 from tests.results import same, stored
@@ -153,7 +154,7 @@ def test_two_ranks(pretrained: Path, angles: Path, tmp_path: Path, ranks: Ranks)
     """The ranks exchange the gradients of the other parameters only."""
     options = ["model.freeze=2", "train.max_steps=3", "optim.layer_decay=0.5"]
     arguments = overrides(pretrained, angles, tmp_path / "run", *options)
-    done = ranks.run(["python", train.__file__, *arguments], 2)
+    done = ranks.run(["python", toy.__file__, *arguments], 2)
     assert done.returncode == 0, done.stderr
     state, before = stored(tmp_path / "run")["model"], stored(pretrained)["model"]
     assert same(frozen_tensors(state), frozen_tensors(before))
