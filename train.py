@@ -163,7 +163,7 @@ def train_step(
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
         logged = [name for name, value in outputs[0].items() if value.ndim == 0]
-        means = {name: torch.stack([output[name] for output in outputs]).mean() for name in logged}
+        means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in logged}
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         # From the first gradient that is not finite on, no step changes a weight. On a CPU, the

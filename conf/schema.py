@@ -596,9 +596,11 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
     if runnable and data.source in ("folder", "table") and not data.root:
+        table = data.source == "table"
+        holds = "train.csv and val.csv" if table else "train/<class>/* and val/<class>/*"
         raise UserError(
-            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
-            "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"
+            f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
+            "`python train.py recipe=demo`, which draws its own images"
         )
 
 

@@ -123,6 +123,10 @@ class ImageFormat:
         self.scale = (1 / (highest * stds)).float().to(device)[:, None, None]
         self.shift = (-means / stds).float().to(device)[:, None, None]
 
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""
+        return (channels_first(pixels).float() * self.scale).add_(self.shift)
+
 
 class DeviceSlot:
     """Memory on the device for one batch. On a GPU it is allocated once and reused.

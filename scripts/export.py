@@ -137,12 +137,7 @@ class ExportError(RunError):
 
 
 class WithPreprocessing(nn.Module):
-    """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes].
-
-    Args:
-        network: float32 [B, C, S, S] -> logits.
-        format: has the mean and the standard deviation.
-    """
+    """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes]."""
 
     scale: Tensor
     shift: Tensor
@@ -159,29 +154,17 @@ class WithPreprocessing(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """What to export.
-
-    Attributes:
-        trained: the model.
-        to: a name in FORMATS.
-        inside: whether the graph normalises.
-        size: side of the images, pixels.
-    """
+    """What to export."""
 
     trained: Trained
-    to: str
-    inside: bool
-    size: int
+    to: str  # a name in FORMATS
+    inside: bool  # whether the graph normalises
+    size: int  # side of the images, pixels
 
     @property
     def format(self) -> ImageFormat:
-        data = self.trained.config.data
-        return ImageFormat(CPU, data.mean, data.std, highest=self.highest)
-
-    @property
-    def highest(self) -> int:
-        """The level of an image that stands for 1."""
-        return Field(self.trained.image_dtype).highest
+        data, highest = self.trained.config.data, Field(self.trained.image_dtype).highest
+        return ImageFormat(CPU, data.mean, data.std, highest=highest)
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -191,11 +174,7 @@ class Job:
 
     def input(self, batch: Tensor) -> Tensor:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
-        return batch if self.inside else self.normalised(batch)
-
-    def normalised(self, batch: Tensor) -> Tensor:
-        """uint8 [B, S, S, C] -> float32 [B, C, S, S], as the pipeline computes it."""
-        return batch.movedim(-1, -3).float() * self.format.scale + self.format.shift
+        return batch if self.inside else self.format.normalised(batch)
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
@@ -205,7 +184,7 @@ class Job:
             "transforms": [explicit(entry) for entry in config.augment.val],
             "mean": list(config.data.mean),
             "std": list(config.data.std),
-            "highest": self.highest,
+            "highest": self.format.highest,
             "inside": self.inside,
             "input": {
                 "name": "images",
@@ -322,11 +301,12 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
         ExportError: it exceeds BOUND.
     """
     shape = (sum(BATCHES), *job.pixels)
-    levels = np.random.default_rng(0).random(shape) * (job.highest + (job.highest > 1))
+    highest = job.format.highest
+    levels = np.random.default_rng(0).random(shape) * (highest + (highest > 1))
     images = torch.from_numpy(levels.astype(job.trained.image_dtype))
     differences, largest = [], []
     for batch in images.split(BATCHES):
-        eager = model(job.normalised(batch))
+        eager = model(job.format.normalised(batch))
         differences.append((predict(job.input(batch)) - eager).abs().amax())
         largest.append(eager.abs().amax())
     # torch's maximum keeps a NaN, that of Python may not.
@@ -378,7 +358,7 @@ def self_check(
             rows = range(start, min(start + CHECK_BATCH, len(files)))
             given, ours = map(np.stack, zip(*pool.map(load, rows), strict=True))
             found = predict(torch.from_numpy(given))
-            expected = model(job.normalised(torch.from_numpy(ours)).to(device)).cpu()
+            expected = model(job.format.normalised(torch.from_numpy(ours)).to(device)).cpu()
             if files.fields.get("label") == LABEL and expected.ndim == 2 and expected.shape[1] > 1:
                 close += other_classes(found, expected, [files.name(i) for i in rows], trained)
                 continue

@@ -166,8 +166,6 @@ class Predictor:
     processes, threads need no time to start.
 
     Args:
-        trained: the model, with the config of the validation.
-        device: where the model computes.
         top: number of classes per image; None for MOST, or for all if there are fewer.
 
     Raises:
@@ -185,7 +183,7 @@ class Predictor:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
         self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
-        self.names = names_of(trained)
+        self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
@@ -247,21 +245,16 @@ class Predictor:
         images = [image for _, image in loaded if not isinstance(image, str)]
         found: Iterator[dict[str, Any]] = iter(())
         if images:
-            pixels = torch.from_numpy(np.stack(images)).to(self.device).movedim(-1, -3).float()
-            # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
-            inputs = (pixels * self.format.scale).add_(self.format.shift)
+            inputs = self.format.normalised(torch.from_numpy(np.stack(images)).to(self.device))
             inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                 outputs = self.model(inputs)
             found = iter(self.rows(train.predictions(outputs)))
         results = []
         for path, image in loaded:
-            if isinstance(image, str):
-                results.append(Result(path, reason=image))
-            else:
-                values = next(found)
-                reason = "" if values else "the model's output is not a number"
-                results.append(Result(path, values, reason))
+            values = {} if isinstance(image, str) else next(found)
+            reason = image if isinstance(image, str) else "the model's output is not a number"
+            results.append(Result(path, values, "" if values else reason))
         return results
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -310,11 +303,6 @@ class Predictor:
         return [list(map(entry, *row)) for row in rows]
 
 
-def names_of(trained: Trained) -> Sequence[str]:
-    """Return the names of the model's outputs; their positions if they are unknown."""
-    return trained.classes or tuple(map(str, range(trained.num_classes)))
-
-
 def rounded(value: Any) -> Any:
     """Give floats the digits that float32 has."""
     if isinstance(value, list):
@@ -326,7 +314,6 @@ class Output:
     """Writes results to a file, as a table, JSON lines or CSV.
 
     Args:
-        form: one of FORMATS.
         names: of the classes, or of other outputs.
         folder: for masks.
     """
@@ -426,7 +413,7 @@ def predict_all(options: argparse.Namespace) -> int:
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
-    output = Output(form, sys.stdout, names_of(trained), options.out)
+    output = Output(form, sys.stdout, predictor.names, options.out)
     return write_all(predictor.run(find_files(options.paths)), output)
 
 

@@ -377,6 +377,6 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
     for name, column in batch.fields.items():
         numbers = column[:SHOWN_IMAGES].tolist() if column.ndim == 1 else ()
         for lines, number in zip(captions, numbers, strict=False):
-            text = readable(classes[number]) if name == "label" else shown(name, number)
-            lines.append((text, "black"))
+            is_class = name == "label" and isinstance(number, int)
+            lines.append((readable(classes[number]) if is_class else shown(name, number), "black"))
     return {"train/images": tiles("input of the first step", list(images), captions)}

@@ -81,7 +81,7 @@ def test_each_format(
     ]
     images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(FILES)]))
     with torch.no_grad():
-        eager = trained.build(CPU)(job.normalised(images))
+        eager = trained.build(CPU)(job.format.normalised(images))
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
 
