@@ -23,19 +23,14 @@ TRIALS = 8  # images to which each list of transforms is applied before the trai
 
 @dataclass(frozen=True)
 class Datasets:
-    """Both splits.
-
-    Attributes:
-        classes: names of the classes; a label is a position in it.
-        train_size, val_size: side of the images after the transforms in pixels.
-        smaller: side in pixels -> the training split as images of this size, for data.sizes.
-    """
+    """Both splits."""
 
     train: Dataset
     val: Dataset
-    classes: tuple[str, ...]
-    train_size: int
+    classes: tuple[str, ...]  # their names; a label is a position in it
+    train_size: int  # side of the images after the transforms, pixels
     val_size: int
+    # Side in pixels -> the training split as images of this size, for data.sizes.
     smaller: Mapping[int, Dataset] = field(default_factory=dict)
 
     def prepare(self) -> None:

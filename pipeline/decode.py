@@ -81,17 +81,11 @@ class CropResize:
 
 @dataclass(frozen=True, slots=True)
 class JpegFile:
-    """A colour JPEG whose header alone has been read.
+    """A colour JPEG whose header alone has been read."""
 
-    Attributes:
-        data: content of the file.
-        size: (width, height).
-        decode: from DECODERS.
-    """
-
-    data: bytes
-    size: tuple[int, int]
-    decode: Decode
+    data: bytes  # content of the file
+    size: tuple[int, int]  # (width, height)
+    decode: Decode  # from DECODERS
 
     def cropped(self, step: CropResize) -> np.ndarray:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""

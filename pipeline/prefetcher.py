@@ -208,18 +208,14 @@ def finish_pixels(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Batch transforms for training, in order; a batch is this rank's part of the global batch.
-
-    Attributes:
-        label: the field that is mixed with the images: class numbers, or floating numbers. None if
-            the transforms change images only.
-    """
+    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
     transforms: list[BatchTransform]
     num_classes: int
     seed: int
     rank: int = 0
     world_size: int = 1
+    # The field to mix: class numbers, or floating numbers. None: the transforms change images only.
     label: str | None = "label"
 
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:

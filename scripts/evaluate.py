@@ -109,20 +109,14 @@ DIFFERS = "DIFFERS"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The result of one checkpoint.
-
-    Attributes:
-        predictions: classification.predictions.Predictions on rank 0; None for another task.
-        classes: names of the model's classes; a label is a position in it.
-        summary: what is printed, and written to evaluation.json.
-    """
+    """The result of one checkpoint."""
 
     trained: Trained
     values: dict[str, float]
-    predictions: Any
+    predictions: Any  # classification.Predictions on rank 0; None for another task
     datasets: Datasets
-    classes: tuple[str, ...]
-    summary: dict[str, Any]
+    classes: tuple[str, ...]  # of the model; a label is a position in it
+    summary: dict[str, Any]  # what is printed, and written to evaluation.json
 
 
 class MirrorAverage(nn.Module):
@@ -328,17 +322,18 @@ def write(found: Evaluated, folder: Path) -> None:
         return
     table = p.per_class(classes)
     write_csv(folder / "per_class.csv", ",".join(table[0]), [[*row.values()] for row in table])
-    rows: list[list[Any]] = []
-    for i, j, images in p.confusions(len(classes)):
-        label, other = classes[i], classes[j]
-        rows.append([label, other, images, readable(label), readable(other)])
-    header = "class,prediction,images,name,prediction_name"
-    write_csv(folder / "confusion.csv", header, rows)
+    names = [readable(name) for name in classes]
+    rows: list[list[Any]] = [
+        [classes[i], classes[j], images, names[i], names[j]]
+        for i, j, images in p.confusions(len(classes))
+    ]
+    write_csv(folder / "confusion.csv", "class,prediction,images,name,prediction_name", rows)
     rows = []
-    for i in p.worst(WORST):
-        label, other = classes[p.labels[i]], classes[p.predictions[i]]
-        values = [float(p.confidences[i]), float(p.losses[i])]
-        rows.append([val.name(i), label, other, *values, readable(label), readable(other)])
+    for row in p.worst(WORST):
+        i, j, values = p.labels[row], p.predictions[row], (p.confidences[row], p.losses[row])
+        rows.append(
+            [val.name(row), classes[i], classes[j], *map(float, values), names[i], names[j]]
+        )
     header = "path,class,prediction,confidence,loss,name,prediction_name"
     write_csv(folder / "worst.csv", header, rows)
     for tag, picture in p.draw(classes, val).items():

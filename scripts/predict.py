@@ -132,14 +132,11 @@ Loaded = np.ndarray | str
 
 @dataclass(frozen=True)
 class Result:
-    """What is predicted for an image, or why nothing is.
-
-    Attributes:
-        values: name -> a number, a list of numbers, a mapping of output names to numbers, or a
-            mask, integers [H, W]; `predictions` -> the most probable classes as in a JSON line.
-    """
+    """What is predicted for an image, or why nothing is."""
 
     path: str
+    # Name -> a number, a list of numbers, a mapping of output names to numbers, or a mask, integers
+    # [H, W]; `predictions` -> the most probable classes as in a JSON line.
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 

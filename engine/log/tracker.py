@@ -39,9 +39,7 @@ def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
         Group -> chart -> regular expressions.
     """
     unit = VALUES.get(by.name, Value()).unit
-    alike = [
-        name for name, value in VALUES.items() if unit and value.console and value.unit == unit
-    ]
+    alike = [k for k, value in VALUES.items() if unit and value.console and value.unit == unit]
     names = list(dict.fromkeys([by.name, *alike]))
     found = "|".join(map(re.escape, names))
     curves = {"loss": "(train|val)/loss(_raw)?$"}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.augment import Compose, as_rows, sample_rng
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_size
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
@@ -87,21 +87,18 @@ class EncodedRows:
         return replace(self, size=size)
 
     def writer(
-        self, dataset: Dataset, operations: SharedArray | None, slot: int, rows: range
-    ) -> "FileWriter | None":
-        """Return what copies the files of a task; None if the dataset reads no files.
-
-        Args:
-            operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if
-                the workers apply them.
-        """
-        if not isinstance(dataset, FolderDataset):
-            return None
+        self, dataset: FolderDataset, operations: SharedArray | None, slot: int, rows: range
+    ) -> "FileWriter":
+        """Return what copies the files of a task."""
         return FileWriter(self, dataset, operations, slot, rows)
 
 
 class FileWriter:
     """Copies files into the rows of one task.
+
+    Args:
+        operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
+            workers apply them.
 
     Attributes:
         count: rows that hold a file.

@@ -196,7 +196,7 @@ def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -
     rings = gpu_part().file_buffers(1, 8, 1 << 20)
     rows = gpu_part().EncodedRows(*(SharedArray(*ring) for ring in rings.values()), 48)
     writer = rows.writer(dataset, None, 0, range(8))
-    assert writer is not None and writer.write(0, 0, 0) is None
+    assert writer.write(0, 0, 0) is None
     assert dataset.labels is None  # a number, and no class
 
 
