@@ -48,6 +48,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from statistics import median
 
+import numpy as np
 import torch
 
 import train
@@ -57,7 +58,7 @@ from engine.log.measurements import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import IMAGE, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
@@ -270,8 +271,9 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
 
 
 def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
-    """Copy a batch of uint8 from page-locked memory to the GPU, as the prefetcher does."""
-    shape = (plan.batch_size, *plan.fields[IMAGE].shape)
+    """Copy the bytes of a batch from page-locked memory to the GPU, as the prefetcher does."""
+    fields = plan.fields.values()
+    shape = plan.batch_size, sum(np.zeros(each.shape, each.dtype).nbytes for each in fields)
     source = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(shape, dtype=torch.uint8, device=gpu)
 
@@ -284,7 +286,7 @@ def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
     copy()
     rates = windows(copy, seconds / 10)
     speed = median(rates) * source[0].nbytes / 1e9
-    return Stage("copy", rates, f"uint8, pinned: {speed:.1f} GB/s")
+    return Stage("copy", rates, f"pinned: {speed:.1f} GB/s")
 
 
 class Stepper:
