@@ -111,9 +111,9 @@ def averaged(values: Mapping[str, Tensor]) -> list[str]:
 
 
 def judged(rows: Collection[str]) -> dict[str, Callable[..., float]]:
-    """Return the values that are computed from these rows, by name."""
-    table = {name: (value.judge, value.rows) for name, value in VALUES.items()}
-    return {name: judge for name, (judge, r) in table.items() if judge and set(r) <= set(rows)}
+    """Return the functions of VALUES that take only these rows, by name."""
+    fits = {name: value for name, value in VALUES.items() if set(value.rows) <= set(rows)}
+    return {name: value.judge for name, value in fits.items() if value.judge}
 
 
 def value_names(network: nn.Module, measure: Measure, example: Batch) -> list[str]:
