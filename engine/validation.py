@@ -87,7 +87,7 @@ def evaluate(
         for network, own_rows, own_sums in zip(networks, rows, sums, strict=True):
             values = measure(network, batch)
             for name in averaged(values):
-                batch_sum = values[name].where(valid, 0).sum().double()
+                batch_sum = values[name].float().where(valid, 0).sum().double()
                 own_sums[name] = own_sums.get(name, 0) + batch_sum
             # Copies: the memory of the batch, of which they may be a part, is reused.
             own_rows.append({"valid": valid, **{name: v.clone() for name, v in values.items()}})

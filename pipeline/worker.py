@@ -196,9 +196,8 @@ def _write_sample(
         files: writes the image as a file if the GPU supports it; None to decode.
     """
     sample = None if files is None else files.write(row, epoch, index)
-    if sample is not None:
-        batch = {name: rows for name, rows in batch.items() if name != IMAGE}
-    else:
+    is_file = sample is not None
+    if sample is None:
         if source.operations is None:
             sample = source.dataset.load(epoch, index)
         else:
@@ -206,17 +205,19 @@ def _write_sample(
             source.operations.array[slot, row] = as_rows(operations)
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, row)
-    if missing := batch.keys() - sample.keys():
-        raise ValueError(f"the sample lacks {', '.join(sorted(missing))} of the dataset's `fields`")
     for name, rows in batch.items():
-        if np.shape(sample[name]) != rows.shape[1:]:
+        if is_file and name == IMAGE:
+            continue
+        if name not in sample:
+            raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
+        value, stated = np.asarray(sample[name]), rows.dtype
+        fits = value.dtype == stated or np.can_cast(value.dtype, stated, "same_kind")
+        if value.shape != rows.shape[1:] or not fits:
             raise ValueError(
-                f"the field {name} has the shape {np.shape(sample[name])}, and the dataset states "
+                f"the field {name} is {value.dtype} {value.shape}, and the dataset states {stated} "
                 f"{rows.shape[1:]} in `fields`"
             )
-        if rows.dtype.kind in "iu" and np.asarray(sample[name]).dtype.kind == "f":
-            raise ValueError(f"the field {name} is floating, and the dataset states {rows.dtype}")
-        rows[row] = sample[name]
+        rows[row] = value
     source.samples.array[slot, row] = epoch, index  # last: the row is complete
 
 

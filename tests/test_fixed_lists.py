@@ -77,7 +77,7 @@ KEYS_BY_SECTION = {
     "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
     "train": (
         "epochs max_steps seed precision deterministic device accumulate loss bce_threshold "
-        "class_weights label_smoothing ema_decay validate_every_epochs"
+        "class_weights label_smoothing ema_decay best_by validate_every_epochs"
     ),
     "checkpoint": "every_steps keep resume accept_changes",
     "run": "name dir",

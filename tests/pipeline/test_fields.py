@@ -133,10 +133,10 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"mask": np.zeros((12, 11))}, r"field mask has the shape \(12, 11\), .* \(12, 12\)"),
-        ({"number": np.zeros(1)}, r"field number has the shape \(1,\), .* states \(\) "),
-        ({"mask": np.zeros((12, 12))}, "field mask is floating, and the dataset states uint8"),
-        ({"number": None, "mask": None}, "sample lacks mask, number of the dataset's `fields`"),
+        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\) "),
+        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
+        ({"mask": np.zeros((12, 12))}, r"field mask is float64 .* states uint8 \(12, 12\) "),
+        ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
     ],
 )
 def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: int) -> None:
