@@ -211,8 +211,8 @@ def _write_sample(
         if name not in sample:
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
         value, stated = np.asarray(sample[name]), rows.dtype
-        fits = value.dtype == stated or np.can_cast(value.dtype, stated, "same_kind")
-        if value.shape != rows.shape[1:] or not fits:
+        is_cut = value.dtype.kind == "f" and stated.kind != "f"  # numbers in [0, 1] would become 0
+        if value.shape != rows.shape[1:] or is_cut:
             raise ValueError(
                 f"the field {name} is {value.dtype} {value.shape}, and the dataset states {stated} "
                 f"{rows.shape[1:]} in `fields`"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.gpu import decoder, geometry
 from pipeline.gpu.decoder import (
     EngineError,
@@ -210,19 +210,6 @@ def test_slot_holds_files_and_geometry(
             assert not table[:, geometry.LENGTH].any()
             expected = dataset[8 * batch.step]["image"]
             np.testing.assert_array_equal(batch.fields["image"][0], expected)
-            batch.release(None)
-
-
-def test_worker_decodes_a_dataset_that_has_no_files() -> None:
-    """The workers decode datasets that read no files."""
-    dataset = FakeDataset(num_samples=64, num_classes=2, size=48)
-    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 15):
-        for batch in loader.batches(0, 2):
-            encoded = loader.pool.sources[0].encoded
-            assert encoded is not None
-            assert not encoded.geometry.array[batch.slot, :, geometry.LENGTH].any()
-            pixels = dataset[8 * batch.step]["image"]
-            np.testing.assert_array_equal(batch.fields["image"][0], pixels)
             batch.release(None)
 
 
