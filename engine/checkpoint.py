@@ -29,9 +29,10 @@ from models.weights import read_torch_file
 
 logger = logging.getLogger(__name__)
 
-# Increased whenever the meaning of a checkpoint's content changes.
-# 2: `identity` holds every key that affects the result, `config` is a table of plain values.
-FORMAT = 2
+# Increased whenever the content of a checkpoint or the result of the same config changes: a run
+# resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
+FORMAT = 3
+READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
 PARTS = {"step": int, "state": dict, "identity": dict, "config": dict}  # of every checkpoint
 HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
 
@@ -193,21 +194,22 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
-    if is_ours(content):
-        return content
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found != FORMAT:
         raise UserError(
-            f"{path}: written by another version of this program (format {found}, this one reads "
-            f"{FORMAT}); give run.name=NAME model.weights={path} to start a new run from its "
-            "weights, or checkpoint.resume=never to start over in this directory"
+            f"{path}: written by another version of this program (format {found}, this one "
+            f"resumes {FORMAT}), which trains differently; give run.name=NAME model.weights={path} "
+            "to start a new run from its weights, or checkpoint.resume=never to start over in this "
+            "directory"
         )
+    if is_ours(content):
+        return content
     raise CheckpointError(f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}")
 
 
 def is_ours(content: Any) -> bool:
-    """Return whether the content of a file is a checkpoint of this version's format."""
-    ours = isinstance(content, dict) and content.get("format") == FORMAT
+    """Return whether the content of a file is a checkpoint that this version can read."""
+    ours = isinstance(content, dict) and content.get("format") in READABLE
     return ours and all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
 
 

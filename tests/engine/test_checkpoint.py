@@ -176,7 +176,7 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
     assert mark.exists()  # without weights_only, the code runs
 
 
-@pytest.mark.parametrize("other", [{"format": "2"}, {"format": 2, "step": 1}, torch.zeros(3)])
+@pytest.mark.parametrize("other", [{"format": "2"}, {"format": FORMAT, "step": 1}, torch.zeros(3)])
 def test_files_of_another_kind_are_refused(tmp_path: Path, other: Any) -> None:
     torch.save(other, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"other\.pt: not a checkpoint of this program"):
@@ -208,14 +208,19 @@ def test_disk_that_cannot_be_written(
     assert newest(folder) == 30
 
 
-def test_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    old = tmp_path / "step-00000004.pt"
-    torch.save({"format": 1, "step": 4}, old)
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_format_is_not_resumed(tmp_path: Path, version: int) -> None:
+    old = save(tmp_path, content(4), keep=1)
+    stored = {**torch.load(old), "format": version}
+    torch.save(stored, old)
+    old.with_suffix(".json").unlink()
+    assert checkpoint.is_ours(stored) == (version == 2)  # its weights and config can be read
     for read in (lambda: load(old), lambda: load_newest(tmp_path)):
         with pytest.raises(UserError) as error:
             read()
         message = str(error.value)
-        assert message.startswith(f"{old}: written by another version of this program (format 1, ")
+        assert message.startswith(f"{old}: written by another version of this program (format ")
+        assert f"(format {version}, this one resumes {FORMAT})" in message
         assert f"model.weights={old} " in message and "checkpoint.resume=never" in message
 
 
