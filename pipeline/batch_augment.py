@@ -4,9 +4,10 @@ Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A t
 function of (images, targets, part): float32 [B, 3, S, S], float32 [B, classes], and which part of
 the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
-Parameters are drawn on the host, one set per image, from a generator that is a pure function of
-(seed, step). Every rank draws for the global batch and takes its own, so the draws of an image, and
-the image it is mixed with, do not depend on the number of ranks. For random numbers per pixel, use
+Parameters are drawn on the host, one set per image or group of images, from a generator that is a
+pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
+of an image, and the image it is mixed with, do not depend on the number of ranks. For random
+numbers per pixel, use
 `torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`: torch's global
 generator would give different numbers after a restart.
 """
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.parameters import choice, number, positive, span
+from pipeline.parameters import number, positive, span, whole
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
@@ -43,8 +44,8 @@ class Part:
     count: int
 
     def own(self, values: np.ndarray) -> np.ndarray:
-        """Return this rank's rows of values [total, ...]; a single row is that of all images."""
-        return values if len(values) == 1 else values[self.first : self.first + self.count]
+        """Return this rank's rows of values [total, ...]."""
+        return values[self.first : self.first + self.count]
 
     def partners(self, rows: Tensor) -> Tensor:
         """Return, for each row, the row before it in its block; the first row gets the last."""
@@ -111,18 +112,19 @@ class Cutmix:
 
 
 class MixupOrCutmix:
-    """Apply mixup or cutmix: one of them to a batch, or to each image.
+    """Apply mixup or cutmix: one of them, with one weight or box, to each group of images.
 
-    With per=batch, p=1 and switch_p=0.5, this is torchvision's RandomChoice([MixUp(), CutMix()]).
-    The parameters are those of timm's Mixup, with mode batch or elem; timm mixes the image i with
-    the last but i, and its boxes may be one pixel larger.
+    torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU: with p=1 and
+    switch_p=0.5 this is torchvision's, where `group` is the number of images on a GPU. timm mixes
+    the image i with the last but i, and its boxes may be one pixel larger.
 
     Args:
         mixup_alpha: the weight of an image in mixup is drawn from Beta(mixup_alpha, mixup_alpha).
         cutmix_alpha: the box's fraction of the area is 1 - Beta(cutmix_alpha, cutmix_alpha).
         p: probability of either.
         switch_p: probability of cutmix instead of mixup.
-        per: `batch` draws once for all images, `image` for each one.
+        group: images of the global batch that share the draws: 1 draws for each image, the batch
+            size once for all. The last group is smaller if the batch is no multiple of it.
     """
 
     def __init__(
@@ -132,24 +134,25 @@ class MixupOrCutmix:
         cutmix_alpha: float = 1.0,
         p: float = 1.0,
         switch_p: float = 0.5,
-        per: str = "batch",
+        group: int = 128,
     ) -> None:
         self.alphas = positive("cutmix_alpha", cutmix_alpha), positive("mixup_alpha", mixup_alpha)
         self.p = number("p", p, 0, 1)
         self.switch_p = number("switch_p", switch_p, 0, 1)
-        self.per_image = choice("per", per, ("batch", "image")) == "image"
+        self.group = whole("group", group, 1, 10**6)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        rng, count = part.rng, part.total if self.per_image else 1
+        rng, groups = part.rng, part.own(np.arange(part.total) // self.group)  # [B]
+        count = math.ceil(part.total / self.group)
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
         alpha = np.where(cut, *self.alphas)
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
-        weight = to_device(part.own(np.where(cut, 1.0, keep)), images)[:, None, None, None]
-        weight = torch.where(_inside(part.own(boxes), images), 0.0, weight)  # [B, 1, S, S]
+        weight = to_device(np.where(cut, 1.0, keep)[groups], images)[:, None, None, None]
+        weight = torch.where(_inside(boxes[groups], images), 0.0, weight)  # [B, 1, S, S]
         images = torch.lerp(part.partners(images), images, weight)
-        weight = to_device(part.own(np.where(cut, 1 - area, keep)), images)[:, None]
+        weight = to_device(np.where(cut, 1 - area, keep)[groups], images)[:, None]
         return images, torch.lerp(part.partners(targets), targets, weight)
 
 

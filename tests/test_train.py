@@ -405,7 +405,7 @@ RESUMED = {
     ],
     "repeated augmentation, micro-batches, LAMB": [
         *("data.repeats=3", "train.accumulate=2", "train.loss=bce", "train.bce_threshold=0.2"),
-        *("augment.batch=[{mixup_or_cutmix: {per: image}}]", "optim=lamb"),
+        *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=lamb"),
     ],
     "sizes, mixup": ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
 }

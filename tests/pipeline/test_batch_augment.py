@@ -133,7 +133,7 @@ def drawn(step: int, count: int, size: int) -> Draws:
 def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One choice, one weight and one box for the batch, which is one block; 64 steps."""
+    """One choice, one weight and one box for the group, which is one block; 64 steps."""
     assert import_torchvision()
     from torchvision.transforms import v2
 
@@ -165,14 +165,50 @@ def test_draws_depend_on_seed_and_step_and_nothing_else(name: str) -> None:
     assert len({images.numpy().tobytes() for images, _ in first.values()}) == len(keys)
 
 
+def spread(weights: list[Tensor]) -> float:
+    """The standard deviation, over the steps, of a batch's mean weight of the dominant class."""
+    return torch.stack(weights).mean(1).std().item()
+
+
+def test_weights_vary_from_step_to_step_as_on_torchvisions_8_gpus() -> None:
+    """Each of them draws once for its 128 images. One draw for all varies 2.8 times as much."""
+    assert import_torchvision()
+    from torchvision.transforms import v2
+
+    steps, total, side = 200, 1024, 16
+    images, targets = torch.zeros(total, 1, side, side), torch.eye(4).repeat(total // 4, 1)
+
+    def ours(group: int) -> float:
+        transform = one("mixup_or_cutmix", group=group)
+        drawn = (transform(images, targets, part(0, step, total=total)) for step in range(steps))
+        return spread([targets.amax(1) for _, targets in drawn])
+
+    torch.manual_seed(0)
+    gpu = v2.RandomChoice([v2.MixUp(alpha=0.2, num_classes=4), v2.CutMix(num_classes=4)])
+    share = images[:4], torch.arange(4)  # the weight does not depend on the number of images
+    theirs = spread([torch.cat([gpu(*share)[1].amax(1) for _ in range(8)]) for _ in range(steps)])
+    assert theirs == pytest.approx(0.059, rel=0.2)
+    assert ours(128) == pytest.approx(theirs, rel=0.2)
+    assert ours(total) == pytest.approx(0.16, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
+)
+def test_a_group_shares_its_draws_and_the_last_one_may_be_smaller(
+    group: int, sizes: list[int]
+) -> None:
+    transform = one("mixup_or_cutmix", switch_p=0, group=group)
+    _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), part(total=10))
+    assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
+
+
 @pytest.mark.parametrize("total", [16, 48])
-@pytest.mark.parametrize("per", ["batch", "image"])
-@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_ranks_together_make_the_batch_of_one_process(name: str, per: str, total: int) -> None:
-    if name == "mixup_or_cutmix":
-        transform = one(name, p=0.7, per=per)
-    else:
-        transform = one(name, p=0.7)
+@pytest.mark.parametrize("name", [*BATCH_TRANSFORMS, 1, 6, 48])
+def test_ranks_together_make_the_batch_of_one_process(name: str | int, total: int) -> None:
+    """A number is that of images in a group."""
+    is_name = isinstance(name, str)
+    transform = one(name, p=0.7) if is_name else one("mixup_or_cutmix", p=0.7, group=name)
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
     whole = transform(images, targets, part(3, 5, total=total))
     for ranks in (2, 4, 6):
@@ -216,7 +252,7 @@ def test_input_is_not_modified_and_p_0_changes_nothing(name: str, count: int) ->
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_one_of_them_is_chosen_always_with_a_probability_of_0_or_1(name: str) -> None:
     """The weights of the targets are those of the pixels, as of the transform alone."""
-    switch = one("mixup_or_cutmix", switch_p=float(name == "cutmix"), per="image")
+    switch = one("mixup_or_cutmix", switch_p=float(name == "cutmix"), group=1)
     images, targets = switch(*batch(), part())
     weights = targets.diagonal()[:, None, None, None]
     values = torch.arange(1.0, COUNT + 1)
@@ -232,7 +268,7 @@ def test_one_of_them_is_chosen_always_with_a_probability_of_0_or_1(name: str) ->
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix", "mixup_or_cutmix"])
 def test_p_is_the_fraction_of_mixed_images(name: str) -> None:
-    transform = one(name, p=0.3, **({"per": "image"} if "or" in name else {}))
+    transform = one(name, p=0.3, **({"group": 1} if "or" in name else {}))
     mixed = [transform(*batch(), part(0, step))[1].diagonal() < 1 for step in range(40)]
     assert 0.25 < torch.cat(mixed).float().mean().item() < 0.33
 
@@ -242,7 +278,7 @@ INVALID: dict[str, dict[str, tuple[Any, ...]]] = {
     "cutmix": {"alpha": (0, [1])},
     "mixup_or_cutmix": {
         **{"mixup_alpha": (0,), "cutmix_alpha": (math.inf,), "switch_p": (1.1,)},
-        "per": ("pair", None),
+        "group": (0, 1.5, None),
     },
     "random_erasing": {"scale": ([0, 1], [0.1, 1.1]), "ratio": ([2, 1], [1, math.inf])},
 }
