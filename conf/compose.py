@@ -46,7 +46,9 @@ DEFAULT_RECIPE: str = next(
 SECTIONS = {name.split(".")[0] for name in KEYS}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
-NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
+# Lengths of a run's name: with its parts in the keys' order, and sorted. A file name has 255 bytes.
+LONG_NAME, NAME_LENGTH = 100, 200
+NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -262,20 +264,26 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
     name has the last part; the run's identity tells two folders of one name apart.
 
     Returns:
-        A name such as `imagenet_rn50,optim.lr=0.3`. Parts beyond NAME_LENGTH are left out, and
-        characters that are unsafe in a file name are replaced; in both cases a hash of the full
-        name is appended.
+        A name such as `imagenet_rn50,optim.lr=0.3`. Characters that are unsafe in a file name are
+        replaced. In a name above LONG_NAME, the data are last, because lists of runs show the
+        beginning, and parts beyond NAME_LENGTH are left out. In both cases a hash of the full name
+        is appended.
     """
     parts = dict(changed)
     if resume not in ("auto", "never"):  # the run starts from another run's weights
         parts["checkpoint.resume"] = str(last_name(resume))
-    full = short = recipe
-    for name, value in parts.items():
-        full += f",{name}={value}"
-        safe = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
-        if len(f"{short},{name}={safe}") <= NAME_LENGTH:
-            short += f",{name}={safe}"
-    return full if full == short else f"{short},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+    full = name = recipe
+    safe = []
+    for key, value in parts.items():
+        full += f",{key}={value}"
+        safe.append(f",{key}=" + re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-"))
+    if len(recipe + "".join(safe)) > LONG_NAME:
+        safe.sort(key=lambda part: [part.startswith(f",{section}.") for section in NAMED_LAST])
+    for part in safe:
+        name += part if len(name + part) <= NAME_LENGTH else ""
+    if full == name and len(name) <= LONG_NAME:
+        return full
+    return f"{name},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
 
 
 def _notes(

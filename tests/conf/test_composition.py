@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf import cli
-from conf.compose import NAME_LENGTH, load
+from conf.compose import LONG_NAME, NAME_LENGTH, load
 from conf.schema import (
     NOTHING,
     RESULT,
@@ -201,12 +201,23 @@ def test_names_are_readable() -> None:
     assert composed("optim.lr=0.3 run.name=mine").run.dir == "runs/mine"
 
 
+def test_long_names_of_a_sweep_begin_with_what_differs() -> None:
+    """A name of up to LONG_NAME characters is in the order of the keys."""
+    data = "data.val_fraction=0.2 data.image_size=32 loader.batch_size=16"
+    end = f"{data} data.root=imagenet".split()
+    end = [end[2], end[3], *end[:2]]
+    for model in ("resnet_tiny", "resnet18"):
+        start = ["imagenet_rn50", f"model.name={model}", "train.epochs=5", *end]
+        assert name(f"{data} train.epochs=5 model={model}").split(",")[:-1] == start
+    assert name(data) == ",".join(["imagenet_rn50", end[1], *end[2:], end[0]])
+
+
 def test_a_long_name_is_shortened_remains_unique_and_can_be_typed() -> None:
     names = {name(f"{LONG} optim.lr={lr}") for lr in ("1e-3", "2e-3", "3e-3")}
     assert len(names) == 3
     for found in names:
-        assert len(found) <= NAME_LENGTH + 9
-        assert found.startswith("imagenet_rn50,data.root=")
+        assert LONG_NAME < len(found) <= NAME_LENGTH + 9
+        assert found.startswith("imagenet_rn50,model.name=vit_s16,optim.name=adamw,optim.lr=")
         assert all(part for part in found.split(",")) and "/" not in found
         config = cli.load([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
         assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
