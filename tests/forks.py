@@ -132,6 +132,13 @@ def copy_tree(root: Path) -> None:
     (root / "bin" / "python").chmod(0o755)
 
 
+def check_applies(section: Section) -> None:
+    command = ["git", "apply", "--check", "-"]
+    done = subprocess.run(command, cwd=ROOT, input=section.diff, text=True, capture_output=True)
+    advice = "update the diff; a fork deletes this test with the first command of docs/fork.md"
+    assert done.returncode == 0, f"{done.stderr}{advice}"
+
+
 def check_lint(fork: Fork, guide: dict[str, Section]) -> None:
     """Check that ruff and mypy accept the tree after each change."""
     for section in guide.values():

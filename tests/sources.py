@@ -45,3 +45,7 @@ def imports(path: Path) -> list[str]:
 
 def calls(path: Path) -> Iterator[ast.Call]:
     return (node for node in nodes(path) if isinstance(node, ast.Call))
+
+
+def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)

@@ -1,11 +1,14 @@
-"""Lists that are fixed, because a change of them is a decision. A fork may edit this file."""
+"""Lists that are fixed, because a change of them is a decision. A fork deletes this file.
+
+docs/fork.md has the command.
+"""
 
 import ast
 import subprocess
 import sys
 
 from conf.schema import KEYS
-from tests.sources import PROGRAM, ROOT, calls, nodes
+from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, nodes, within
 
 
 def test_size() -> None:
@@ -13,7 +16,7 @@ def test_size() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / ".ci" / "size"], capture_output=True, text=True, check=False
     )
-    advice = "write less, or raise the limit in .ci/size; a fork may delete this test"
+    advice = "write less, or raise the limit in .ci/size; a fork deletes this file"
     assert done.returncode == 0, f"{done.stdout}{advice}"
 
 
@@ -91,3 +94,28 @@ def test_the_keys() -> None:
     fixed = [f"{part}.{name}" for part, text in KEYS_BY_SECTION.items() for name in text.split()]
     advice = "state what the key affects, describe it in CHANGELOG.md, and add it here"
     assert fixed == KEYS, advice
+
+
+# The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
+JOURNEY = [
+    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
+    *(
+        "parameters",
+        "torchvision_transforms",
+        "augment",
+        "batch_augment",
+        "dataset",
+        "table",
+        "build",
+    ),
+    *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
+]
+
+
+def test_pipeline_is_read_in_one_direction() -> None:
+    found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
+    assert found - {"gpu", "demo"} == set(JOURNEY)
+    for place, name in enumerate(JOURNEY):
+        later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
+        wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
+        assert not wrong, f"pipeline.{name} imports {wrong}"

@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 
-from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports
+from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> parts of this project that it may import, in addition to itself.
 LOW = ("conf.schema", "conf.files", "conf.optional", "conf.packages")
@@ -25,20 +25,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scripts": ("conf", "pipeline", "models", "engine", "train"),
     "tests": ("conf", "pipeline", "models", "engine", "train", "scripts"),
 }
-# The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
-JOURNEY = [
-    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
-    *(
-        "parameters",
-        "torchvision_transforms",
-        "augment",
-        "batch_augment",
-        "dataset",
-        "table",
-        "build",
-    ),
-    *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
-]
 # What a fork may delete, and the only file outside that imports it.
 OPTIONAL = {
     "pipeline.gpu": "pipeline",
@@ -55,10 +41,6 @@ OPTIONAL = {
 }
 
 
-def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
-    return any(name == part or name.startswith(f"{part}.") for part in parts)
-
-
 def test_imports_have_one_direction() -> None:
     assert [p.name for p in ROOT.glob("*.py")] == ["train.py"]
     for name, path in SOURCES.items():
@@ -66,15 +48,6 @@ def test_imports_have_one_direction() -> None:
         for imported in imports(path):
             if imported.split(".")[0] in ALLOWED:
                 assert within(imported, (part, *ALLOWED[part])), f"{name} imports {imported}"
-
-
-def test_pipeline_is_read_in_one_direction() -> None:
-    found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
-    assert found - {"gpu", "demo"} == set(JOURNEY)
-    for place, name in enumerate(JOURNEY):
-        later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
-        wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
-        assert not wrong, f"pipeline.{name} imports {wrong}"
 
 
 def test_core_of_the_engine_does_not_know_its_observers() -> None:

@@ -1,7 +1,6 @@
 """docs/tasks.md: every diff applies, trains to a score, and a killed run gives the same weights."""
 
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from tests.forks import ROOT, Fork, check_lint, copy_tree, read_guide, summary, weights
+from tests.forks import Fork, check_applies, check_lint, copy_tree, read_guide, summary, weights
 from tests.results import rows
 from tests.task_images import draw_channels, draw_clips, draw_patterns, draw_rows
 
@@ -98,8 +97,7 @@ def check_score(heading: str, folder: Path) -> None:
 def test_diff_is_short_and_applies(heading: str) -> None:
     assert list(GUIDE) == list(TASKS)
     assert GUIDE[heading].changed <= TASKS[heading][0]
-    command = ["git", "apply", "--check", "-"]
-    subprocess.run(command, cwd=ROOT, input=GUIDE[heading].diff, text=True, check=True)
+    check_applies(GUIDE[heading])
 
 
 @pytest.mark.parametrize(
