@@ -34,13 +34,18 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+START = b"\xff\xd8"  # of a JPEG
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
 BASELINE, START_OF_SCAN = 0xC0, 0xDA
+# All that are followed by a length.
+WITH_LENGTH = {*range(0xC0, 0xF0), 0xFE} - {0xC8, *range(0xD0, 0xDA)}
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 # A progressive JPEG repeats the work of decoding for each scan. Encoders write about ten.
 MOST_SCANS = 500
+# Pillow searches for the segments of a JPEG byte by byte: 100 MB of fill bytes take it minutes.
+MOST_SEARCHED = 65_536
 # A marker among entropy-coded data, and such data that change the pixels wherever they are decoded.
 MARKER = re.compile(rb"\xff+[^\x00\xff]")
 FILLER = bytes(97 * number % 251 for number in range(1, 65))
@@ -285,6 +290,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         PIL.UnidentifiedImageError: the content has another format, or is no image.
         OSError, ValueError, SyntaxError: the header is damaged, or the image is too large.
     """
+    if data.startswith(START):
+        check_header(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_size(image.size, max_pixels)
     if "progressive" in image.info and data.count(bytes((0xFF, START_OF_SCAN))) > MOST_SCANS:
@@ -301,9 +308,29 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
+def check_header(data: bytes) -> None:
+    """Refuse a JPEG with more than MOST_SEARCHED fill bytes, other bytes and markers in its header.
+
+    Raises:
+        ValueError: it has.
+    """
+    at, searched = len(START), 0
+    while searched <= MOST_SEARCHED:
+        marker = data.find(b"\xff", at) + 1
+        if marker in (0, len(data)) or data[marker] == START_OF_SCAN:
+            return
+        searched += marker - at
+        at = marker + (data[marker] != 0xFF)
+        if data[marker] in WITH_LENGTH:
+            at += int.from_bytes(data[at : at + 2], "big")
+    raise ValueError(
+        f"more than {MOST_SEARCHED:,} bytes outside the segments of its header; it is damaged"
+    )
+
+
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, start and end of the segments of a JPEG up to its first scan."""
-    marker, at = 0, 2 if data.startswith(b"\xff\xd8") else len(data)
+    marker, at = 0, len(START) if data.startswith(START) else len(data)
     while marker != START_OF_SCAN and at + 4 <= len(data) and data[at] == 0xFF:
         marker, end = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         yield marker, at, end
@@ -346,7 +373,7 @@ def rgb_pixels(image: Image.Image, data: bytes) -> np.ndarray:
         OSError, ValueError, SyntaxError: the data are damaged or end early, or levels have 32 bits.
     """
     image.load()
-    if data.startswith(b"\xff\xd8") and ends_in_grey(image) and lacks_data(data):
+    if data.startswith(START) and ends_in_grey(image) and lacks_data(data):
         raise OSError("the file ends before the image does")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -149,6 +149,11 @@ def wide_grey() -> Image.Image:
     return Image.fromarray(np.asarray(drawn("L")).astype("<u2") * 257)
 
 
+def before_frame(content: bytes) -> bytes:
+    """A JPEG with more bytes before its frame header."""
+    return ended_before(0xC0) + content + jpeg()[frame(jpeg()) :]
+
+
 def ppm(head: str) -> bytes:
     return head.encode() + np.asarray(drawn()).tobytes()
 
@@ -162,6 +167,7 @@ def exif(orientation: int) -> Image.Exif:
 # The size of the image if it is trained, or a part of the message.
 Verdict = tuple[int, int] | str
 SHORT = "the file ends before the image does"
+SEARCH = "more than 65,536 bytes outside the segments of its header"
 PIXELS = "more than data.max_pixels=4000000"
 NO_IMAGE = "cannot identify image file"
 KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
@@ -195,10 +201,14 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "jpeg without data": (lambda: jpeg()[: segments(jpeg())[-1][1]] + b"\xff\xd9", SHORT),
     "jpeg without quantisation": (lambda: ended_before(0xDB) + jpeg()[frame(jpeg()) :], ""),
     "jpeg garbage between segments": (lambda: jpeg()[:2] + b"garbage" + jpeg()[2:], NO_IMAGE),
-    "jpeg garbage before its frame": (
-        lambda: ended_before(0xC0) + b"garbage" + jpeg()[frame(jpeg()) :],
-        SIZE,
+    "jpeg garbage before its frame": (lambda: before_frame(b"garbage"), SIZE),
+    "jpeg, 1 MB of fill bytes": (lambda: before_frame(b"\xff" * 2**20), SEARCH),
+    "jpeg, 1 MB of escaped fill bytes": (lambda: before_frame(b"\xff\x00" * 2**19), SEARCH),
+    "jpeg, 1 MB of bytes that are no segment": (
+        lambda: before_frame(b"\xff\x00" + bytes(2**20)),
+        SEARCH,
     ),
+    "jpeg, 60 KB of fill bytes": (lambda: before_frame(b"\xff" * 60_000), SIZE),
     "jpeg progressive, cut in its first scan": (lambda: progressive(0, 0.5), SHORT),
     "jpeg progressive, cut in a later scan": (lambda: progressive(5, 0.5), SIZE),
     "jpeg progressive without scans": (lambda: progressive(0, 0), ""),
