@@ -10,18 +10,20 @@ import posixpath
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
-from typing import Any
+from typing import Any, BinaryIO
 
 from conf.schema import UserError
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
 BLOCK = 512  # bytes, of a tar file
-# Of a member of a zip file: the lengths of its name and of its extra field.
-LOCAL_HEADER = struct.Struct("<26xHH")
+LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
+DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
+# Of a member of a zip file: the signature, and the lengths of its name and of its extra field.
+LOCAL_HEADER = struct.Struct("<4s22xHH")
 UTF8 = 0x800  # flag bit of a zip member
 
 
@@ -90,11 +92,56 @@ def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Memb
     """
     try:
         return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
-    except (tarfile.TarError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+    except DamagedError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
             "again, or pack it again without compression (zip -0) and links (tar --dereference)"
         ) from None
+
+
+class DamagedError(ValueError):
+    """A tar or zip file is damaged or of a kind that cannot be read; says where."""
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose size is checked before tarfile uses it to find the next one.
+
+    With a negative size, tarfile reads the same members for ever.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        if not 0 <= header.size <= (LONGEST_NAME if header.type in DESCRIBING else 2**62):
+            raise ValueError(f"a size of {header.size:,} bytes")
+        return header
+
+
+def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
+    """Yield the headers of the tar file at byte `start` of a file; their numbers are checked.
+
+    Raises:
+        DamagedError: it is damaged.
+        OSError: it cannot be read.
+    """
+    at, end = start, os.fstat(file.fileno()).st_size
+    file.seek(start)
+    try:
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+            while (header := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
+                if not 0 <= header.size <= end - header.offset_data:
+                    raise ValueError(f"a size of {header.size:,} bytes")
+                at = tar.offset
+                yield header
+        # tarfile takes a damaged or missing block for the end, which is a block of zeros.
+        file.seek(at)
+        if file.read(BLOCK) != bytes(BLOCK):
+            raise ValueError("no header and no end")
+    except OSError:
+        raise
+    except Exception as error:  # tarfile raises many kinds: RecursionError, IndexError, ...
+        raise DamagedError(f"is damaged at byte {at:,}: {error}") from None
 
 
 def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
@@ -106,51 +153,67 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
         start: the first byte of the tar file.
 
     Raises:
-        tarfile.TarError: it is damaged, or a link leads out of it.
+        DamagedError: it is damaged, or a link leads out of it.
         OSError: it cannot be read.
     """
     members: Members = {}
     links: dict[bytes, bytes] = {}
     with open(path, "rb") as file:
-        file.seek(start)
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                name = _inside(os.fsencode(member.name))
-                if not wanted(name):
-                    continue
-                if member.isreg():
-                    members[name] = member.offset_data, member.size
-                elif member.islnk() or member.issym():
-                    folder = posixpath.dirname(name) if member.issym() else b""
-                    links[name] = _inside(posixpath.join(folder, os.fsencode(member.linkname)))
-            # tarfile takes a damaged or missing block for the end, which is a block of zeros.
-            file.seek(tar.offset)
-            if file.read(BLOCK) != bytes(BLOCK):
-                raise tarfile.ReadError(f"is damaged at byte {tar.offset:,}")
+        for header in tar_headers(file, start):
+            name = _inside(os.fsencode(header.name))
+            if not wanted(name):
+                continue
+            if header.isreg():
+                members[name] = header.offset_data, header.size
+            elif header.islnk() or header.issym():
+                folder = posixpath.dirname(name) if header.issym() else b""
+                links[name] = _inside(posixpath.join(folder, os.fsencode(header.linkname)))
     for name, target in links.items():
         if target not in members:
             link, lost = os.fsdecode(name), os.fsdecode(target)
-            raise tarfile.ReadError(f"{link} is a link to {lost}, which is not in it")
+            raise DamagedError(f"{link} is a link to {lost}, which is not in it")
         members[name] = members[target]
     return members
+
+
+def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
+    """Yield the entries of a zip file's directory; their numbers and names are checked.
+
+    Raises:
+        DamagedError: it is damaged.
+        OSError: it cannot be read.
+    """
+    end = os.fstat(file.fileno()).st_size
+    try:
+        for info in zipfile.ZipFile(file).infolist():
+            if not 0 <= info.header_offset <= end - info.compress_size:
+                raise ValueError(f"byte {info.header_offset:,} is outside the file")
+            if not info.filename or "\0" in info.orig_filename:
+                raise ValueError(f"the name {info.orig_filename!r} at byte {info.header_offset:,}")
+            yield info
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds: UnicodeDecodeError, struct.error, ...
+        raise DamagedError(f"is damaged: {error}") from None
 
 
 def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
     """List the files in a zip file, as `tar_members`."""
     members: Members = {}
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            encoding = "utf-8" if info.flag_bits & UTF8 else "cp437"
-            name = _inside(info.orig_filename.encode(encoding))
+    with open(path, "rb") as file:
+        for info in zip_headers(file):
+            name = _inside(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437"))
             if info.is_dir() or not wanted(name):
                 continue
             if info.compress_type != zipfile.ZIP_STORED:
-                raise zipfile.BadZipFile(f"{info.filename} is compressed")
+                raise DamagedError(f"{info.filename} is compressed")
             # The directory at the end does not tell how long the header before the content is.
-            header = os.pread(file.fileno(), LOCAL_HEADER.size, info.header_offset)
-            start = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(header))
-            members[name] = start, info.file_size
+            at, end = info.header_offset, info.header_offset + LOCAL_HEADER.size
+            header = os.pread(file.fileno(), LOCAL_HEADER.size, at).ljust(LOCAL_HEADER.size)
+            signature, *lengths = LOCAL_HEADER.unpack(header)
+            if signature != b"PK\3\4" or info.file_size != info.compress_size:
+                raise DamagedError(f"is damaged at byte {at:,}: {info.filename}")
+            members[name] = end + sum(lengths), info.file_size
     return members
 
 

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,9 +197,60 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in (0, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert "val.zip: File is not a zip file" in refusal(tmp_path / "val")
+        assert "val.zip: is damaged: File is not a zip file" in refusal(tmp_path / "val")
     as_zip(image_root / "train", path, zipfile.ZIP_DEFLATED)
     assert "is compressed; it may be" in refusal(tmp_path / "val")
+
+
+def header(
+    name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None
+) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.pax_headers = size, kind, pax or {}
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+END = bytes(1024)
+# tarfile would read some of these for ever, or ends in an error of another kind.
+DAMAGED_TARS = {
+    "a negative size": header("a/2.jpg", -1536) + END,
+    "a negative size of a name": header("././@LongLink", -512, tarfile.GNUTYPE_LONGNAME) + END,
+    "a negative size in a PAX header": header("a/2.jpg", pax={"size": "-1536"}) + END,
+    "a size of 2**63 - 1": header("a/2.jpg", 2**63 - 1) + END,
+    "a size of 2**61": header("a/2.jpg", 2**61) + END,
+    "a name of 2**61 bytes": header("././@LongLink", 2**61, tarfile.GNUTYPE_LONGNAME) + END,
+    "3,000 long names": 3000 * (header("x", 1, tarfile.GNUTYPE_LONGNAME) + b"y".ljust(512)) + END,
+    "a sparse member without end": header("a/2.jpg", 0, tarfile.GNUTYPE_SPARSE)[:482] + b"\1" * 30,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_TARS)
+def test_damaged_numbers_of_a_tar_file(tmp_path: Path, kind: str) -> None:
+    path = write_tar(tmp_path / "train.tar", "a/1.jpg")
+    path.write_bytes(path.read_bytes()[:1024] + DAMAGED_TARS[kind])
+    assert "train.tar: is damaged at byte 1,024: " in refusal(path)
+
+
+# What is written into the directory of a zip file with the member a/1.jpg.
+DAMAGED_ZIPS: dict[str, Callable[[zipfile.ZipInfo], Any]] = {
+    "an empty name": lambda info: setattr(info, "filename", ""),
+    "NUL at the start of a name": lambda info: setattr(info, "filename", "\0a/1.jpg"),
+    "an offset outside the file": lambda info: setattr(info, "header_offset", 2**62),
+    "an offset of something else": lambda info: setattr(info, "header_offset", 5),
+    "another size": lambda info: setattr(info, "file_size", 2**62),
+}
+
+
+@pytest.mark.parametrize("kind", [*DAMAGED_ZIPS, "a name that is not UTF-8"])
+def test_damaged_numbers_of_a_zip_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "train.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/1.jp\u20ac", JPEG) if kind not in DAMAGED_ZIPS else None
+        archive.writestr("a/2.jpg", JPEG)
+        if kind in DAMAGED_ZIPS:
+            DAMAGED_ZIPS[kind](archive.infolist()[0])
+    path.write_bytes(path.read_bytes().replace("\u20ac".encode(), b"\xff" * 3))
+    assert "train.zip: is damaged" in refusal(path)
 
 
 def test_refused_members(tmp_path: Path) -> None:

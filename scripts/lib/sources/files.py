@@ -2,15 +2,13 @@
 
 import os
 import re
-import struct
-import tarfile
 import zipfile
 import zlib
 from functools import cache
 from typing import NamedTuple
 
 from conf.schema import UserError
-from pipeline.containers import tar_members
+from pipeline.containers import DamagedError, tar_members, zip_headers
 from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
@@ -102,17 +100,18 @@ def tree_of_file(path: str) -> Tree:
     """
     try:
         found = tree_of_zip(path) if path.lower().endswith(".zip") else tree_of_tar(path)
-    except (zipfile.BadZipFile, NotImplementedError, tarfile.TarError, struct.error) as error:
+    except DamagedError as error:
         raise damaged(path, error) from None
     return {name: place for name, place in sorted(found.items()) if not is_hidden(name)}
 
 
 def tree_of_zip(path: str) -> Tree:
-    return {
-        inside(info.filename): Place(path, 0, info.file_size, info.filename)
-        for info in open_zip(path).infolist()
-        if not info.is_dir()
-    }
+    with open(path, "rb") as file:
+        return {
+            inside(info.filename): Place(path, 0, info.file_size, info.filename)
+            for info in zip_headers(file)
+            if not info.is_dir()
+        }
 
 
 def tree_of_tar(path: str, start: int = 0) -> Tree:
