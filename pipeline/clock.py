@@ -144,22 +144,28 @@ class StepClock:
                 marks.parts = (own, computed.elapsed_time(averaged))
         return marks.end
 
-    def timing(self, batches: int | None = None) -> Timing | None:
+    def timing(
+        self, batches: int | None = None, *, skip: int = 0, again: bool = False
+    ) -> Timing | None:
         """Return the figures of the oldest unread batches, and count these batches as read.
 
         Waits until the device has finished them.
 
         Args:
             batches: how many, at most those whose step has ended; None for all of them.
+            skip: leave as many of them out of the figures, but not the last one.
+            again: keep them as unread.
 
         Returns:
             None when there are no such batches.
         """
-        count = min(len(self._unread), len(self._unread) if batches is None else batches)
-        if not count:
+        marks = list(self._unread)[:batches]
+        if not marks:
             return None
-        marks = [self._unread.popleft() for _ in range(count)]
+        for _ in () if again else marks:
+            self._unread.popleft()
         marks[-1].end.synchronize()
+        marks = marks[min(skip, len(marks) - 1) :]
 
         def ms(begin: str, end: str) -> np.ndarray:
             return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in marks])
@@ -174,13 +180,13 @@ class StepClock:
         late = max(0.0, float(gaps.sum()) - wait - copying)
         (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
         return Timing(
-            batches=count,
+            batches=len(marks),
             seconds=total / 1000,
             wait_fraction=wait / total,
             late_fraction=late / total,
             copy_fraction=float(copies.sum()) / total,
             compute_fraction=max(0.0, 1 - (wait + late + copying + others) / total),
-            drained_fraction=sum(m.drained for m in marks) / count,
+            drained_fraction=sum(m.drained for m in marks) / len(marks),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps)),
             step_worst_ms=float(steps.max()),

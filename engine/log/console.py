@@ -86,8 +86,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
         lines.append(f"recipe    {shown(name, summary[name])}: {_comparison(compared)}")
     rate = f"{summary['images_per_second']:,.0f}"
     overall = f"{summary['images_per_second_with_first_epoch']:,.0f}"
-    warm_up = "" if overall == rate else f"; {overall} over all steps"
-    lines += [f"speed     {rate} images/s{warm_up}", f"run       {folder}"]
+    slower = "" if overall == rate else f"; {overall} with the first epoch"
+    lines += [f"speed     {rate} images/s{slower}", f"run       {folder}"]
     curves = folder / "tensorboard"
     if curves.is_dir():
         if folder.parent.name == "runs":  # then each run has its name, else only "."

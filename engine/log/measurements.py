@@ -51,6 +51,10 @@ class Meter:
         self._names = list(values)
         self.steps += 1
 
+    def means(self) -> dict[str, float]:
+        """Return the means of this rank since the last `send`; waits for the device."""
+        return dict(zip(self._names, (self._total / self.steps).tolist(), strict=True))
+
     def send(self, step: int) -> None:
         """End an interval with step `step`: start the copy of its sums to the host."""
         host = self.world.sum(self._total).to("cpu", non_blocking=True)  # page-locked
@@ -107,12 +111,11 @@ class RunTimes:
 
     Args:
         totals: `TrainState.totals`, kind -> sum. Modified; each checkpoint stores it.
-        first_step: where this start begins.
         began: time.monotonic() when the program began.
     """
 
-    def __init__(self, totals: dict[str, float], *, first_step: int, began: float) -> None:
-        self._totals, self._first_step = totals, first_step
+    def __init__(self, totals: dict[str, float], *, began: float) -> None:
+        self._totals = totals
         self._kind = "start"  # of the time outside of `lost`
         self._counted = began  # until when the totals are complete
         self._add("starts", 1)
@@ -131,12 +134,14 @@ class RunTimes:
         finally:
             self._count(kind)
 
-    def add_interval(self, interval: Interval, timing: Timing, plan: Plan) -> None:
-        """Add images and seconds of an interval."""
+    def add_interval(
+        self, interval: Interval, timing: Timing, plan: Plan, *, starting: bool
+    ) -> None:
+        """Add images and seconds of an interval; `starting`: of the first steps of a start only."""
         before = interval.step - interval.steps
-        # In the first epoch, files are not in the page cache yet, and the first interval compiles.
+        # In the first epoch, files are not in the page cache yet.
         kind = "first epoch" if before * plan.batch_size < plan.train_images else "later"
-        if before == self._first_step:
+        if starting:
             kind = "starting"
         self._add(f"{kind} images", timing.batches * plan.batch_size)
         self._add(f"{kind} seconds", timing.seconds)
@@ -144,8 +149,8 @@ class RunTimes:
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says about speed and time.
 
-        `images_per_second` excludes the first epoch and the first interval of each start. If
-        nothing else is left, it includes them. `effective_time` is training's share of the time.
+        `images_per_second` excludes the first epoch and the first steps of each start. If nothing
+        else is left, it includes them. `effective_time` is training's share of the time.
         """
         self._count(self._kind)
         kinds = ("later", "first epoch", "starting")

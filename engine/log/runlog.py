@@ -23,7 +23,7 @@ from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
-from engine.log.measurements import Meter, RunTimes, step_points, train_row
+from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
 from engine.log.pictures import tiles
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
@@ -31,6 +31,7 @@ from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.scores import shown
 from engine.state import TrainState, diverged, params_sha256, state_bytes
+from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
 from pipeline.class_names import readable
@@ -39,6 +40,7 @@ from pipeline.feed import Feed
 from pipeline.loader import Loader
 from pipeline.prefetcher import Batch, ImageFormat
 
+FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
 SHOWN_IMAGES = 16  # of the first batch
@@ -106,9 +108,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.feed, self.tracker, self.verdict = feed, tracker, verdict
         self.started, self._pause_began = started, 0.0
         self.meter = Meter(self.world)
-        self.times = RunTimes(state.totals, first_step=state.step, began=started)
+        self.times = RunTimes(state.totals, began=started)
         self.monitor = GpuMonitor(self.world.device)
         self._first_step = self._last_step = state.step
+        self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
         self.bad_files = BadFiles(feed.train.loader, run, tracker)
         self.expectation: Any = None
@@ -132,6 +135,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self.run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
         self.tracker.print(header(self.plan.best_by))
+        if self.world.is_main:
+            self._row_due = time.monotonic() + FIRST_ROW_SECONDS
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,6 +175,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         self.times.end_step()
+        # Not after one step that compiled: it does not tell how long the others will take.
+        if time.monotonic() >= self._row_due and self.meter.steps > (self.plan.compile != "off"):
+            with self.feed.train.pause():
+                self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
         if self.profiler is not None and self.profiler.ends(step):
             with self.pause("profile"):
                 self.profiler.stop()
@@ -251,18 +260,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             interval = self.meter.read()
         loader = self.feed.train.loader
         if interval is not None:
-            timing = self.feed.train.clock.timing(interval.steps)
-            assert timing is not None, "every step of an interval has been ended"
-            self.times.add_interval(interval, timing, self.plan)
-            if self.verdict is not None:
-                self.verdict.add(timing)
-            row = train_row(interval, timing, self.plan) | self.monitor.read()
-            row |= memory_figures(loader.pool.pids, self.world.device)
-            if self.plan.config.data.on_error == "skip":
-                row["data/unreadable_images"] = len(self.bad_files.listed)
-            self.tracker.row(row)
-            epochs = self.plan.config.train.epochs
-            self.tracker.print(train_line(row, interval.values, self.plan.best_by, epochs))
+            row = self._row(interval)
         if found is not None:
             path = self.run.path / "diverged.json"
             content, reason = describe_divergence(*found, self.plan, loader, self.world)
@@ -271,6 +269,28 @@ class RunLog(AbstractContextManager["RunLog"]):
         if interval is not None and not math.isfinite(loss := interval.values["loss"]):
             # It may overflow with finite gradients.
             raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
+
+    def _row(self, interval: Interval, *, preview: bool = False) -> dict[str, Any]:
+        """Print the row of an interval, and add it to everything else unless it is a preview."""
+        self._row_due = math.inf
+        plan, loader, clock = self.plan, self.feed.train.loader, self.feed.train.clock
+        before = interval.step - interval.steps
+        skip = max(0, self._first_step + FIRST_STEPS[plan.device_type] - before)
+        timing = clock.timing(interval.steps, skip=skip, again=preview)
+        assert timing is not None, "every step of an interval has been ended"
+        row = train_row(interval, timing, plan)
+        if not preview:
+            starting = skip >= interval.steps
+            self.times.add_interval(interval, timing, plan, starting=starting)
+            if self.verdict is not None and not starting:
+                self.verdict.add(timing)
+            row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
+            if plan.config.data.on_error == "skip":
+                row["data/unreadable_images"] = len(self.bad_files.listed)
+            self.tracker.row(row)
+        epochs = plan.config.train.epochs
+        self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
+        return row
 
     def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""

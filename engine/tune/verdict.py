@@ -61,14 +61,11 @@ class Verdict:
     step_alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
     epoch: list[Timing] = field(default_factory=list)
     run: list[Timing] = field(default_factory=list)
-    warm: bool = False  # the first interval includes compilation and is not judged
 
     def add(self, timing: Timing) -> None:
-        """Add a log interval."""
-        if self.warm:
-            self.epoch.append(timing)
-            self.run.append(timing)
-        self.warm = True
+        """Add a log interval, without the steps that compile."""
+        self.epoch.append(timing)
+        self.run.append(timing)
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
         """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
@@ -100,7 +97,7 @@ class Verdict:
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
             return judge(figures_of(ranks), partial(find_remedies, self.feed, self.plan, self.stop))
-        few = f"none: less than {SHORT['run']:g} s of steps after the warm-up, too few to judge"
+        few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
         return [few] if period == "run" else []
 
 

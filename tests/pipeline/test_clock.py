@@ -95,6 +95,19 @@ def test_the_host_waits_only_for_batches_that_are_asked_for(gpu: Gpu) -> None:
     assert gpu.waits == [20, 40] and clock.timing() is None
 
 
+def test_the_figures_leave_out_the_steps_that_compile(gpu: Gpu) -> None:
+    """But not the last step. A preview leaves the batches to the next reading."""
+    clock = started(cuda=True)
+    for seconds in (60, 1, 2):
+        run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
+    found = [clock.timing(skip=skip, again=True) for skip in (0, 1, 9)]
+    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+        *((3, 63), (2, 3), (1, 2))
+    ]
+    last = clock.timing(2, skip=1), clock.timing(2, skip=1)
+    assert [timing and timing.seconds for timing in last] == [1, 2]
+
+
 def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     clock = started(cuda=True)
     run(clock, gpu, copied=0, begin=0, end=10)  # the host is ahead

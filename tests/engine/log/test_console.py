@@ -75,7 +75,7 @@ def test_outcome(tmp_path: Path) -> None:
         "",
         "status    finished after 1,500 steps, 10 epochs, in 1:05",
         "result    top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-        "speed     2,950 images/s; 2,104 over all steps",
+        "speed     2,950 images/s; 2,104 with the first epoch",
         f"run       {tmp_path}",
         f"best      {tmp_path}/checkpoints/step-00001350.pt",
         f"skipped   3 unreadable images: {tmp_path}/bad_files.txt",

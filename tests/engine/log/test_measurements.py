@@ -30,6 +30,7 @@ def test_an_interval_is_read_one_step_late() -> None:
     meter.add(values(loss=2.0, top1=50.0))
     meter.send(2)
     meter.add(values(loss=1000.0, top1=0.0))
+    assert meter.means() == {"loss": 1000.0, "top1": 0.0}
     assert meter.read() == Interval(2, 2, {"loss": 1.5, "top1": 37.5})
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
@@ -110,7 +111,7 @@ def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
     """A validation or a profile before the first step counts once."""
     totals: dict[str, float] = {}
     for _ in range(2):
-        times = RunTimes(totals, first_step=0, began=clock.now)
+        times = RunTimes(totals, began=clock.now)
         clock.now += 3.0
         with times.lost("profile"):
             clock.now += 1.0
@@ -127,25 +128,25 @@ def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
     assert summary["seconds_lost"] == lost
     assert summary["effective_time"] == pytest.approx(76 / 112)
     assert (summary["starts"], summary["total_seconds"]) == (2, 112)
-    times = RunTimes({}, first_step=0, began=clock.now)
+    times = RunTimes({}, began=clock.now)
     assert times.summary()["seconds_lost"].keys() == {"validation", "checkpoint", "start"}
 
 
 def test_speed_with_and_without_the_first_epoch() -> None:
     """The first epoch ends with step 3. The second start is at 4."""
     totals: dict[str, float] = {}
-    times = RunTimes(totals, first_step=0, began=0.0)
+    times = RunTimes(totals, began=0.0)
 
-    def rates(step: int, seconds: float) -> tuple[float, float]:
+    def rates(step: int, seconds: float, starting: bool = False) -> tuple[float, float]:
         timing = replace(WAITED, batches=1, seconds=seconds)
-        times.add_interval(Interval(step, 1, {}), timing, plan())
+        times.add_interval(Interval(step, 1, {}), timing, plan(), starting=starting)
         summary = times.summary()
         return summary["images_per_second"], summary["images_per_second_with_first_epoch"]
 
     assert times.summary()["images_per_second"] == 0
-    assert rates(1, 8.0) == (16 / 8, 16 / 8)  # compiles
+    assert rates(1, 8.0, starting=True) == (16 / 8, 16 / 8)  # compiles
     assert rates(3, 4.0) == (16 / 4, 32 / 12)  # reads cold files
     assert rates(4, 2.0) == (16 / 2, 48 / 14)
-    times = RunTimes(totals, first_step=4, began=0.0)
-    rates(5, 9.0)
+    times = RunTimes(totals, began=0.0)
+    rates(5, 9.0, starting=True)
     assert rates(6, 2.0) == (32 / 4, 80 / 25)

@@ -1,0 +1,32 @@
+"""What a slow run says: a row within seconds, and a verdict although it has one log row."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.log import runlog
+from engine.tune.verdict import SHORT
+from tests.results import rows
+from tests.small_run import run
+
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+ONE_ROW = ["log.every_steps=100", "train.validate_every_epochs=9", "loader.workers=0"]
+
+
+def test_a_run_with_one_log_row(
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The early row is for the console; the figures leave out the first step."""
+    monkeypatch.setitem(SHORT, "run", 0.0)
+    monkeypatch.setattr(runlog, "FIRST_ROW_SECONDS", 0)
+    summary = run(image_root, tmp_path / "run", *ONE_ROW)
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    shown = [line for line in lines if len(line) > 7 and line[0].endswith("/2")]
+    assert [line[1] for line in shown] == ["1", "9", "9"]
+    assert all(line[7].count(":") == 1 for line in shown[:-1]), "the time left"
+    assert "validation:" in shown[-1]
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]
+    assert summary["verdict"][0].split()[0] in ("input-bound", "core-bound:", "compute-bound:")
