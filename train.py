@@ -315,7 +315,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
         args=config.model.args,
     )
     if weights and weights != "pretrained":
-        models.load_weights(model, find(weights))
+        models.load_weights(model, find(weights), plan.classes)
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     models.freeze(model, config.model.freeze)

@@ -4,10 +4,11 @@ Reading a file never executes code from it.
 """
 
 import argparse
+import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +118,45 @@ def stored_name(content: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
     """Load the initial weights of a training from any file that `read_file` reads.
+
+    The head is loaded if the file is for the same classes, or names none and has as many.
+
+    Args:
+        classes: names of the classes of the training, in the order of the logits.
 
     Raises:
         UserError: the file is missing, cannot be read, or is of another model.
     """
     origin = f"model.weights={path}"
-    weights = weights_in(read_file(path, origin=origin), origin=origin)
-    fit_weights(model, weights, origin=origin, new_head=True)
+    content = read_file(path, origin=origin)
+    weights, named = weights_in(content, origin=origin), _classes_in(content, path)
+    if named and named != list(classes):
+        weights = {name: value for name, value in weights.items() if name not in head_of(model)}
+    initial = fit_weights(model, weights, origin=origin, new_head=True)
+    if not named and not initial:
+        logger.info(
+            "%s: does not name its classes: check that they are those of the training, in order",
+            origin,
+        )
 
 
-def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
+def _classes_in(content: Any, path: Path) -> Any:
+    """Return the names of the classes that a checkpoint or an exported file states."""
+    plan = content.get("plan")
+    if path.suffix != ".safetensors":
+        return plan.get("classes") if isinstance(plan, dict) else None
+    text = safetensors_metadata(path).get("classes", "[]")
+    try:
+        return json.loads(text)
+    except ValueError:  # of another program
+        return text
+
+
+def fit_weights(
+    model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False
+) -> list[str]:
     """Load weights by name. The model does not change if they do not fit.
 
     Args:
@@ -137,12 +165,15 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
             another number of classes, the head keeps its own. Position embeddings of another image
             size are interpolated, and the first convolution is adapted to other input channels.
 
+    Returns:
+        The names of the head's tensors that keep their initial weights.
+
     Raises:
         UserError: keys are missing, unknown or of another shape: another model's weights.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
-    head: list[str] = []  # that keeps its initial weights
+    head: list[str] = []
     if new_head:
         weights = {name: _resized(name, value, own) for name, value in weights.items()}
         head = head_of(model)
@@ -163,11 +194,12 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         )
     if head:
         logger.warning(
-            "%s: %s keep their initial weights: the file has no head for %d classes",
+            "%s: %s keep their initial weights: the file has no head for these %d classes",
             *(origin, ", ".join(head), own[head[0]].shape[0]),
         )
     own.update(weights)  # it has the versions of the layers, which MNASNet requires
     model.load_state_dict(own)
+    return head
 
 
 def _other_classes(stored: Tensor, own: Tensor) -> bool:

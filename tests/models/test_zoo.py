@@ -1,6 +1,7 @@
 """Models by name, error messages, and weights from files and libraries."""
 
 import importlib.util
+import json
 import re
 import sys
 from functools import partial
@@ -13,7 +14,7 @@ from torch import nn
 
 import models
 from conf.schema import Model, UserError
-from models.weights import fit_weights, load_weights, resize_positions
+from models.weights import fit_weights, load_weights, resize_positions, write_safetensors
 from models.zoo import OURS, import_torchvision
 from tests.libraries import timm_module
 
@@ -198,10 +199,44 @@ def test_head_that_does_not_fit_keeps_its_weights(
     now = model.state_dict()
     assert all(torch.equal(now[k], (fresh if k.startswith("fc.") else stored)[k]) for k in now)
     assert caplog.messages == [
-        "test: fc.weight, fc.bias keep their initial weights: the file has no head for 3 classes"
+        "test: fc.weight, fc.bias keep their initial weights: the file has no head for these 3 "
+        "classes"
     ]
     with pytest.raises(UserError, match=r"such as fc.weight; check"):
         fit_weights(model, dict(stored), origin="test")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (["cat", "dog"], None),
+        (["car", "cup"], "WARNING .*: the file has no head for these 2 classes"),
+        (["dog", "cat"], "WARNING .* keep their initial weights"),
+        ([], "INFO .* does not name its classes: .* are those of the training, in order"),
+    ],
+)
+def test_the_head_of_other_classes_is_not_kept(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    suffix: str,
+    named: list[str],
+    message: str | None,
+) -> None:
+    """Also if their number is that of the training: its logits would be of other classes."""
+    stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
+    if suffix == ".pt":
+        content = {"state": {"model": stored, "ema": None}, "plan": {"classes": named}}
+        torch.save(content, path)
+    else:
+        write_safetensors(path, stored, {"classes": json.dumps(named)})
+    with caplog.at_level("INFO"):
+        load_weights(model, path, ("cat", "dog"))
+    fresh = tiny(2).state_dict() if "WARNING" in (message or "") else stored
+    assert torch.equal(model.state_dict()["fc.weight"], fresh["fc.weight"])
+    assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
+    said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
 
 
 @pytest.mark.parametrize(("size", "other"), [(64, 96), (96, 64)])
