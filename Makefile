@@ -25,11 +25,12 @@ demo: env  ## train a small model on images that it draws itself
 test: env  ## the tests that take seconds each
 	@$(PYTEST) $(ARGS)
 
-# A test file that can start a process or train imports one of these modules.
-quick: env  ## the test files that start no process and do not train: 45 s
+# A test file that can start a process or run a training imports one of these modules or calls it.
+quick: env  ## the test files that start no process and run no training: 45 s
 	@$(PYTEST) $(ARGS) \
 	    $$(grep -rLE --include='test_*.py' \
-	        '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' tests)
+        -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
+        -e 'train\.(train|main)\(' tests)
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)

@@ -1,6 +1,7 @@
 """The structure of the program: directions of imports, optional parts, and banned calls."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -106,6 +107,16 @@ def test_slow_packages_are_imported_when_used() -> None:
     assert (torch | program).isdisjoint(slow) and "pynvml" not in program
     (worker,) = loaded_by("import pipeline.worker")
     assert worker.isdisjoint({"models", "engine", "hydra", *slow})
+
+
+def test_quick_tests_start_no_process_but_take_a_step() -> None:
+    """`make quick` finds them by what they import and call."""
+    rules = re.findall(r"-e '(.*?)'", (ROOT / "Makefile").read_text().replace("$$", "$"))
+    left_out = re.compile("|".join(rules), re.MULTILINE)
+    quick = {n for n, p in SOURCES.items() if "test_" in n and not left_out.search(p.read_text())}
+    assert {"tests.test_train_step", "tests.engine.test_divergence"} <= quick
+    assert not [n for n in quick if {"subprocess", "train.train"} & set(imports(SOURCES[n]))]
+    assert not {"tests.test_train", "tests.test_layout", "tests.scripts.test_doctor"} & quick
 
 
 def test_modules_have_specific_names() -> None:
