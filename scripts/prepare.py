@@ -96,7 +96,7 @@ import torch
 from conf import strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
-from scripts.lib.destination import Container, open_destination, write_whole
+from scripts.lib.destination import Container, make_folder, open_destination, write_whole
 from scripts.lib.sources.files import WHOLE, Sample
 from scripts.lib.sources.layouts import read, recognise
 
@@ -173,13 +173,16 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
     Raises:
+        UserError: its folder is a link.
         OSError: it cannot be written.
     """
     member = f"{sample.label}/{sample.name}"
     target = os.path.join(options.to, sample.split, member)
-    # A power failure can leave a file of 0 bytes.
-    if os.path.exists(target) and os.path.getsize(target) > 0:
-        return Result("done_earlier")
+    if options.format == "folder":
+        make_folder(options.to, os.path.dirname(f"{sample.split}/{member}"))
+        # A power failure can leave a file of 0 bytes.
+        if os.path.exists(target) and os.path.getsize(target) > 0:
+            return Result("done_earlier")
     try:
         if options.format == "zip":
             member.encode()  # fails if the name is not UTF-8
@@ -202,7 +205,6 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
 def linked_to(file: str, target: str) -> bool:
     """Make a hard link; return False if the file systems do not allow it."""
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
         if os.path.lexists(target):
             os.unlink(target)
         os.link(os.path.realpath(file), target)
@@ -249,7 +251,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     for split in ("train", "val"):
         if options.format == "folder":  # all classes, even without a readable image
             for label in {sample.label for sample in samples}:
-                os.makedirs(os.path.join(options.to, split, label), exist_ok=True)
+                make_folder(options.to, f"{split}/{label}")
         else:
             path = os.path.join(options.to, f"{split}.{options.format}")
             containers[split] = Container(path)

@@ -10,9 +10,14 @@ import json
 import os
 import tarfile
 import zipfile
+from contextlib import suppress
+from typing import BinaryIO
 
 from conf import strict_json
+from conf.files import open_regular
 from conf.schema import UserError
+
+MARKER_BYTES = 1 << 20
 
 
 class Container:
@@ -26,11 +31,12 @@ class Container:
 
     def __init__(self, path: str) -> None:
         self.path, self.partial = path, f"{path}.partial"
+        self.file = new_file(self.partial)
         self.archive: tarfile.TarFile | zipfile.ZipFile
         if path.endswith(".tar"):
-            self.archive = tarfile.TarFile(self.partial, "w", format=tarfile.PAX_FORMAT)
+            self.archive = tarfile.TarFile(fileobj=self.file, mode="w", format=tarfile.PAX_FORMAT)
         else:
-            self.archive = zipfile.ZipFile(self.partial, "w")
+            self.archive = zipfile.ZipFile(self.file, "w")
 
     def add(self, name: str, data: bytes) -> None:
         if isinstance(self.archive, tarfile.TarFile):
@@ -46,8 +52,9 @@ class Container:
     def finish(self) -> None:
         """Write the end of the container and give it its name."""
         self.archive.close()
-        with open(self.partial, "rb") as file:
-            os.fsync(file.fileno())
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
         os.replace(self.partial, self.path)
 
 
@@ -69,23 +76,48 @@ def open_destination(to: str, marker: str, settings: dict[str, object]) -> None:
             message = f"contains other files ({others[0]}); give a new or an empty folder"
             raise UserError(f"--to {to}: {message}")
         write_whole(path, (strict_json.dumps({"settings": settings}) + "\n").encode())
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        found = json.load(file)["settings"]
+    try:
+        with open_regular(path) as file:
+            text = file.read(MARKER_BYTES).decode(errors="surrogateescape")
+        found = dict(json.loads(text)["settings"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        message = f"{marker} cannot be read ({error}); remove the folder or give another"
+        raise UserError(f"--to {to}: {message}") from None
     changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if changed:
         message = f"started with other settings ({'; '.join(changed)})"
         raise UserError(f"--to {to}: {message}; give the same options or another folder")
 
 
+def make_folder(to: str, below: str) -> None:
+    """Create the folder `below` the destination.
+
+    Raises:
+        UserError: a part of the path is a link, and the files would be written to somewhere else.
+    """
+    path = to
+    for name in below.split("/"):  # 1 us each
+        path = os.path.join(path, name)
+        if os.path.islink(path):
+            raise UserError(f"--to {to}: {path} is a link; remove it")
+    os.makedirs(path, exist_ok=True)
+
+
+def new_file(path: str) -> BinaryIO:
+    """Create a file. What a killed run left in its place is removed, because it may be a link."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb")
+
+
 def write_whole(target: str, data: bytes) -> None:
-    """Create or replace a file atomically.
+    """Create or replace a file atomically, in a folder that exists.
 
     The temporary name is no image's; a run that resumes replaces the file of one that was killed.
     """
     folder, name = os.path.split(target)
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
     temporary = os.path.join(folder, f".unfinished-{digest}.tmp")
-    os.makedirs(folder, exist_ok=True)  # 2 us: class folders may hold folders
-    with open(temporary, "wb") as file:
+    with new_file(temporary) as file:
         file.write(data)
     os.replace(temporary, target)

@@ -1,6 +1,7 @@
 """Datasets as people have them: small ones in the real formats; smaller images; resumed runs."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -145,6 +146,11 @@ def kaggle(root: Path) -> Path:
     return write(root, kaggle_files())
 
 
+def kaggle_old_mac(root: Path) -> Path:
+    """The lines of the table end with CR."""
+    return write(kaggle(root), {"LOC_val_solution.csv": SOLUTION.replace("\n", "\r")})
+
+
 def kaggle_inside(root: Path) -> Path:
     """SOURCE is the folder that holds train and val, below that of the labels."""
     return kaggle(root) / "ILSVRC" / "Data" / "CLS-LOC"
@@ -205,6 +211,7 @@ SOURCES = {
     for source in (
         official,
         kaggle,
+        kaggle_old_mac,
         kaggle_inside,
         kaggle_zip,
         folders,
@@ -498,6 +505,7 @@ def test_a_cut_training_tar_is_named(tmp_path: Path, kept: int) -> None:
         ("n02119789 5 6 7 8", "n02100735 5 6 7 8"),
         ("n02119789 1 2 3 4 n02119789", "fox 1 2 3 4 fox"),
         ("ILSVRC2012_val_00000001,", "ILSVRC2012_val_00000002,"),
+        ("n02119789 5 6 7 8", f"n02119789 {'5' * 200_000}"),
     ],
 )
 def test_a_damaged_solution(tmp_path: Path, old: str, new: str) -> None:
@@ -758,6 +766,10 @@ def refused(source: Path, **options: Any) -> str:
         ),
         ({"train.csv": "x.jpg,a\n"}, "train.csv: the first line does not name the columns"),
         ({"train.csv": "file,cls\nx.jpg,a\n"}, "line 2: no such file "),
+        ({"train.csv": "file,cls\rx.jpg,a\r"}, "train.csv: line 2: no such file "),
+        ({"train.csv": f"file,cls\n{'x' * 200_000},a\n"}, "line 2: field larger than field limit"),
+        ({"train.csv": "x" * 200_000}, "train.csv: line 1: field larger than field limit"),
+        ({"train.tar": tar({f"{'é' * 128}/{i}.jpg": b"" for i in range(2)})}, "name of 256 bytes"),
         ({"train.csv": "file,cls\nx.jpg,\n"}, "line 2: is not a path and a label"),
         ({"train.csv": "file,cls\nx.jpg,a\nx.jpg,b\n", "x.jpg": b""}, "line 3: names x.jpg again"),
         (
@@ -884,6 +896,63 @@ def test_another_use_of_a_destination_is_refused(
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error()
     assert laid_out(to) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"3", b'{"settings": 3}', b"{}", b"[" * 100_000, bytes(2 << 20), None],
+    ids=["empty", "bytes", "list", "number", "settings", "none", "nested", "large", "fifo"],
+)
+def test_a_damaged_marker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    source, to = folders(tmp_path / "source"), tmp_path / "to"
+    to.mkdir()
+    if content is None:
+        os.mkfifo(to / "prepare.json")
+    else:
+        (to / "prepare.json").write_bytes(content)
+    assert run(source, to) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"prepare.py: --to {to}: prepare.json ") and said.count("\n") == 1
+    assert said.endswith("; remove the folder or give another\n") and len(os.listdir(to)) == 1
+
+
+@pytest.mark.parametrize("place", ["train", "val/n02119789", "train/n02119789/more"])
+def test_nothing_is_written_through_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """A folder that was replaced since the destination was started; also of a nested name."""
+    source, to = folders(tmp_path / "source"), tmp_path / "to"
+    write(source, {"train/n02119789/more/x.jpg": jpeg(1)})
+    assert run(source, to) == 0
+    shutil.rmtree(to / place)
+    (other := tmp_path / "other").mkdir()
+    (to / place).symlink_to(other)
+    assert run(source, to) == 2
+    assert f"--to {to}: {to / place} is a link; remove it" in capsys.readouterr().err
+    assert not os.listdir(other)
+
+
+@pytest.mark.parametrize("kind", ["tar", "folder"])
+def test_an_unfinished_file_is_not_written_through_a_link(tmp_path: Path, kind: str) -> None:
+    source, to, other = folders(tmp_path / "source"), tmp_path / "to", tmp_path / "other"
+    assert run(source, to, "--format", kind, "--side", "8") == 0
+    names = ["train.tar"] if kind == "tar" else [n for n in EXPECTED if n.startswith("train")]
+    for name in names:
+        target = to / name
+        target.unlink()
+        digest = hashlib.sha256(target.name.encode()).hexdigest()[:16]
+        ending = f".unfinished-{digest}.tmp" if kind == "folder" else f"{target.name}.partial"
+        target.with_name(ending).symlink_to(other)
+    assert run(source, to, "--format", kind, "--side", "8") == 0
+    assert not other.exists() and all((to / name).is_file() for name in names)
+
+
+def test_a_source_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.csv")
+    for source in (tmp_path / "train.csv", Path("/dev/zero")):
+        assert f"{source}: is not a regular file" in refused(source)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
             continue
         try:
             labels = parse(read_place(place))
-        except (ValueError, LookupError, OSError, tarfile.TarError, EOFError) as error:
+        except (ValueError, LookupError, OSError, EOFError, csv.Error, tarfile.TarError) as error:
             raise damaged(name, error) from None
         counts = Counter(labels.values())
         first = [labels.get(val_name(i + 1)) for i in range(len(FIRST_LABELS))]
@@ -90,10 +90,10 @@ def parse_solution(data: bytes) -> dict[str, str]:
     """Read LOC_val_solution.csv: name of an image; class and box of every object in it.
 
     Raises:
-        ValueError: a row has another form or names several classes.
+        ValueError, csv.Error: a row has another form or names several classes.
     """
     labels: dict[str, str] = {}
-    rows = csv.reader(io.StringIO(data.decode()))
+    rows = csv.reader(io.StringIO(data.decode(), newline=""))
     if next(rows, None) != ["ImageId", "PredictionString"]:
         raise ValueError("the first line is not ImageId,PredictionString")
     for row in rows:

@@ -60,6 +60,8 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
     """
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
+    if not os.path.isfile(source) and not os.path.isdir(source):
+        raise UserError(f"{source}: is not a regular file; {WHAT}")
     samples = list_images(source)
     if not samples:
         raise UserError(f"{source}: holds no images; {WHAT}")
@@ -286,7 +288,7 @@ def with_validation(
 
 
 def check(source: str, samples: list[Sample]) -> None:
-    """Refuse two images of one name, splits with different classes, and a single class.
+    """Refuse equal and too long names, splits with different classes, and a single class.
 
     Raises:
         UserError: names the classes or the image.
@@ -294,6 +296,10 @@ def check(source: str, samples: list[Sample]) -> None:
     for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
         if count > 1:
             raise UserError(f"{source}: {label}/{name} is the name of {count} images; rename it")
+        longest = max(len(os.fsencode(part)) for part in (label, *name.split("/")))
+        if longest > 255:  # bytes, the limit of file systems
+            text = f"{label}/{name}"[:80]
+            raise UserError(f"{source}: {text}... has a file name of {longest} bytes; rename it")
     train, val = ({s.label for s in samples if s.split == split} for split in ("train", "val"))
     if extra := sorted(train ^ val):
         here, there = ("train", "val") if extra[0] in train else ("val", "train")

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -121,28 +123,41 @@ def read_list(path: str, split: str) -> list[Sample]:
     """
     folder = os.path.dirname(os.path.abspath(path))
     samples: dict[str, Sample] = {}
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if path.endswith(".tsv") else ",")
-        columns = {name.strip().lower(): name for name in rows.fieldnames or ()}
-        paths, labels = ([n for n in names if n in columns] for names in (PATHS, LABELS))
-        if not paths or not labels:
-            message = "the first line does not name the columns; write path,label into it"
-            raise UserError(f"{path}: {message}")
-        for row in rows:
-            cells = {name: (row[column] or "").strip() for name, column in columns.items()}
-            given, label = cells[paths[0]], cells[labels[0]]
-            image = os.path.normpath(os.path.join(folder, given))
-            own = split_of(cells["split"]) if "split" in cells else split
-            problem = ""
-            if not given or not label:
-                problem = "is not a path and a label; write both"
-            elif image in samples:
-                problem = f"names {given} again; remove it"
-            elif not os.path.isfile(image):
-                problem = f"no such file {image}; write paths relative to the folder of the list"
-            elif not own and "split" in cells:
-                problem = "the split is not train, val or test; correct it"
-            if problem:
-                raise UserError(f"{path}: line {rows.line_num}: {problem}")
-            samples[image] = Sample(own, label, os.path.relpath(image, folder), Place(image))
+    rows = table(path)
+    header = {name.lower(): position for position, name in enumerate(next(rows, (1, []))[1])}
+    paths, labels = ([n for n in names if n in header] for names in (PATHS, LABELS))
+    if not paths or not labels:
+        message = "the first line does not name the columns; write path,label into it"
+        raise UserError(f"{path}: {message}")
+    for number, row in rows:
+        cells = defaultdict(str, {name: row[at] for name, at in header.items() if at < len(row)})
+        given, label = cells[paths[0]], cells[labels[0]]
+        image = os.path.normpath(os.path.join(folder, given))
+        own = split_of(cells["split"]) if "split" in header else split
+        problem = ""
+        if not given or not label:
+            problem = "is not a path and a label; write both"
+        elif image in samples:
+            problem = f"names {given} again; remove it"
+        elif not os.path.isfile(image):
+            problem = f"no such file {image}; write paths relative to the folder of the list"
+        elif not own and "split" in header:
+            problem = "the split is not train, val or test; correct it"
+        if problem:
+            raise UserError(f"{path}: line {number}: {problem}")
+        samples[image] = Sample(own, label, os.path.relpath(image, folder), Place(image))
     return list(samples.values())
+
+
+def table(path: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the cells of every line that is not empty.
+
+    Raises:
+        UserError: a line is not CSV.
+    """
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",")
+        try:
+            yield from ((rows.line_num, [cell.strip() for cell in row]) for row in rows if row)
+        except csv.Error as error:
+            raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
