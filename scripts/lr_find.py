@@ -137,6 +137,9 @@ def suggest(losses: Sequence[float], lrs: Sequence[float], steps: int) -> float 
     # The median: the losses at the end are far from a smooth curve.
     noise = np.median(np.abs(np.asarray(losses[: len(smooth)]) - smooth))
     if first - lowest < 2 * noise:
+        if len(losses) < steps:
+            at = f"the loss diverged at step {len(losses)} before it fell"
+            return f"{at}; give more --steps or a lower --lowest"
         return "the loss did not fall; give more --steps or a higher --highest"
     low = np.flatnonzero(smooth < first - FALL * (first - lowest))
     if low[-1] == len(smooth) - 1 and len(losses) == steps:

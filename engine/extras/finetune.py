@@ -24,7 +24,7 @@ Values = dict[str, Any]
 # 20,000 images; but no image is seen more than MOST_EPOCHS times.
 IMAGES_SEEN = 500 * 512
 FEWEST_EPOCHS, MOST_EPOCHS = 10, 100
-WARMUP = 0.1  # of the epochs; 0.2 in BiT, 0.05 in ViT
+WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
 LARGEST_BATCH = 256
 # 0.03 for a batch of 512, as in the code of ViT (arXiv 2010.11929). Proportional to larger batches
 # (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
@@ -79,7 +79,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
         "loader.batch_size": batch_size,
         "optim.lr": LR * max(1, batch_size / LARGEST_BATCH),
         "train.epochs": epochs,
-        "schedule.warmup_epochs": WARMUP * epochs,
+        "schedule.warmup_epochs": epochs / WARMUP,
     }
 
 

@@ -76,6 +76,8 @@ def test_no_suggestion() -> None:
     falls = np.linspace(2.3, 1.5, 100).tolist()
     assert "did not fall" in str(suggest(flat, LRS, 100))
     assert "did not rise" in str(suggest(falls, LRS, 100))
+    at_once = str(suggest([*np.geomspace(2.3, 20, 14), math.inf], LRS, 20))
+    assert "diverged at step 15 before it fell" in at_once and "--highest" not in at_once
     diverged = [*falls[:50], math.inf]
     assert len(smoothed(diverged, 100)) == 50 and isinstance(suggest(diverged, LRS, 100), float)
 

@@ -212,6 +212,8 @@ def test_formats() -> None:
     head, row, _ = csv.reader(io.StringIO(written["csv"]))
     columns = "path,class_1,probability_1,class_2,probability_2,name_1,name_2"
     assert head == columns.split(",")
+    documented = (Path(predict.__file__).parents[1] / "docs" / "trained.md").read_text()
+    assert all(f"`{name}`" in documented for name in head[:3] + head[-2:-1])
     assert row == ["a.jpg", "n01443537", "0.750000", "dog", "0.250000", "goldfish", "dog"]
 
 
