@@ -21,6 +21,7 @@ from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
+from engine.divergence import far_above_guessing
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
@@ -235,11 +236,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
+        warnings = [far_above_guessing(row["loss"], self.plan.num_classes)] * ("top1" in row)
         if self.expectation is not None:
             columns, warning = self.expectation.judge(row, previous)
             row = row | columns
-            if warning:
-                self.tracker.print(f"warning  {warning}")
+            warnings.append(warning)
+        self.tracker.print(*(f"warning  {text}" for text in warnings if text))
         self.tracker.row(row)
         if found is not None:
             classes, step = self.plan.classes, self.state.step

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -202,6 +203,41 @@ def test_notes(image_root: Path) -> None:
         "data.val holds the training images",
     ):
         assert f"note     {note}" in text
+
+
+BIG = ["model=resnet18", "data.image_size=224", "data.val_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("images", "typed", "advice"),
+    [
+        (480, [], "loader.batch_size=16 optim.lr=0.0125`, or recipe=finetune "),
+        (100, [], "loader.batch_size=8 optim.lr=0.00625`"),
+        (480, ["model.weights=mine.pt"], ""),
+        (480, ["data.image_size=32"], ""),
+        (10_001, [], ""),
+    ],
+)
+def test_a_small_network_for_few_images_on_a_cpu(
+    images: int, typed: list[str], advice: str
+) -> None:
+    """In place of other advice; the command keeps the keys that choose the images."""
+    plan = planned(*BIG, f"data.fake_images={images}", "loader.batch_size=64", *typed)
+    found = [note for note in plan.notes if "on a CPU" in note]
+    command = "try `python train.py data=fake model=resnet_tiny data.image_size=32 "
+    assert len(found) == bool(advice) and all(command in note for note in found)
+    assert all(advice in note for note in found)
+    assert not found or not any("too few to train" in note for note in plan.notes)
+
+
+def test_the_command_for_few_images_is_valid(image_root: Path) -> None:
+    data = ("data=folder", f"data.root={image_root}")
+    (note,) = (note for note in planned(*BIG, data=data).notes if "on a CPU" in note)
+    words = shlex.split(note.split("`")[1])
+    assert words[:2] == ["python", "train.py"] and data[1] in words
+    found = cli.load(words[2:])
+    notes = make_plan(found, build_datasets(found), ALONE).notes
+    assert [note for note in notes if "images" in note] == []
 
 
 def test_profile_after_the_end() -> None:

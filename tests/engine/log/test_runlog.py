@@ -1,4 +1,4 @@
-"""What a slow run says: a row within seconds, and a verdict although it has one log row."""
+"""What slow and bad runs say: a row within seconds, a verdict of one log row, and warnings."""
 
 from pathlib import Path
 
@@ -22,11 +22,13 @@ def test_a_run_with_one_log_row(
     """The early row is for the console; the figures leave out the first step."""
     monkeypatch.setitem(SHORT, "run", 0.0)
     monkeypatch.setattr(runlog, "FIRST_ROW_SECONDS", 0)
-    summary = run(image_root, tmp_path / "run", *ONE_ROW)
-    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    summary = run(image_root, tmp_path / "run", *ONE_ROW, "optim.lr=30")
+    out = capfd.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
     shown = [line for line in lines if len(line) > 7 and line[0].endswith("/2")]
     assert [line[1] for line in shown] == ["1", "9", "9"]
     assert all(line[7].count(":") == 1 for line in shown[:-1]), "the time left"
     assert "validation:" in shown[-1]
+    assert "\nwarning  the validation loss " in out and " is far above 1.099, which guess" in out
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]
     assert summary["verdict"][0].split()[0] in ("input-bound", "core-bound:", "compute-bound:")
