@@ -120,7 +120,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
         lr.fill_(plan.curve.at(step))
 
     return StepGraph(
-        partial(step, lr=lr, accumulate=config.train.accumulate),
+        partial(step, lr=lr, accumulate=plan.micro_batches),
         before=before,
         steps_before_capture=steps_before_capture(network),
         disabled_reason=None if on_gpu else "training runs on the CPU",
@@ -238,7 +238,7 @@ def validate(
     with log.pause("validation"):
         for network in networks:
             world.broadcast_buffers(network)
-        batches = validation_batches(feed, stop, plan.config.train.accumulate)
+        batches = validation_batches(feed, stop, plan.micro_batches)
         with plan.autocast(), feed.for_validation():
             found, *raw = evaluate(networks, validation_values, batches, world)
         if found.images == plan.val_images:

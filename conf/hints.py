@@ -14,6 +14,7 @@ from conf.schema import FIELDS, GROUPS, KEYS, NAMES, UserError, group_names
 ADVICE = {
     "a": "write model.name={}",
     "aa": "augment=torchvision has TrivialAugment, augment=timm has RandAugment",
+    "accumulate": "`train.micro_batch=64` trains on 64 images at a time",
     "amp": "write train.precision=bf16",
     "arch": "write model.name={}",
     "auto-augment": "augment=torchvision has TrivialAugment, augment=timm has RandAugment",
@@ -29,6 +30,7 @@ ADVICE = {
     "dist-url": "`torchrun --nproc-per-node N train.py ...` starts one process for each GPU",
     "e": "`python scripts/evaluate.py CHECKPOINT` evaluates",
     "evaluate": "`python scripts/evaluate.py CHECKPOINT` evaluates",
+    "grad-accum-steps": "`train.micro_batch=64` trains on 64 images at a time",
     "gpu": "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
     "img-size": "write data.image_size={}",
     "j": "write loader.workers={}",

@@ -395,9 +395,9 @@ class Train:
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda"))
     """auto is cuda if there is a GPU, else cpu"""
-    accumulate: int = key(1, BOTH, COUNT)
-    """micro-batches per optimiser step, to save GPU memory; the gradient is that of the whole batch
-    up to rounding, except that BatchNorm uses the statistics of a micro-batch"""
+    micro_batch: int | None = key(None, BOTH, or_null(COUNT))
+    """most images of one forward and backward pass on a GPU, whose statistics BatchNorm uses; null
+    is all of its images; fewer need less memory, and the gradient is that of the whole batch"""
     loss: str = key("cross_entropy", BOTH)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import models
 from conf.schema import FIELDS, Config, Data, UserError, did_you_mean, in_effect, show
@@ -82,6 +83,7 @@ class Plan:
     compile: str
     compile_reason: str
     parameters: int
+    has_batch_norm: bool
     flops_by_size: Mapping[int, int]
     state_bytes: int
     fields: Mapping[str, Field]
@@ -93,6 +95,11 @@ class Plan:
     def batch_size(self) -> int:
         """The global batch: the images of one optimiser step, over all ranks."""
         return self.config.loader.batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of equal parts in which a rank trains on its images of a step."""
+        return micro_batches(self.config, self.world_size)
 
     @property
     def num_classes(self) -> int:
@@ -167,13 +174,13 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
-        ranks, accumulate = self.world_size, self.config.train.accumulate
+        ranks, parts = self.world_size, self.micro_batches
         per_rank = self.batch_size // ranks
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if ranks > 1:
             steps += f" ({per_rank} on each of {ranks} ranks)"
-        if accumulate > 1:
-            steps += f" in {accumulate} micro-batches of {per_rank // accumulate}"
+        if parts > 1:
+            steps += f" in {parts} micro-batches of {per_rank // parts}"
         steps += f", {self.steps_per_epoch:,.1f} per epoch, {self.config.train.epochs:g} epochs"
         if self.stop_step < self.schedule_steps:
             steps += f" are {self.schedule_steps:,} steps: stops early"
@@ -185,6 +192,9 @@ class Plan:
             f"{self.flops_by_size[self.image_size] / 1e9:.2f} GFLOP forward per {self.image_size} "
             f"px image; validated at {self.val_size} px",
         ]
+        if self.has_batch_norm:
+            group = per_rank // parts * (ranks if self.config.model.sync_bn else 1)
+            lines[-1] += f"; BatchNorm over {group} images"
         if self.sizes.starts:
             starts = zip(self.config.data.sizes, self.sizes.starts, strict=True)
             sizes = [f"{px} px from epoch {epoch} (step {step:,})" for epoch, (step, px) in starts]
@@ -283,6 +293,7 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
     state = TrainState(model, build_optimizer(model, config.optim), average)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "has_batch_norm": any(isinstance(m, _BatchNorm) for m in model.modules()),
         "channels_last": channels_last,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_by_size": flops,
@@ -333,8 +344,8 @@ def check_profile(config: Config, steps: int) -> None:
 
 
 def check_batch(config: Config, train_images: int, world: World) -> None:
-    """Refuse a batch that does not fit the data or the ranks, and micro-batches that differ."""
-    size, ranks, accumulate = config.loader.batch_size, world.size, config.train.accumulate
+    """Refuse a batch that does not fit the data or the ranks, and too small micro-batches."""
+    size, ranks, most = config.loader.batch_size, world.size, config.train.micro_batch
     if size > train_images:
         raise UserError(
             f"loader.batch_size={size}: larger than the training split ({train_images} images); "
@@ -345,15 +356,24 @@ def check_batch(config: Config, train_images: int, world: World) -> None:
             f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
             f"set it to {max(1, size // ranks) * ranks}"
         )
-    if size // ranks % accumulate:
+    images = size // ranks
+    if most and images > most > 2 * images // micro_batches(config, ranks):
         raise UserError(
-            f"train.accumulate={accumulate}: does not divide the batch of a rank into equal parts "
-            f"(loader.batch_size={size} on {ranks} rank(s)); give a divisor of {size // ranks}"
+            f"train.micro_batch={most}: equal parts of the {images} images of a rank have at most "
+            f"{images // micro_batches(config, ranks)}; give a divisor of {images}, or another "
+            "loader.batch_size"
         )
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
         raise UserError(
             "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
+
+
+def micro_batches(config: Config, ranks: int) -> int:
+    """Return in how few equal parts of at most train.micro_batch images a rank's images fit."""
+    images = config.loader.batch_size // ranks
+    fewest = math.ceil(images / (config.train.micro_batch or images))
+    return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
 
 
 def suited_batch(train_images: int) -> int:

@@ -84,6 +84,7 @@ from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.distributed import World, join_world
 from engine.log.runlog import gather_predictions
+from engine.plan import micro_batches
 from engine.scores import shown
 from engine.validation import evaluate
 from pipeline.build import Datasets, build_val
@@ -161,7 +162,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     began = time.perf_counter()
     world.set_section("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
-        batches = batches_of(feed, config.train.accumulate, world)
+        batches = batches_of(feed, micro_batches(config, world.size), world)
         (found,) = evaluate([model], train.validation_values, batches, world)
     values, predictions = found.values(world), gather_predictions(found.rows, world)
     seconds = time.perf_counter() - began

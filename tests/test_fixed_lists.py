@@ -79,7 +79,7 @@ KEYS_BY_SECTION = {
     "optim": "name lr momentum nesterov betas eps weight_decay decay_norms layer_decay clip_norm",
     "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
     "train": (
-        "epochs max_steps seed precision deterministic device accumulate loss bce_threshold "
+        "epochs max_steps seed precision deterministic device micro_batch loss bce_threshold "
         "class_weights label_smoothing ema_decay best_by validate_every_epochs"
     ),
     "checkpoint": "every_steps keep resume accept_changes",

@@ -84,7 +84,7 @@ def test_fast_recipe_trains(
             "data.val_size=64",
             "loader.batch_size=8",
             "loader.workers=0",
-            "train.accumulate=2",
+            "train.micro_batch=4",
             "train.epochs=2",
             "optim.lr=1e-3",
             "log.every_steps=1",
@@ -112,7 +112,7 @@ def test_fast_recipe_is_that_of_its_source() -> None:
     assert config.data.sizes == theirs
     assert (config.data.val_size, config.augment.val[0]["resize"]["crop_ratio"]) == (256, 0.875)
     assert (config.loader.batch_size, config.optim.lr) == (8 * 512, 1.7)
-    assert config.loader.batch_size // config.train.accumulate == 512
+    assert config.train.micro_batch == 512
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 2)
     assert (config.optim.momentum, config.optim.weight_decay) == (0.9, 1e-4)
     assert (config.train.epochs, config.train.label_smoothing) == (16, 0.1)

@@ -37,15 +37,15 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
         raise TrainingError(
             f"loader.batch_size={plan.batch_size}: out of memory on {world.device}; an image takes "
             f"about {image / 2**20:.0f} MiB, the model {fixed / GIB:.2f} GiB: "
-            f"{remedy(plan.config.train.accumulate, plan.batch_size // world.size, fits)}"
+            f"{remedy(plan.micro_batches, plan.batch_size // world.size, fits)}"
         ) from error
 
 
-def remedy(accumulate: int, images: int, fits: int) -> str:
-    """Name the smallest train.accumulate that divides a rank's images into parts of `fits`."""
-    for parts in range(accumulate + 1, images // FEWEST_IMAGES + 1):
-        if images % parts == 0 and images // parts <= fits:
-            return f"train.accumulate={parts} should fit, and keeps the batch and its learning rate"
+def remedy(parts: int, images: int, fits: int) -> str:
+    """Name the largest part of a rank's images that fits, in more parts than now."""
+    for more in range(parts + 1, images // FEWEST_IMAGES + 1):
+        if images % more == 0 and (size := images // more) <= fits:
+            return f"train.micro_batch={size} should fit, and keeps the batch and its learning rate"
     return "use a smaller loader.batch_size, model.name or data.image_size"
 
 

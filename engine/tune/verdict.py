@@ -244,8 +244,8 @@ def communication_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]
         f"{figures.rate:,.0f}"
     ), [
         "use a faster link between the ranks",
-        "raise loader.batch_size, and train.accumulate if memory is short: the exchange takes the "
-        "same time for a larger batch",
+        "raise loader.batch_size, and set train.micro_batch if memory is short: the exchange takes "
+        "the same time for a larger batch",
     ]
 
 

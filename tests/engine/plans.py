@@ -75,6 +75,7 @@ def plan(
         compile="off",
         compile_reason="",
         parameters=25_557_032,
+        has_batch_norm=True,
         flops_by_size={224: 8_178_000_000},
         state_bytes=0,
         fields={"image": image_field(224), "label": LABEL},

@@ -28,6 +28,7 @@ from engine.plan import (
     count_steps,
     few_steps,
     make_plan,
+    micro_batches,
     setup_notes,
 )
 from pipeline.build import Datasets, build_datasets
@@ -327,22 +328,26 @@ def test_compile_mode_of_a_resumed_run(
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulate", "ranks", "message"),
+    ("batch", "micro_batch", "ranks", "found"),
     [
-        (101, 1, 1, r"loader\.batch_size=101: larger than the training split \(100 images\)"),
-        (12, 1, 5, r"loader\.batch_size=12: .* multiple of the 5 ranks; set it to 10$"),
-        (2, 1, 5, r"loader\.batch_size=2: .* set it to 5$"),
-        (96, 7, 2, r"train\.accumulate=7: .*batch_size=96 on 2 rank.*give a divisor of 48$"),
-        (64, 100, 1, r"train\.accumulate=100: .*give a divisor of 64$"),
-        (100, 1, 4, ""),
-        (96, 8, 2, ""),
-        (64, 64, 1, ""),
+        (101, None, 1, r"loader\.batch_size=101: larger than the training split \(100 images\)"),
+        (12, None, 5, r"loader\.batch_size=12: .* multiple of the 5 ranks; set it to 10$"),
+        (2, None, 5, r"loader\.batch_size=2: .* set it to 5$"),
+        (97, 10, 1, r"train\.micro_batch=10: .*the 97 images .* at most 1; give a divisor of 97,"),
+        (100, None, 4, 1),
+        (96, 7, 2, 8),  # of 6 images
+        (96, 48, 2, 1),
+        (64, 8, 2, 4),
+        (64, 8, 16, 1),  # of 4 images
+        (64, 1, 1, 64),
     ],
 )
-def test_batches(batch: int, accumulate: int, ranks: int, message: str) -> None:
-    given = dataclasses.replace(config(batch), train=Train(accumulate=accumulate))
-    with pytest.raises(UserError, match=f"^{message}") if message else nullcontext():
+def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | int) -> None:
+    """Equal parts of at most train.micro_batch images, for any number of ranks."""
+    given = dataclasses.replace(config(batch), train=Train(micro_batch=micro_batch))
+    with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
         check_batch(given, 100, World(0, ranks, 0, ranks, CPU))
+        assert micro_batches(given, ranks) == found
 
 
 def test_values_for_each_channel() -> None:
@@ -375,6 +380,31 @@ def test_lines() -> None:
     steps = "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch, 5 epochs are 50 steps: stops"
     assert f"steps    {steps} early" in early
     assert "device   cpu, fp32, channels_last, compile off" in early
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "sync_bn", "ranks", "steps", "group"),
+    [
+        (None, False, 1, " of 1024 images", 1024),
+        (None, False, 8, " (128 on each of 8 ranks)", 128),
+        (None, True, 8, " (128 on each of 8 ranks)", 1024),
+        (128, False, 1, " of 1024 images in 8 micro-batches of 128", 128),
+        (128, False, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 128),
+        (128, False, 8, " (128 on each of 8 ranks)", 128),
+        (128, True, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 256),
+    ],
+)
+def test_lines_say_how_many_images_batch_norm_sees(
+    micro_batch: int | None, sync_bn: bool, ranks: int, steps: str, group: int
+) -> None:
+    given = dataclasses.replace(
+        config(1024), train=Train(micro_batch=micro_batch), model=Model(sync_bn=sync_bn)
+    )
+    _, first, second, *_ = plan(2000, config=given, world_size=ranks).lines()
+    assert f"{steps}, " in first
+    assert second.endswith(f"; BatchNorm over {group} images")
+    no_norm = plan(2000, config=given, has_batch_norm=False)
+    assert "BatchNorm" not in "".join(no_norm.lines())
 
 
 def test_sizes() -> None:

@@ -73,8 +73,8 @@ def weights(state: TrainState) -> list[str]:
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         (False, ["model=resnet_tiny", "optim=adamw", "train.ema_decay=0.9"]),
         (False, ["model=resnet_tiny", "optim=lamb", "train.ema_decay=0.9"]),
-        (True, ["model.name=efficientnet_b0", "train.accumulate=4"]),
-        (False, ["model=resnet_tiny", "model.compile=default", "train.accumulate=4"]),
+        (True, ["model.name=efficientnet_b0", "train.micro_batch=4"]),
+        (False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
         (False, ["model=resnet_tiny", "model.compile=default"]),
         (False, ["model.name=resnet18", DROP]),

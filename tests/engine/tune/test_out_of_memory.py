@@ -1,4 +1,4 @@
-"""Out of GPU memory: one line with a train.accumulate that fits."""
+"""Out of GPU memory: one line with a train.micro_batch that fits."""
 
 import re
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ def state_of(plan: Plan) -> TrainState:
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulate", "ranks", "gib", "says"),
+    ("batch", "micro_batch", "ranks", "gib", "says"),
     [
-        (256, 1, 1, 80, "train.accumulate=2 should fit, and keeps the batch and its learning rate"),
-        (512, 2, 1, 80, "train.accumulate=4 should"),
-        (1024, 1, 4, 80, "train.accumulate=2 should"),
-        (256, 1, 1, 20, "train.accumulate=8 should"),  # 54 fit
-        (257, 1, 1, 80, "use a smaller loader.batch_size, model.name or"),  # a prime
-        (8, 1, 1, 1, "use a smaller loader.batch_size"),  # batch normalisation
+        (256, "null", 1, 80, "train.micro_batch=128 should fit, and keeps the batch and its"),
+        (512, 256, 1, 80, "train.micro_batch=128 should"),
+        (1024, "null", 4, 80, "train.micro_batch=128 should"),
+        (256, "null", 1, 20, "train.micro_batch=32 should"),  # 54 fit
+        (257, "null", 1, 80, "use a smaller loader.batch_size, model.name or"),  # a prime
+        (8, "null", 1, 1, "use a smaller loader.batch_size"),  # batch normalisation
     ],
 )
 @pytest.mark.parametrize("others", [False, True])
@@ -54,7 +54,7 @@ def test_message(
     monkeypatch: pytest.MonkeyPatch,
     others: bool,
     batch: int,
-    accumulate: int,
+    micro_batch: int | str,
     ranks: int,
     gib: int,
     says: str,
@@ -72,7 +72,7 @@ def test_message(
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(out_of_memory, "activation_bytes", lambda plan: 300 * 2**20)
-    plan = plan_of(f"loader.batch_size={batch}", f"train.accumulate={accumulate}")
+    plan = plan_of(f"loader.batch_size={batch}", f"train.micro_batch={micro_batch}")
     with (
         pytest.raises(TrainingError) as raised,
         explain_out_of_memory(plan, state_of(plan), world(ranks)),
@@ -156,8 +156,8 @@ def test_on_a_gpu() -> None:
         return ""
 
     message = step(batch)
-    found = re.search(r"train.accumulate=(\d+) should fit", message)
+    found = re.search(r"train.micro_batch=(\d+) should fit", message)
     assert found, message
     state.optimizer.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
-    assert step(batch // int(found[1])) == ""
+    assert step(int(found[1])) == ""
