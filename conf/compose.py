@@ -10,7 +10,7 @@ that a typo is answered with the nearest name.
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -103,9 +103,10 @@ def load(
 
     planned = _merge(lower, _defaults())  # what the recipe gives
     tree = _merge(upper, planned)
-    before, now = _flat(planned), _flat(tree)
-    _check_functions(now)
+    _check_functions(_flat(tree))
     try:
+        warmup = [] if stored is not None else _limit_warmup(tree, planned, typed)
+        before, now = _flat(planned), _flat(tree)
         values = _flat(tree, resolve=True)
         changed = _changes(tree, values, before, now)
         if tree.run.name is None and stored is None:
@@ -120,7 +121,7 @@ def load(
         for key, text in typed.items():
             _check_effect(key, text, config)
         config.expect = read_yaml(_file("recipe", recipe, config_dir)).get("expect")
-    config.recipe, config.typed, config.notes = recipe, list(overrides), notes
+    config.recipe, config.typed, config.notes = recipe, list(overrides), notes + warmup
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     return config
 
@@ -233,6 +234,22 @@ def _check_functions(values: Values) -> None:
                 f"{name}={show(value)}: only ${{key}} and ${{now:FORMAT}} are allowed, and in "
                 f"paths ({', '.join(PATH_KEYS)}) also ${{oc.env:NAME}}; write the value itself"
             )
+
+
+def _limit_warmup(tree: DictConfig, recipe: DictConfig, typed: Container[str]) -> list[str]:
+    """Limit a warm-up that is not typed to a quarter of the epochs, in place; return a note.
+
+    Else a few epochs with the warm-up of a recipe or a schedule would end at the peak learning
+    rate. The limit counts as the recipe's value, so that the run's name does not repeat it.
+    """
+    key, longest, what = "schedule.warmup_epochs", max(0.0, tree.train.epochs / 4), "more than"
+    recipe.schedule.warmup_epochs = min(recipe.schedule.warmup_epochs, longest)
+    if tree.schedule.warmup_epochs <= longest:
+        return []
+    if key not in typed:
+        tree.schedule.warmup_epochs, what = longest, "shortened to"
+    used, epochs = show(tree.schedule.warmup_epochs), show(tree.train.epochs)
+    return [f"{key}={used}: {what} a quarter of train.epochs={epochs}"]
 
 
 def _changes(tree: DictConfig, values: Values, before: Values, now: Values) -> dict[str, str]:

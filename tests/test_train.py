@@ -316,7 +316,7 @@ def test_validation_does_not_count_as_training(
 def test_finished_run_is_not_changed(
     go: Any, folder: Path, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["schedule.name=constant", BOARD]
+    options = ["schedule.name=constant", "schedule.warmup_epochs=0.5", BOARD]
     first = go(*options)
     before = files(folder / "checkpoints"), (folder / "metrics.jsonl").read_text()
     assert go(*options) == first

@@ -94,7 +94,7 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
         ),
         (
             "recipe=demo schedule=cosine",
-            "schedule=cosine replaces values of the recipe: schedule.warmup_epochs 2 -> 5",
+            "schedule=cosine replaces values of the recipe: schedule.warmup_epochs 2 -> 2.5",
         ),
         ("recipe=demo schedule=cosine schedule.warmup_epochs=2", ""),  # typed again
         ("optim=sgd", ""),
@@ -108,7 +108,43 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
 )
 def test_notes(typed: str, note: str) -> None:
     notes = composed(typed).notes
-    assert len(notes) == bool(note) and "".join(notes).startswith(note)
+    assert bool(notes) == bool(note) and "".join(notes).startswith(note)
+
+
+@pytest.mark.parametrize(
+    ("typed", "warmup", "name", "note"),
+    [
+        (
+            "recipe=demo train.epochs=2",
+            0.5,
+            "demo,train.epochs=2",
+            "schedule.warmup_epochs=0.5: shortened to a quarter of train.epochs=2",
+        ),
+        ("schedule=cosine train.epochs=5", 1.25, None, "schedule.warmup_epochs=1.25: shortened"),
+        (
+            "recipe=demo train.epochs=2 schedule.warmup_epochs=2",
+            2,
+            "demo,schedule.warmup_epochs=2,train.epochs=2",
+            "schedule.warmup_epochs=2: more than a quarter of train.epochs=2",
+        ),
+        ("recipe=demo train.epochs=8", 2, "demo,train.epochs=8", None),
+        ("recipe=demo train.max_steps=3", 2, "demo", None),  # the schedule is that of 10 epochs
+        ("schedule=step train.epochs=1", 0, None, None),
+    ],
+)
+def test_a_warm_up_of_a_file_is_at_most_a_quarter_of_the_epochs(
+    typed: str, warmup: float, name: str | None, note: str | None
+) -> None:
+    """Else a few epochs would compare warm-ups, and end at the peak learning rate."""
+    config = cli.load(shlex.split(typed) + ([] if "recipe" in typed else [DATA]))
+    assert config.schedule.warmup_epochs == warmup
+    assert name in (None, config.run.name)
+    said = [text for text in config.notes if text.startswith("schedule.warmup")]
+    assert len(said) == (note is not None) and "".join(said).startswith(note or "")
+
+
+def test_no_recipe_has_a_shortened_warm_up() -> None:
+    assert not any("warmup" in str(composed(f"recipe={r}").notes) for r in group_names("recipe"))
 
 
 MOMENTS = " or ".join(name for name in group_names("optim") if name != "sgd")
