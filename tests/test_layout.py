@@ -96,17 +96,19 @@ def loaded_by(*statements: str) -> list[set[str]]:
 def test_slow_packages_are_imported_when_used() -> None:
     """torch takes seconds: --help and a mistake are answered without it."""
     slow = {"torchvision", "tensorboard", "timm", "simplejpeg", "onnx", "matplotlib"}
-    conf, torch, program = loaded_by(
-        "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')",
-        "import torch",  # a build for CUDA imports pynvml
-        "import train",
+    (conf,) = loaded_by(
+        "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')"
     )
     assert {"conf", "hydra"} <= conf
     assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})
-    assert {"pipeline", "models", "engine"} <= program
-    assert (torch | program).isdisjoint(slow) and "pynvml" not in program
-    (worker,) = loaded_by("import pipeline.worker")
-    assert worker.isdisjoint({"models", "engine", "hydra", *slow})
+    torch, worker, program = loaded_by(
+        "import torch",  # a build for CUDA imports pynvml
+        "import pipeline.worker",
+        "import train",
+    )
+    assert "pipeline" in worker and {"models", "engine"} <= program
+    assert (torch | worker | program).isdisjoint(slow) and "pynvml" not in worker | program
+    assert worker.isdisjoint({"models", "engine", "hydra"})
 
 
 def test_quick_tests_start_no_process_but_take_a_step() -> None:
