@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
+from conf.files import read_text
 from conf.launch import stop_with_parent
 from conf.overrides import split_config_dir
 from conf.schema import GROUPS, Config, UserError, group_names
@@ -164,7 +165,7 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
     store.repo = registered
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
-    same = stored.is_file() and stored.read_text(encoding="utf-8") == to_yaml(config)
+    same = stored.is_file() and read_text(stored) == to_yaml(config)
     finished = same and _result(config)[0] == "finished"
     if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
@@ -202,8 +203,7 @@ def _result(config: Config) -> tuple[str, float]:
     A higher score is better: the best value of train.best_by, with its sign.
     """
     try:
-        text = (Path(config.run.dir) / "summary.json").read_text(encoding="utf-8")
-        summary = json.loads(text)
+        summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
     except (OSError, ValueError):
         return "", WORST
     by = config.train.best_by

@@ -6,6 +6,7 @@ names a folder with more choices: it belongs to them, because they may mean noth
 
 import contextlib
 import copy
+import io
 import re
 import shlex
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.files import read_text
 from conf.hints import what_to_write
 from conf.schema import (
     FIELDS,
@@ -69,15 +71,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UserError: it is too large, or does not hold keys.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tokens = yaml.scan(text) if "*" in text else ()
         aliases = sum(isinstance(token, yaml.AliasToken) for token in tokens)
         if len(text) > LARGEST_FILE or aliases > MOST_ALIASES:
             raise UserError(f"{path}: is too long, or has too many aliases (*name); shorten it")
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: is not YAML ({reason}); correct it") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read as YAML ({reason}); correct it") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no keys; write `key: value` lines")
     return cast(dict[str, Any], content)

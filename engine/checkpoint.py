@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from conf import strict_json
-from conf.files import open_regular
+from conf.files import open_regular, read_bytes
 from conf.schema import RunError, UserError
 from models.weights import read_torch_file
 
@@ -306,7 +306,7 @@ def replace_file(path: Path, text: str) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest or pointer; return {} if it is missing or damaged."""
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}

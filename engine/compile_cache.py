@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from conf.files import open_regular
 from engine.distributed import World
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def _read_own(path: Path) -> tuple[bytes, dict[str, Any]]:
     Raises:
         ValueError: another user can write the file or its folder.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with open_regular(path, flags=os.O_NOFOLLOW) as file:
         status = os.fstat(file.fileno())
         for each in (os.lstat(path.parent), status):  # everybody may write a symbolic link
             if each.st_uid != os.geteuid() or each.st_mode & 0o022:

@@ -47,7 +47,7 @@ def read_torch_file(path: Path) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a regular file of torch.save, or would run code; one line.
+        ValueError: it is not of torch.save, or would run code; one line.
     """
     open_regular(path).close()
     try:

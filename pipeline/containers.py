@@ -5,6 +5,7 @@ file system then opens a few large files instead of 1.28 million small ones.
 """
 
 import csv
+import io
 import os
 import posixpath
 import struct
@@ -12,13 +13,14 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import FileIO
 from typing import Any, BinaryIO
 
+from conf.files import LARGEST_IMAGE, open_regular, read_bytes
 from conf.schema import UserError
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
+LARGEST = 2**62  # bytes of a tar or zip file, which may be larger than the memory
 BLOCK = 512  # bytes, of a tar file
 LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
 DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
@@ -39,8 +41,7 @@ class Folder:
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return the content of a file; `start` and `length` are for containers."""
-        with open(self.where(name), "rb") as file:
-            return file.read()
+        return read_bytes(self.where(name), LARGEST_IMAGE)
 
 
 class Container:
@@ -56,7 +57,7 @@ class Container:
     def __init__(self, path: str, stamp: tuple[int, int]) -> None:
         self.path = path
         self.stamp = stamp
-        self._file: FileIO | None = None
+        self._file: BinaryIO | None = None
 
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
@@ -72,8 +73,8 @@ class Container:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
 
-    def _open(self) -> FileIO:
-        file = FileIO(self.path)
+    def _open(self) -> BinaryIO:
+        file = open_regular(self.path, LARGEST, buffering=0)
         info = os.fstat(file.fileno())
         if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be at these places
             raise OSError(f"{self.path} has changed since the start; start again")
@@ -158,7 +159,7 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
     """
     members: Members = {}
     links: dict[bytes, bytes] = {}
-    with open(path, "rb") as file:
+    with open_regular(path, LARGEST) as file:
         for header in tar_headers(file, start):
             name = _inside(os.fsencode(header.name))
             if not wanted(name):
@@ -200,7 +201,7 @@ def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
 def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
     """List the files in a zip file, as `tar_members`."""
     members: Members = {}
-    with open(path, "rb") as file:
+    with open_regular(path, LARGEST) as file:
         for info in zip_headers(file):
             name = _inside(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437"))
             if info.is_dir() or not wanted(name):
@@ -222,6 +223,26 @@ def _inside(name: bytes) -> bytes:
     return posixpath.normpath(name).lstrip(b"/")
 
 
+def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the cells of each row of a CSV file that is not empty.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: it is damaged; says in which line.
+    """
+    with open_regular(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(text, delimiter=delimiter)
+        try:
+            for cells in rows:
+                if "\0" in "".join(cells):
+                    raise csv.Error("a NUL character")
+                if cells:
+                    yield rows.line_num, [cell.strip() for cell in cells]
+        except csv.Error as error:
+            raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
+
+
 def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
     """Read a CSV file with one image per line: path and label.
 
@@ -233,21 +254,13 @@ def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
         The folder, and class name -> sorted paths below the folder; the classes are sorted too.
     """
     classes: dict[bytes, list[bytes]] = {}
-    try:
-        with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-            rows = csv.reader(file)
-            for row in rows:
-                cells = [cell.strip() for cell in row]
-                if not cells or (rows.line_num == 1 and cells == ["path", "label"]):
-                    continue
-                if len(cells) != 2 or not all(cells):
-                    raise UserError(
-                        f"{given}: line {rows.line_num} is not path,label; write one image per line"
-                    )
-                name, label = os.fsencode(os.path.normpath(cells[0])), os.fsencode(cells[1])
-                classes.setdefault(label, []).append(name)
-    except csv.Error as error:
-        raise UserError(f"{given}: line {rows.line_num}: {error}; correct it") from None
+    for line, cells in csv_rows(path):
+        if line == 1 and cells == ["path", "label"]:
+            continue
+        if len(cells) != 2 or not all(cells):
+            raise UserError(f"{given}: line {line} is not path,label; write one image per line")
+        name, label = os.fsencode(os.path.normpath(cells[0])), os.fsencode(cells[1])
+        classes.setdefault(label, []).append(name)
     if not classes:
         raise UserError(f"{given}: holds no images; write one image per line: path,label")
     folder = path.removesuffix(".csv")

@@ -9,6 +9,7 @@ as a number or a mask, override `fields` and `targets` of `FolderDataset`.
 """
 
 import copy
+import errno
 import hashlib
 import random
 from abc import ABC, abstractmethod
@@ -28,6 +29,15 @@ from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
 
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
+# Errors that the next start meets again. Others may be over then, and it must get the same hash.
+LASTING = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+}
 
 
 class BadImageError(RuntimeError):
@@ -311,13 +321,13 @@ class FolderDataset(Dataset):
     def _size_and_digest(self, row: int) -> tuple[int, bytes]:
         try:
             data = self.index.read(row)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        except OSError as error:
+            if error.errno not in LASTING:
+                raise UserError(
+                    f"{self.name(row)}: cannot be read ({error.strerror or error}), so the images "
+                    "cannot be identified; repair the storage, then start again"
+                ) from error
             data = b""
-        except OSError as error:  # may be over at the next start, which must get the same hash
-            raise UserError(
-                f"{self.name(row)}: cannot be read ({error.strerror or error}), so the images "
-                "cannot be identified; repair the storage, then start again"
-            ) from error
         is_whole = len(data) <= 2 * END_BYTES
         ends = data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
         return len(data), hashlib.sha256(ends).digest()

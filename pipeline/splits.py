@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.files import read_text
 from conf.schema import Data, UserError, did_you_mean, show
 from pipeline.index import Index, find_storage, joined, load_index
 
@@ -206,7 +207,7 @@ def _class_names(classes: str | list[str], index: Index) -> list[str]:
     path = Path(classes).expanduser()
     if not path.is_file():
         return [classes]
-    lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    lines = read_text(path, errors="surrogateescape").splitlines()
     lines = [line for line in map(str.strip, lines) if line and line[0] != "#"]
     return [line if line in index.classes else line.split()[0] for line in lines]
 

@@ -1,6 +1,5 @@
 """Images with numbers: a CSV file for each split."""
 
-import csv
 import hashlib
 import math
 import os
@@ -12,7 +11,7 @@ import numpy as np
 
 from conf.schema import UserError
 from pipeline.augment import Compose, Operation
-from pipeline.containers import Folder
+from pipeline.containers import Folder, csv_rows
 from pipeline.dataset import IMAGE, Field, FolderDataset, image_field
 from pipeline.decode import Picture
 from pipeline.index import Index
@@ -33,11 +32,11 @@ class TableDataset(FolderDataset):
 
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
         try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                lines = list(filter(None, csv.reader(file)))
-        except (OSError, ValueError, csv.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(f"{path}: cannot be read ({reason}); data=table needs it") from None
+            lines = [cells for _, cells in csv_rows(path)]
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); data=table needs it"
+            ) from None
         head, *rows = lines or [[]]
         if head[:1] != ["path"] or len(head) < 2 or not rows:
             raise UserError(

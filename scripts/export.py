@@ -47,6 +47,7 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
+from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
 
 SCRIPT = "export.py"
@@ -442,7 +443,7 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
             ) from None
         if files is not None:
             lines += self_check(job, predict, texts, files)
-        with open(temporary, "rb") as file:
+        with open_regular(temporary) as file:
             os.fsync(file.fileno())
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]

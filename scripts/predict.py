@@ -108,7 +108,7 @@ from PIL import Image
 from torch import Tensor
 
 import train
-from conf.files import open_regular
+from conf.files import LARGEST_IMAGE, read_bytes
 from engine.distributed import resolve_device
 from engine.scores import shown
 from pipeline import decode, machine
@@ -220,8 +220,8 @@ class Predictor:
     def load(self, path: str, number: int) -> Loaded:
         """Read, decode and transform an image; `number` seeds random transforms."""
         try:
-            with open_regular(path) as file:
-                picture = decode.open_picture(file.read(), self.decoder, self.max_pixels)
+            content = read_bytes(path, LARGEST_IMAGE)
+            picture = decode.open_picture(content, self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"

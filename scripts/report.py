@@ -44,6 +44,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from conf import files
 from conf.schema import FIELDS, NOT_OF_THE_RECIPE, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
@@ -158,7 +159,7 @@ def read_run(folder: Path) -> Run:
 
 def read_text(run: Run, name: str) -> str:
     try:
-        return (run.folder / name).read_text(errors="replace")
+        return files.read_text(run.folder / name, errors="replace")
     except OSError as error:
         run.notes.append(f"{name} cannot be read: {error.strerror}")
         return ""

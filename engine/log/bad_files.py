@@ -1,5 +1,6 @@
 """data.on_error=skip: the training images that cannot be read, and how many may be so."""
 
+from conf.files import read_text
 from conf.schema import Data
 from engine.log.tracker import Tracker
 from engine.rundir import RunDirectory
@@ -31,7 +32,7 @@ class BadFiles:
         self.limit, self.path = run.config.data.max_bad_fraction, run.path / "bad_files.txt"
         self.listed: dict[str, str] = {}
         if self.world.is_main and self.path.is_file():
-            text = self.path.read_text(encoding="utf-8", errors="surrogateescape")
+            text = read_text(self.path, errors="surrogateescape")
             self.listed = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
 
     def share(self) -> None:

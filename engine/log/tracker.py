@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from conf import strict_json
+from conf.files import read_text
 from conf.schema import Config
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
@@ -80,7 +81,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _open_rows(self, path: Path, start_step: int) -> None:
         if path.exists():
             kept = []
-            for line in path.read_text(errors="replace").splitlines():
+            for line in read_text(path, errors="replace").splitlines():
                 # A killed process leaves an incomplete line.
                 with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= start_step:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from conf.files import read_text
 from conf.schema import RESULT, Config, affecting
 from engine.checkpoint import replace_file
 
@@ -35,7 +36,7 @@ def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     wandb.setup(settings=settings)
     run = wandb.init(
         dir=str(folder),
-        id=path.read_text().strip(),
+        id=read_text(path).strip(),
         name=folder.resolve().name,
         resume="allow",
         config={"recipe": config.recipe, **affecting(config, RESULT)},

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from conf.files import default_cache_dir
+from conf.files import default_cache_dir, read_bytes
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine import checkpoint
 from engine.distributed import World
@@ -238,7 +238,7 @@ def tuning_question(
 def load_result(question: dict[str, Any]) -> Tuned | None:
     """Return the remembered result; None if there is none or it cannot be read."""
     try:
-        stored = json.loads(_cache_file(question).read_text())
+        stored = json.loads(read_bytes(_cache_file(question)))
         return Tuned(**stored["result"]) if stored["question"] == question else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

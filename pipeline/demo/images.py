@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from conf.files import read_text
 from conf.schema import Data, UserError, show
 from pipeline.augment import Compose
 from pipeline.containers import Folder
@@ -219,7 +220,7 @@ def is_drawn(root: Path) -> bool:
     try:
         if not root.exists() or not any(root.iterdir()):
             return False
-        if (root / MARKER).exists() and (root / MARKER).read_text() == _marker():
+        if (root / MARKER).is_file() and read_text(root / MARKER) == _marker():
             return True
     except OSError as error:
         raise UserError(f"data.root={root}: {error}") from None

@@ -14,10 +14,9 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from conf import strict_json
-from conf.files import open_regular
+from conf.files import read_text
 from conf.schema import UserError
 
-MARKER_BYTES = 1 << 20
 
 
 class Container:
@@ -77,10 +76,8 @@ def open_destination(to: str, marker: str, settings: dict[str, object]) -> None:
             raise UserError(f"--to {to}: {message}")
         write_whole(path, (strict_json.dumps({"settings": settings}) + "\n").encode())
     try:
-        with open_regular(path) as file:
-            text = file.read(MARKER_BYTES).decode(errors="surrogateescape")
-        found = dict(json.loads(text)["settings"])
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        found = dict(json.loads(read_text(path, errors="surrogateescape"))["settings"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         message = f"{marker} cannot be read ({error}); remove the folder or give another"
         raise UserError(f"--to {to}: {message}") from None
     changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]

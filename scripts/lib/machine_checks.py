@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import train
+from conf.files import open_regular
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
@@ -232,7 +233,7 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
             return 0
         source, start, length = index.place(row)
         path = source.path if isinstance(source, Container) else index.path(row)
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        with suppress(OSError), open_regular(path, buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))

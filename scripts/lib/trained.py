@@ -17,6 +17,7 @@ from torch import nn
 import models
 from conf import cli
 from conf.compose import load
+from conf.files import read_text
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
@@ -262,7 +263,7 @@ def _advice(content: Any) -> str:
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
     try:
-        names = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines())
+        names = tuple(read_text(path, errors="surrogateescape").splitlines())
     except OSError as error:
         raise UserError(f"--classes {path}: {error.strerror}; give a text file") from None
     if len(names) != trained.num_classes or len(set(names)) != len(names):

@@ -302,6 +302,7 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
         ("path,label\n", "holds no images"),
         ("1.jpg,a\n2.jpg\n", "line 2 is not path,label"),
         ("1.jpg,\n", "line 1 is not path,label"),
+        ("1.jpg,a\n\0.jpg,a\n", "train.csv: line 2: a NUL character; correct it"),
     ):
         (tmp_path / "train.csv").write_text(text)
         assert says in refusal(tmp_path / "train")

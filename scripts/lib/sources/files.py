@@ -7,8 +7,9 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
+from conf.files import open_regular
 from conf.schema import UserError
-from pipeline.containers import DamagedError, tar_members, zip_headers
+from pipeline.containers import LARGEST, DamagedError, tar_members, zip_headers
 from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
@@ -106,7 +107,7 @@ def tree_of_file(path: str) -> Tree:
 
 
 def tree_of_zip(path: str) -> Tree:
-    with open(path, "rb") as file:
+    with open_regular(path, LARGEST) as file:
         return {
             inside(info.filename): Place(path, 0, info.file_size, info.filename)
             for info in zip_headers(file)
@@ -116,7 +117,7 @@ def tree_of_zip(path: str) -> Tree:
 
 def tree_of_tar(path: str, start: int = 0) -> Tree:
     """List the files in the tar file at byte `start` of a file; tar files in it are folders."""
-    with open(path, "rb") as file:
+    with open_regular(path, LARGEST) as file:
         if file.read(2) == b"\x1f\x8b":
             raise UserError(f"{path}: is compressed; run gunzip on it and start again")
     members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
@@ -153,7 +154,7 @@ def read_place(place: Place) -> bytes:
             return open_zip(place.file).read(place.member)
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
             raise OSError(f"{place.file}: {place.member}: {error}") from None
-    with open(place.file, "rb") as file:
+    with open_regular(place.file, LARGEST) as file:
         file.seek(place.start)
         data = file.read(place.size)
     if len(data) < place.size:

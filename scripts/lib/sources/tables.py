@@ -1,15 +1,14 @@
 """Images with labels in tables: Parquet files and lists, for layouts.py."""
 
-import csv
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 from conf.schema import UserError
+from pipeline.containers import csv_rows
 from scripts.lib.sources.files import Place, Sample, damaged, is_image, split_of
 
 LISTS = (".csv", ".tsv")
@@ -123,7 +122,7 @@ def read_list(path: str, split: str) -> list[Sample]:
     """
     folder = os.path.dirname(os.path.abspath(path))
     samples: dict[str, Sample] = {}
-    rows = table(path)
+    rows = csv_rows(path, "\t" if path.endswith(".tsv") else ",")
     header = {name.lower(): position for position, name in enumerate(next(rows, (1, []))[1])}
     paths, labels = ([n for n in names if n in header] for names in (PATHS, LABELS))
     if not paths or not labels:
@@ -147,17 +146,3 @@ def read_list(path: str, split: str) -> list[Sample]:
             raise UserError(f"{path}: line {number}: {problem}")
         samples[image] = Sample(own, label, os.path.relpath(image, folder), Place(image))
     return list(samples.values())
-
-
-def table(path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the cells of every line that is not empty.
-
-    Raises:
-        UserError: a line is not CSV.
-    """
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",")
-        try:
-            yield from ((rows.line_num, [cell.strip() for cell in row]) for row in rows if row)
-        except csv.Error as error:
-            raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
