@@ -18,7 +18,6 @@ from conf.files import read_text
 from conf.schema import UserError
 
 
-
 class Container:
     """A tar or zip file to which members are added; <path>.partial until it is complete.
 
