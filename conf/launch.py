@@ -19,8 +19,8 @@ from conf.schema import UserError
 FIRST_PORT, PORTS = 20_000, 10_000
 PR_SET_PDEATHSIG = 1  # prctl(2)
 REMEDY = (
-    "run `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE` to train in one process, or start "
-    "with torchrun"
+    "start with torchrun or srun, or run `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
+    "SLURM_STEP_NUM_TASKS` to train in one process"
 )
 
 
@@ -46,23 +46,15 @@ def read_launch() -> Launch:
     Raises:
         UserError: they do not fit each other: most likely, they are left over in the shell.
     """
-    texts = {
-        "RANK": os.environ.get("RANK", "0"),
-        "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
-        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
-    }
-    host = os.environ.get("MASTER_ADDR", "")
-    if all(text.isdecimal() for text in texts.values()):
-        rank, size, local_rank, local_size, port = map(int, texts.values())
-        if rank < size and local_rank < size and 1 <= local_size <= size:
-            if size == 1:
-                return Launch()
-            if "RANK" in os.environ and host and 0 < port < 65536:
-                return Launch(rank, size, local_rank, local_size, host, port)
-    given = " ".join(f"{name}={text}" for name, text in texts.items())
-    raise UserError(f"{given} MASTER_ADDR={host}: do not fit each other; {REMEDY}")
+    given = os.environ
+    size = _number(given, "WORLD_SIZE", "1", least=1)
+    rank = _number(given, "RANK", "0" if size == 1 else "", most=size - 1)
+    local_rank = _number(given, "LOCAL_RANK", "0", most=size - 1)
+    local_size = _number(given, "LOCAL_WORLD_SIZE", "1", least=1, most=size)
+    if size == 1:
+        return Launch()
+    port = _number(given, "MASTER_PORT", least=1, most=65535)
+    return Launch(rank, size, local_rank, local_size, _host(given, "MASTER_ADDR"), port)
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,24 +63,61 @@ def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     Returns:
         Nothing if torchrun has set them, if the step has one task, or in the shell of
         `srun --pty bash`, the only task that has a terminal. A batch script itself is no step.
+
+    Raises:
+        UserError: names the variable that is missing or wrong.
     """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1)
     if tasks == 1 or "RANK" in environment or _has_terminal():
         return {}
-    # `4(x2),3` stands for 4, 4, 3 tasks on three nodes.
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
-    per_node = [count for count, times in runs for _ in range(int(times or 1))]
+    local_size = _tasks_of_node(environment, most=tasks)
     # All tasks of the step get the same port; other jobs on the node probably another one.
-    step = int(environment["SLURM_JOB_ID"]) * 31 + int(environment.get("SLURM_STEP_ID", 0))
-    host = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    step = _number(environment, "SLURM_JOB_ID") * 31 + _number(environment, "SLURM_STEP_ID", "0")
+    host = environment.get("MASTER_ADDR") or first_host(_host(environment, "SLURM_STEP_NODELIST"))
     return {
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": str(_number(environment, "SLURM_PROCID", most=tasks - 1)),
         "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[int(environment["SLURM_NODEID"])],
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID", most=local_size - 1)),
+        "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + step % PORTS),
     }
+
+
+def _tasks_of_node(environment: Mapping[str, str], most: int) -> int:
+    """Return 3 for node 2 of `4(x2),3`, which stands for 4, 4, 3 tasks on three nodes."""
+    name, nodes = "SLURM_STEP_TASKS_PER_NODE", 0
+    node = _number(environment, "SLURM_NODEID")
+    text = environment.get(name, "")
+    for count, times in re.findall(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?", text):
+        nodes += int(times or 1)
+        if node < nodes and 1 <= int(count) <= most:
+            return int(count)
+    raise _wrong(name, text, f"such as 4(x2),3 and include SLURM_NODEID={node}")
+
+
+def _number(
+    environment: Mapping[str, str],
+    name: str,
+    default: str = "",
+    *,
+    least: int = 0,
+    most: int = 2**32 - 1,
+) -> int:
+    text = environment.get(name, default)
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise _wrong(name, text, f"a whole number from {least} to {most}")
+    return int(text)
+
+
+def _host(environment: Mapping[str, str], name: str) -> str:
+    if not (text := environment.get(name, "")):
+        raise _wrong(name, text, "the name of a host")
+    return text
+
+
+def _wrong(name: str, text: str, allowed: str) -> UserError:
+    return UserError(f"{name}={ascii(text[:20])[1:-1]}: must be {allowed}; {REMEDY}")
 
 
 def _has_terminal() -> bool:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from conf.launch import ranks_of_srun, stop_with_parent
+from conf.schema import UserError
 
 if TYPE_CHECKING:
     from conf.schema import Config
@@ -52,7 +53,10 @@ def set_up_process() -> None:
 
     After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
     """
-    os.environ.update(ranks_of_srun(os.environ))
+    try:
+        os.environ.update(ranks_of_srun(os.environ))
+    except UserError as error:
+        _refuse(str(error))
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
         _refuse("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")

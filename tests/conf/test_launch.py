@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,28 +36,30 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "wrong"),
     [
-        "WORLD_SIZE=abc",
-        "RANK=-1",
-        "WORLD_SIZE=0",
-        "RANK=1",
-        "LOCAL_RANK=3",
-        "LOCAL_WORLD_SIZE=8",
-        "LOCAL_WORLD_SIZE=0",
-        "WORLD_SIZE=2 RANK=2",
-        "WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
-        "WORLD_SIZE=2 RANK=0 MASTER_PORT=1",
-        "WORLD_SIZE=2 RANK=0 MASTER_ADDR=a",
-        "WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=65536",
+        ("WORLD_SIZE=abc", "WORLD_SIZE=abc"),
+        ("WORLD_SIZE=" + 5000 * "9", "WORLD_SIZE=9999999999"),
+        ("RANK=-1", "RANK=-1"),
+        ("WORLD_SIZE=0", "WORLD_SIZE=0"),
+        ("RANK=1", "RANK=1"),
+        ("LOCAL_RANK=3", "LOCAL_RANK=3"),
+        ("LOCAL_RANK=", "LOCAL_RANK="),
+        ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8"),
+        ("LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0"),
+        ("WORLD_SIZE=2 RANK=2", "RANK=2"),
+        ("WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK="),
+        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=1", "MASTER_ADDR="),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "MASTER_PORT="),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=65536", "MASTER_PORT=65536"),
     ],
 )
-def test_left_over_variables(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_over_variables(text: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, text)
     with pytest.raises(UserError) as error:
         read_launch()
-    assert text.split()[0] in str(error.value)
-    assert str(error.value).endswith(f": do not fit each other; {REMEDY}")
+    assert re.fullmatch(rf"{wrong}\d*: must be .*; {re.escape(REMEDY)}", str(error.value))
+    assert len(str(error.value)) < 300
 
 
 # Task 5 of 7, on the second of two nodes.
@@ -108,6 +111,46 @@ def test_a_task_of_a_step_is_a_rank() -> None:
 )
 def test_not_a_task_of_several(environment: dict[str, str]) -> None:
     assert ranks_of_srun(environment) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(f"SLURM_STEP_NUM_TASKS={text}" for text in ("abc", "", "0", "-2", 5000 * "9")),
+        *(f"SLURM_NODEID={text}" for text in ("2", "-1", "x", "3000000000")),
+        *(f"SLURM_STEP_TASKS_PER_NODE={text}" for text in ("", "4", "1(x", "9,9", "0,0", "\n")),
+        "SLURM_PROCID=7",
+        "SLURM_LOCALID=3",
+        "SLURM_JOB_ID=",
+        "SLURM_STEP_ID=-1",
+        "SLURM_STEP_NODELIST=",
+    ],
+)
+def test_a_variable_of_srun_that_is_wrong(wrong: str) -> None:
+    name, _, value = wrong.partition("=")
+    with pytest.raises(UserError) as error:
+        ranks_of_srun(STEP | {name: value})
+    assert name in str(error.value) and str(error.value).endswith(REMEDY)
+    assert len(str(error.value)) < 300 and str(error.value).isprintable()
+
+
+def test_the_nodes_of_a_step_are_not_written_out() -> None:
+    many = STEP | {"SLURM_STEP_TASKS_PER_NODE": "3(x3000000000)"}
+    assert ranks_of_srun(many)["LOCAL_WORLD_SIZE"] == "3"
+
+
+def test_one_line_if_a_variable_of_srun_is_alone() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "--help"],
+        cwd=ROOT,
+        env=environment | {"SLURM_STEP_NUM_TASKS": "2"},
+        capture_output=True,
+        start_new_session=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"train\.py: SLURM_\w+=: must be .*\n", done.stderr)
 
 
 def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
