@@ -5,6 +5,7 @@ A mistake ends the program with status 2 before it has created anything.
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -80,7 +81,9 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
 
     sweep = Sweep(words, runnable=options.cfg is None)
     if options.cfg is not None:
-        _show("".join(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()))
+        jobs = [f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()]
+        more = math.prod(map(len, sweep.columns)) - len(jobs)
+        _show("".join(jobs) + (f"# and {more} more jobs\n" if more else ""))
     sys.exit(sweep.run())
 
 

@@ -9,6 +9,7 @@ of this program or of the user: no `_target_` in one can run.
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -29,10 +30,11 @@ from hydra.errors import HydraException
 from conf.compose import load, to_yaml
 from conf.files import read_text
 from conf.launch import stop_with_parent
-from conf.overrides import split_config_dir
+from conf.overrides import read_override, split_config_dir
 from conf.schema import GROUPS, Config, UserError, group_names
 from conf.signals import handle_stops
 
+MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 # Other sweepers minimise the value of a job by default.
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 MAXIMISE = {
@@ -42,10 +44,12 @@ MAXIMISE = {
 
 
 class Sweep:
-    """The jobs of a command line, composed and checked; of another sweeper only the first one.
+    """The jobs of a command line. Each value is checked, and up to MOST jobs are composed.
 
     Attributes:
-        jobs: the overrides of a job that vary -> its config.
+        columns: for each key that varies, its overrides, such as optim.lr=0.1 and optim.lr=0.2.
+        jobs: the overrides of a composed job that vary -> its config; of another sweeper than
+            Hydra's basic one only the first one.
 
     Raises:
         UserError: a job is not allowed, or two have the same run directory.
@@ -57,17 +61,19 @@ class Sweep:
         self.config_dir = split_config_dir(words)[0]
         self.fixed: list[str] = []
         self.swept: list[str] = []
-        columns = []
+        self.columns: list[list[str]] = []
         for word in (word for word in words if word not in self.settings):
             key, values = _key(word), _values(word, self.config_dir)
             if values:
                 # Of Hydra's sweepers, only the basic one knows glob().
                 is_glob = "=glob(" in word
                 self.swept.append(f"{key}={','.join(values)}" if is_glob else word.lstrip("+"))
-                columns.append([f"{key}={value}" for value in values])
+                self.columns.append([f"{key}={value}" for value in values])
             else:
                 self.fixed.append(word)
-        jobs = itertools.islice(itertools.product(*columns), 1 if self.searches else None)
+        for override in itertools.chain(*self.columns):
+            read_override(override, self.config_dir)
+        jobs = _some_jobs(self.columns)[: 1 if self.searches else None]
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
         folders: dict[str, tuple[str, ...]] = {}
         for job, config in self.jobs.items():
@@ -105,12 +111,16 @@ class Sweep:
             raise UserError(f"-m: {str(error).splitlines()[0]}") from None
         if self.searches:
             return 0
-        found = {job: _result(config) for job, config in self.jobs.items()}
-        for job, (_, score) in sorted(found.items(), key=lambda item: -item[1][1]):
-            value = -score if self.jobs[job].train.best_by.startswith("-") else score
+        rows = []
+        for job in itertools.product(*self.columns):
+            config = self.jobs.get(job) or load([*fixed, *job])
+            status, score = _result(config)
+            value = -score if config.train.best_by.startswith("-") else score
             result = f"{value:7.3f}" if score != WORST else "no result"
-            print(f"{result}  {' '.join(job)}  {self.jobs[job].run.dir}")
-        return 0 if all(status == "finished" for status, _ in found.values()) else 1
+            rows.append((score, status, f"{result}  {' '.join(job)}  {config.run.dir}"))
+        for _, _, row in sorted(rows, key=lambda row: -row[0]):
+            print(row)
+        return 0 if all(status == "finished" for _, status, _ in rows) else 1
 
     def _register(self) -> None:
         """Register the keys and the names of the choices with Hydra, but not their content."""
@@ -125,6 +135,19 @@ class Sweep:
         folder = Path(next(iter(self.jobs.values())).run.dir).parent / name
         own = {"sweep": {"dir": str(folder), "subdir": "."}, "output_subdir": None}
         store.store(name="sweep", node={"defaults": defaults, "hydra": own})
+
+
+def _some_jobs(columns: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return all jobs, but above MOST the first, the last, and the first ones with other values."""
+    if math.prod(map(len, columns)) <= MOST:
+        return list(itertools.product(*columns))
+    first, last = (tuple(values[i] for values in columns) for i in (0, -1))
+    others = [
+        (*first[:i], value, *first[i + 1 :])
+        for i, values in enumerate(columns)
+        for value in values[: MOST // len(columns)]
+    ]
+    return list(dict.fromkeys([first, *others, last]))
 
 
 def _key(override: str) -> str:

@@ -86,7 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_override(text: str, config_dir: Path | None = None) -> Override:
-    """Parse an override and check its key and the type of its value.
+    """Parse an override and check its key and its value.
 
     Args:
         text: as typed. `+` and `++` before the key mean nothing.
@@ -112,7 +112,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: is a sweep; `train.py -m` trains once for each value")
     if name in GROUPS:
         _check_choice(text, name, override.value(), config_dir)
-    elif override.is_sweep_override() or not _has_type(name, override.value()):
+    elif override.is_sweep_override() or not _allows(name, override.value()):
         raise UserError(f"{text}: not allowed; give {allowed_values(name)}")
     return override
 
@@ -149,20 +149,25 @@ def _check_choice(text: str, group: str, choice: Any, config_dir: Path | None) -
     raise UserError(f"{text}: no such {group}; choose one of {', '.join(choices)}{more}")
 
 
-def _has_type(name: str, value: Any) -> bool:
-    """Whether a value has the type of a key. Each override is checked by itself, to name it.
+def _allows(name: str, value: Any) -> bool:
+    """Whether a key takes a value. Each override is checked by itself, to name it.
 
     If a key is given twice, composing would find a mistake in either but not know in which.
     """
     if "${" in str(value):  # composing resolves it
         return True
     section, _, last = name.partition(".")
+    tree = copy.deepcopy(_typed(section))
     try:
-        OmegaConf.update(copy.deepcopy(_typed(section)), last, value)
+        OmegaConf.update(tree, last, value)
     except OmegaConfBaseException:
         return False
     # OmegaConf would accept 2 and yes for true.
-    return FIELDS[name].type is not bool or isinstance(value, bool)
+    if FIELDS[name].type is bool and not isinstance(value, bool):
+        return False
+    node = tree[last]
+    found = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    return bool(FIELDS[name].metadata["check"].allows(found))
 
 
 @cache

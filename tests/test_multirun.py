@@ -14,7 +14,7 @@ import yaml
 
 import train
 from conf import cli
-from conf.multirun import WORST, Sweep
+from conf.multirun import MOST, WORST, Sweep
 from tests.conf.refused import refusal
 from tests.processes import is_running, wait_until
 from tests.small_run import SMALL_RUN
@@ -48,6 +48,21 @@ def test_jobs_are_the_combinations() -> None:
     assert list(jobs) == [(f"optim.lr={lr}", f"optim.weight_decay={d}") for lr, d in pairs]
     last = cli.load([DEMO, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
     assert list(jobs.values())[-1] == last
+
+
+def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its size costs no time: each value is checked, but only some jobs are composed."""
+    jobs = list(Sweep([DEMO, "train.seed=range(60)", "optim.lr=0.1,0.2"]).jobs)
+    seeds, (*_, rate, last) = range(MOST // 2), jobs
+    assert jobs[: len(seeds)] == [(f"train.seed={seed}", "optim.lr=0.1") for seed in seeds]
+    assert rate == ("train.seed=0", "optim.lr=0.2")
+    assert last == ("train.seed=59", "optim.lr=0.2")
+    rates = ",".join(["0.1"] * 30 + ["-1"] + ["0.1"] * 30)
+    assert "optim.lr=-1: not allowed" in refusal(["-m", DEMO, f"optim.lr={rates}"], capsys)
+    words = [DEMO, "-m", "train.seed=range(60)", "--cfg", "job", "-p", "train"]
+    with pytest.raises(SystemExit):
+        cli.parse(words, script="train.py", purpose="")
+    assert capsys.readouterr().out.endswith(f"# and {60 - MOST - 1} more jobs\n")
 
 
 MISTAKES = {
