@@ -41,7 +41,7 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.step_graph import StepGraph, Values, compile_later_sizes, steps_before_capture
+from engine.step_graph import StepGraph, Values, compile_later_sizes
 from engine.stop_signal import StopSignal
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.build import Datasets, build_datasets
@@ -122,7 +122,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     return StepGraph(
         partial(step, lr=lr, accumulate=plan.micro_batches),
         before=before,
-        steps_before_capture=steps_before_capture(network),
+        network=network,
         disabled_reason=None if on_gpu else "training runs on the CPU",
     )
 

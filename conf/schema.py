@@ -302,7 +302,7 @@ class Loader:
     and give the same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU
     decoder that works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
-    """page-lock the batch buffers: auto is true, unless loader.workers=auto finds it slower"""
+    """page-lock the batch buffers of a GPU; auto is true"""
     prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
     """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, SPEED, number(1, 64))

@@ -6,24 +6,10 @@ about it many steps later, and the weights are still those of the last good step
 checks the mean loss of a log row, and `RunDirectory` the weights that it saves.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-GUESSING = 10  # a larger cross-entropy, as a multiple of that of guessing, is worth a warning
-
-
-def far_above_guessing(loss: float, num_classes: int) -> str:
-    """Return a warning about the cross-entropy of a validation; empty if there is none."""
-    guessing = math.log(max(2, num_classes))
-    if not loss > GUESSING * guessing:
-        return ""
-    return (
-        f"the validation loss {loss:,.4g} is far above {guessing:.4g}, which guessing gives; lower "
-        "optim.lr, or train for more steps (the averages of batch normalisation need some dozens)"
-    )
 
 
 class Divergence(nn.Module):

@@ -45,15 +45,6 @@ class _Captured(NamedTuple):
     values: Values
 
 
-def steps_before_capture(network: nn.Module) -> int:
-    """Return the number of steps before a CUDA graph is recorded; more if the network is DDP."""
-    return (
-        STEPS_BEFORE_CAPTURE_DDP
-        if isinstance(network, DistributedDataParallel)
-        else STEPS_BEFORE_CAPTURE
-    )
-
-
 class StepGraph:
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
@@ -66,7 +57,7 @@ class StepGraph:
             after an error, there must be no gradients: those of a failed capture are not computed.
         before: called with the number of a step before its kernels are launched, to fill the
             tensors of values that change from step to step, such as the learning rate.
-        steps_before_capture: number of steps without a graph before a capture.
+        network: what the step trains; more steps precede a capture if it is DDP.
         disabled_reason: why no graph is captured; None to capture. Set if a capture fails.
     """
 
@@ -75,11 +66,12 @@ class StepGraph:
         step: Callable[[Batch], Values],
         *,
         before: Callable[[int], None],
-        steps_before_capture: int = STEPS_BEFORE_CAPTURE,
+        network: nn.Module,
         disabled_reason: str | None = None,
     ) -> None:
-        self.step, self.before = step, before
-        self.steps_before_capture, self.disabled_reason = steps_before_capture, disabled_reason
+        self.step, self.before, self.disabled_reason = step, before, disabled_reason
+        has_ddp = isinstance(network, DistributedDataParallel)
+        self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps_by_shape: Counter[Hashable] = Counter()
         self._captured: _Captured | None = None
@@ -121,7 +113,7 @@ class StepGraph:
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
         self._captured = None
-        # One more warm-up step is enough: it creates the optimiser's state.
+        # One more step is enough: it creates the optimiser's state.
         self._steps_by_shape = Counter(
             dict.fromkeys(self._steps_by_shape, self.steps_before_capture - 1)
         )

@@ -57,7 +57,7 @@ class Feed:
 
     @property
     def page_locked(self) -> bool:
-        """Whether the buffers are page-locked now: locking may have failed or been undone."""
+        """Whether the buffers are page-locked: locking may have failed."""
         return self.pinned is not None and bool(self.pinned.locked)
 
     @contextmanager

@@ -134,6 +134,10 @@ class RunTimes:
         finally:
             self._count(kind)
 
+    def since(self) -> float:
+        """Return the seconds since the totals were complete: those of the current `lost` block."""
+        return time.monotonic() - self._counted
+
     def add_interval(
         self, interval: Interval, timing: Timing, plan: Plan, *, starting: bool
     ) -> None:

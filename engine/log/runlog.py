@@ -21,7 +21,6 @@ from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
-from engine.divergence import far_above_guessing
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
@@ -45,6 +44,7 @@ FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the f
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
 SHOWN_IMAGES = 16  # of the first batch
+GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
 NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
@@ -107,7 +107,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         config = plan.config
         self.plan, self.run, self.state, self.world = plan, run, state, run.world
         self.feed, self.tracker, self.verdict = feed, tracker, verdict
-        self.started, self._pause_began = started, 0.0
+        self.started = started
         self.meter = Meter(self.world)
         self.times = RunTimes(state.totals, began=started)
         self.monitor = GpuMonitor(self.world.device)
@@ -207,7 +207,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.feed.train.end_step()
         self.state.divergence.send(self.state.step)
         self._report(last=last)
-        self._pause_began = time.perf_counter()
         with self.feed.train.pause(), self.times.lost(kind):
             yield
             if kind == "checkpoint":
@@ -229,14 +228,19 @@ class RunLog(AbstractContextManager["RunLog"]):
             rows: what `engine.validation.evaluate` has collected on this rank.
             previous: the row of the validation before.
         """
-        seconds = time.perf_counter() - self._pause_began
-        row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
+        about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
+        row = row | about
         found = gather_predictions(rows, self.world)
         if not self.world.is_main:
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
-        warnings = [far_above_guessing(row["loss"], self.plan.num_classes)] * ("top1" in row)
+        guessing, warnings = math.log(max(2, self.plan.num_classes)), []
+        if "top1" in row and row["loss"] > GUESSING * guessing:
+            warnings.append(
+                f"the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, which "
+                "guessing gives; lower optim.lr, or train for more steps"
+            )
         if self.expectation is not None:
             columns, warning = self.expectation.judge(row, previous)
             row = row | columns

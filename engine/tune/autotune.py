@@ -31,9 +31,9 @@ from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainState, untouched
-from engine.step_graph import StepGraph
+from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
-from engine.tune.benchmark import Benchmark, StoppedError, choose_memory
+from engine.tune.benchmark import Benchmark, StoppedError
 from engine.tune.measured import Measured, figures_of
 from engine.tune.prices import find_remedies
 from engine.tune.search import best_setting, search
@@ -50,7 +50,6 @@ VERSION = 9  # of the measurement; results of another version are not reused
 # times as long per image in the run as in the trial.
 RESERVE = 1.4
 LATE_SECONDS = 15.0  # no trial begins after this time
-WARM_STEPS = 15  # the first compiles, the next choose kernels, and one captures a CUDA graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +79,8 @@ def tune_loader(
 ) -> Verdict:
     """Set decoder, workers and prefetch factor of the feed for loader.workers=auto.
 
-    The measured steps do not change `state`. The decoder becomes part of the identity of `run`.
     The result is measured, or remembered from an earlier start on this machine; `tracker` prints
-    it and writes it to autotune.json.
-
-    Returns:
-        What judges the speed of the run.
+    it and writes it to autotune.json. Return what judges the speed of the run.
     """
     loader, tuned, lines = plan.loader, None, []
     if loader.not_measured:
@@ -122,8 +117,6 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
     if tuned is not None:
         pool.prefetch_factor = tuned.prefetch_factor
         benchmark.configure(tuned.decoder, tuned.workers, tuned.demand)
-        if benchmark.feed.pinned is not None and not tuned.pin_memory:
-            benchmark.feed.pinned.release()
         tuned = replace(tuned, workers=pool.active)  # less memory may be free than before
         note = f"remembered, with {tuned.workers} workers; autotune.refresh=true measures again"
         return tuned, [*tuned.lines, note]
@@ -141,16 +134,14 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
 
 def measure(benchmark: Benchmark) -> Tuned:
     """Measure the step and a worker, try settings, and leave the feed at the best one."""
-    feed, plan, config = benchmark.feed, benchmark.plan, benchmark.plan.config.loader
+    feed, plan = benchmark.feed, benchmark.plan
     (resident,) = [batch.clone() for batch in benchmark.batches(1)]
-    for _ in range(WARM_STEPS):
+    for _ in range(FIRST_STEPS["cuda"]):
         benchmark.step(resident)
     began = time.perf_counter()
     alone = benchmark.measure_worker(encoded=float(plan.loader.decoder == "gpu"))
     demand = benchmark.measure_step(resident)
-    if feed.pinned is not None and config.pin_memory == "auto":
-        choose_memory(feed)
-    factor = config.prefetch_factor
+    factor = plan.config.loader.prefetch_factor
     if factor == "auto":  # enough tasks that a slow one does not hold up the batches
         factor = min(MAX_PREFETCH_FACTOR, max(2, math.ceil(alone.spread) + 1))
     benchmark.loader.pool.prefetch_factor = factor
@@ -189,8 +180,7 @@ def lines_of(
 
     Args:
         alone: a worker, before the trials.
-        trial: of the chosen setting.
-        tried: whether `trial` was measured, not only expected.
+        trial: of the chosen setting, measured if `tried`, else expected.
     """
     batch_size, demand = benchmark.loader.batch_size, tuned.demand
     others = [f"{name} {rate:,.0f} img/s" for name, rate in tuned.alternatives.items()]
@@ -214,8 +204,6 @@ def tuning_question(
     plan: Plan, world: World, train_fingerprint: str, step: int = 0
 ) -> dict[str, Any]:
     """Return everything on which the result of loader.workers=auto depends.
-
-    A result is remembered for exactly these values.
 
     Args:
         step: the steps that are measured have images of the size of this one.

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -14,7 +13,6 @@ from engine.distributed import World
 from engine.plan import Plan
 from engine.stop_signal import StopSignal
 from engine.tune.measured import Measured, summarize, worker_times
-from pipeline.dataset import IMAGE
 from pipeline.decode import ON_GPU, describe
 from pipeline.feed import Feed
 from pipeline.loader import Loader
@@ -111,8 +109,7 @@ class Benchmark:
 
     def measure_worker(self, *, encoded: float) -> Measured:
         """Times of a worker whose batches nothing uses. It only reads if `encoded` is 1."""
-        read = partial(measure_worker, self.loader, self.next_step, encoded=encoded)
-        results = self.on_all_ranks(read)
+        results = self.on_all_ranks(lambda: time_worker(self.loader, self.next_step, encoded))
         self.next_step = max(step for _, step in results)  # earlier files are in memory now
         return min((times for times, _ in results), key=lambda times: times.per_worker)
 
@@ -158,7 +155,7 @@ class Benchmark:
         )
 
 
-def measure_worker(loader: Loader, step: int, *, encoded: float = 0.0) -> tuple[Measured, int]:
+def time_worker(loader: Loader, step: int, encoded: float = 0.0) -> tuple[Measured, int]:
     """Let the active workers of this rank make batches that nothing uses, from a step on.
 
     They only read a share `encoded` of the images. Return the times of a worker, and the first step
@@ -193,26 +190,6 @@ def engines_fail(feed: Feed, step: int) -> str | None:
         return str(feed.engines.refused)
     measured = feed.engines.decoder.seconds_per_image
     return None if measured else "augment.train or the files need the CPU"
-
-
-def choose_memory(feed: Feed) -> None:
-    """Give up page-locked buffers when copies from them are slower."""
-    assert feed.pinned is not None
-    loader = feed.train.loader
-    locked = torch.from_numpy(loader.pool.sources[loader.source].fields[IMAGE].array[0])
-    pageable, target = locked.clone(), torch.empty_like(locked, device="cuda")
-
-    def seconds_of(source: torch.Tensor) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    if median(seconds_of(locked) for _ in range(7)) > median(
-        seconds_of(pageable) for _ in range(7)
-    ):
-        feed.pinned.release()
 
 
 def synchronize(feed: Feed) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -21,10 +21,6 @@ SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: 
 VARIES_ON_CPU = 0.2
 SLOW_FILES = 0.5  # share of the workers' time that single files take, to be the cause
 FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
-MEANS = (  # of these fields of `pipeline.clock.Timing`
-    *("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "ranks_fraction"),
-    *("core_fraction", "copy_ms"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,8 @@ def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) 
     """Average some intervals, weighted by their seconds; add the settings of the loader."""
     seconds = sum(timing.seconds for timing in timings)
     batches = sum(timing.batches for timing in timings)
-    means = {name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in MEANS}
+    alike = {each.name for each in fields(Measured)} & {each.name for each in fields(Timing)}
+    means = {name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in alike}
     loader = feed.train.loader
     share, names = loader.pool.slow_samples(loader.source)
     return Measured(

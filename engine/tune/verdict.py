@@ -59,13 +59,12 @@ class Verdict:
     world: World
     stop: StopSignal
     step_alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
-    epoch: list[Timing] = field(default_factory=list)
-    run: list[Timing] = field(default_factory=list)
+    timings: dict[Period, list[Timing]] = field(default_factory=lambda: {"epoch": [], "run": []})
 
     def add(self, timing: Timing) -> None:
         """Add a log interval, without the steps that compile."""
-        self.epoch.append(timing)
-        self.run.append(timing)
+        for period in self.timings.values():
+            period.append(timing)
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
         """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
@@ -76,7 +75,7 @@ class Verdict:
             period: `epoch`: the intervals since the last call for one; `run`: all of this start.
             slowdowns: why this rank's GPU ran below its maximum clock.
         """
-        timings, own = self.run if period == "run" else self.epoch, None
+        timings, own = self.timings[period], None
         if sum(timing.seconds for timing in timings) >= SHORT[period]:
             refused = self.step.disabled_reason
             # Without a CUDA graph, the parts of a GPU's step include waiting for the host.
@@ -93,7 +92,7 @@ class Verdict:
                 **parts_of_steps(parts),
             )
         if period == "epoch":
-            self.epoch = []
+            self.timings["epoch"] = []
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
             return judge(figures_of(ranks), partial(find_remedies, self.feed, self.plan, self.stop))

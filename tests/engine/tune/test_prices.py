@@ -9,7 +9,7 @@ from PIL import Image
 
 from conf import cli
 from engine.tune import prices
-from engine.tune.benchmark import measure_worker
+from engine.tune.benchmark import time_worker
 from engine.tune.measured import WAITS, Figures, Measured, figures_of
 from engine.tune.prices import (
     SHRINK,
@@ -159,7 +159,7 @@ def cpu_ms_of(root: Path, decoder: str) -> float:
     datasets, world = build_datasets(config), world_of(torch.device("cpu"))
     plan = loader_plan(config, datasets, world, workers=1)
     with open_feed(config, datasets, plan, world) as feed:
-        return measure_worker(feed.train.loader, 0)[0].cpu_ms
+        return time_worker(feed.train.loader, 0)[0].cpu_ms
 
 
 @pytest.mark.slow
