@@ -11,7 +11,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
@@ -22,7 +22,6 @@ from pipeline.parameters import choice, number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
-Operation = tuple[str, float]  # name in OPERATIONS, signed strength in the unit of this operation
 LARGEST = 4096  # side of an image after a transform, in pixels
 
 
@@ -44,18 +43,18 @@ class Compose:
         self.transforms = list(transforms)
         self.image_size = image_size
         last = self.transforms[-1] if self.transforms else None
-        self._random = last if isinstance(last, RandAugment | TrivialAugment) else None
+        self._random = last if isinstance(last, RandAugment) else None
 
     @property
     def operations(self) -> int:
         """Number of operations that `sample` returns for each image."""
-        return self._random.operations if self._random else 0
+        return self._random.count if self._random else 0
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         picture, operations = self.sample(picture, rng)
         return apply_operations(picture, operations)
 
-    def sample(self, picture: Picture, rng: random.Random) -> tuple[Picture, list[Operation]]:
+    def sample(self, picture: Picture, rng: random.Random) -> "tuple[Picture, list[Operation]]":
         """Apply the list, but only sample the operations of a RandAugment at its end.
 
         A GPU applies them to the whole batch (pipeline/gpu/augment.py).
@@ -193,11 +192,25 @@ class HorizontalFlip:
         return picture.mirrored() if rng.random() < self.p else picture
 
 
-class RandAugment:
-    """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
+class Operation(NamedTuple):
+    """A name of OPERATIONS and its argument, such as degrees or a threshold.
 
-    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5 is {magnitude: 21,
-    magnitude_std: 1.5, p: 0.5}, but its list of operations differs.
+    `interpolation` of Image.Resampling and `fill` (red + 256 green + 65,536 blue, for pixels from
+    outside) are for the operations that move pixels.
+    """
+
+    name: str
+    argument: float
+    interpolation: int = Image.Resampling.NEAREST
+    fill: int = 0
+
+
+class RandAugment:
+    """Apply random operations of a fixed strength (arXiv 1909.13719).
+
+    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5-inc1 is {operations:
+    timm, magnitude: 21, magnitude_std: 1.5, p: 0.5, interpolation: random}, and the mean colour of
+    the dataset as `fill`.
 
     Args:
         count: number of operations per image.
@@ -205,115 +218,189 @@ class RandAugment:
         magnitude_std: standard deviation of the strength of each operation, which is drawn from a
             normal distribution, rounded and clipped to [0, STRENGTHS]; 0: all have `magnitude`.
         p: probability of each operation.
+        operations: their list and their strengths: those of torchvision's RandAugment, the wide
+            ones of its TrivialAugmentWide, or those of timm that increase with the magnitude.
+        interpolation: of shear, translation and rotation: nearest (torchvision's default),
+            bilinear, bicubic, or random to draw bilinear or bicubic for each operation, as timm.
+        fill: level, or [red, green, blue], of the pixels from outside the image.
     """
 
     def __init__(
-        self, *, count: int = 2, magnitude: float = 9, magnitude_std: float = 0, p: float = 1
+        self,
+        *,
+        count: int = 2,
+        magnitude: float = 9,
+        magnitude_std: float = 0,
+        p: float = 1,
+        operations: str = "torchvision",
+        interpolation: str = "nearest",
+        fill: int | Sequence[int] = 0,
     ) -> None:
-        self.operations = whole("count", count, 1, 100)
+        self.count = whole("count", count, 1, 100)
         self.magnitude = number("magnitude", magnitude, 0, STRENGTHS)
         self.magnitude_std = number("magnitude_std", magnitude_std, 0, STRENGTHS)
         self.p = number("p", p, 0, 1)
+        self.list = choice("operations", operations, _Kind._fields[1:])
+        self.names = [name for name in NAMES if getattr(OPERATIONS[name], operations) is not None]
+        allowed = ("nearest", *INTERPOLATIONS, "random")
+        self.interpolation = choice("interpolation", interpolation, allowed)
+        levels = list(fill) if isinstance(fill, list | tuple) else [fill] * 3
+        if len(levels) != 3:
+            raise ValueError(f"fill={fill}: give a level or [red, green, blue]")
+        red, green, blue = (whole("fill", level, 0, 255) for level in levels)
+        self.fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return apply_operations(picture, self.sample(picture.size, rng))
 
     def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
         """Sample the operations of an image of this (width, height)."""
-        return [self._sample_one(size, rng) for _ in range(self.operations)]
+        return [self._sample_one(size, rng) for _ in range(self.count)]
 
     def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
         if self.p < 1 and rng.random() >= self.p:
-            return "identity", 0.0
-        magnitude = self.magnitude
-        if self.magnitude_std > 0:
-            # Rounded, because the GPU path keeps the numbers of each operation and strength.
-            magnitude = round(rng.gauss(magnitude, self.magnitude_std))
-            magnitude = min(max(magnitude, 0), STRENGTHS)
-        return _sample_operation(size, rng, magnitude / STRENGTHS, wide=False)
+            return Operation("identity", 0)
+        strength = self._strength(rng) / STRENGTHS
+        name = self.names[int(rng.random() * len(self.names))]
+        sign = 1 if rng.random() < 0.5 else -1
+        value = argument(name, sign * strength, size, self.list)
+        if name not in MATRICES:
+            return Operation(name, value)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = INTERPOLATIONS[rng.random() < 0.5]
+        return Operation(name, value, Image.Resampling[interpolation.upper()], self.fill)
+
+    def _strength(self, rng: random.Random) -> float:
+        if self.magnitude_std == 0:
+            return self.magnitude
+        # Rounded, because the GPU path keeps the numbers of each operation and strength.
+        magnitude = round(rng.gauss(self.magnitude, self.magnitude_std))
+        return min(max(magnitude, 0), STRENGTHS)
 
 
-class TrivialAugment:
+class TrivialAugment(RandAugment):
     """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
 
-    Its units are the wide ones of arXiv 2103.10158.
+    Its strengths are the wide ones of arXiv 2103.10158; `interpolation` and `fill` are those of
+    RandAugment.
     """
 
-    operations = 1
+    def __init__(self, *, interpolation: str = "nearest", fill: int | Sequence[int] = 0) -> None:
+        super().__init__(count=1, operations="wide", interpolation=interpolation, fill=fill)
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return apply_operations(picture, self.sample(picture.size, rng))
-
-    def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
-        """Sample the operation of an image of this (width, height)."""
-        strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        return [_sample_operation(size, rng, strength, wide=True)]
+    def _strength(self, rng: random.Random) -> float:
+        return int(rng.random() * (STRENGTHS + 1))
 
 
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
 
-# name -> affine matrix (a, b, c, d, e, f) of a signed strength: the pixel (x, y) of the result is
-# the pixel (a x + b y + c, d x + e y + f) of the image.
-AFFINE: dict[str, Callable[[float], tuple[float, ...]]] = {
-    "shear_x": lambda v: (1, v, 0, 0, 1, 0),
-    "shear_y": lambda v: (1, 0, 0, v, 1, 0),
-    "translate_x": lambda v: (1, 0, -int(v), 0, 1, 0),
-    "translate_y": lambda v: (1, 0, 0, 0, 1, -int(v)),
+
+def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
+    """Compute the matrix of Image.rotate, about the centre."""
+    angle, (x, y) = -math.radians(degrees % 360), (size[0] / 2, size[1] / 2)
+    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+    return cos, sin, -x * cos - y * sin + x, -sin, cos, x * sin - y * cos + y
+
+
+# name -> affine matrix (a, b, c, d, e, f) of (argument, (width, height)): the point (x, y) of the
+# result is the point (a x + b y + c, d x + e y + f) of the image.
+MATRICES: dict[str, Callable[[float, tuple[int, int]], tuple[float, ...]]] = {
+    "shear_x": lambda v, size: (1, v, 0, 0, 1, 0),
+    "shear_y": lambda v, size: (1, 0, 0, v, 1, 0),
+    "translate_x": lambda v, size: (1, 0, -v, 0, 1, 0),
+    "translate_y": lambda v, size: (1, 0, 0, 0, 1, -v),
+    "rotate": _rotation,
 }
 
 
-def _affine(name: str) -> "Apply":
-    return lambda image, v: image.transform(
-        image.size, Image.Transform.AFFINE, AFFINE[name](v), resample=Image.Resampling.NEAREST
+def _move(image: Image.Image, operation: Operation) -> Image.Image:
+    name, value, interpolation, fill = operation
+    matrix = MATRICES[name](value, image.size)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, Image.Resampling(interpolation), fillcolor=fill
     )
 
 
-def solarize_threshold(strength: float) -> float:
-    """The lowest level to invert: a multiple of 0.5."""
-    return round(255 * (1 - abs(strength)), 6)  # restores the last bit that a product may lose
+def _enhance(image: Image.Image, operation: Operation) -> Image.Image:
+    enhancer = getattr(ImageEnhance, operation.name.capitalize())
+    return enhancer(image).enhance(1 + operation.argument)
 
 
-Apply = Callable[[Image.Image, float], Image.Image]
-Unit = float | Callable[[tuple[int, int]], float]  # or a function of (width, height)
-# name -> (function of (image, signed strength in its own unit), unit at strength 1 for RandAugment,
-# unit at strength 1 for TrivialAugment wide). pipeline/gpu/augment.py has the same operations.
-OPERATIONS: dict[str, tuple[Apply, Unit, Unit]] = {
-    "identity": (lambda image, v: image, 0, 0),
-    "shear_x": (_affine("shear_x"), 0.3, 0.99),
-    "shear_y": (_affine("shear_y"), 0.3, 0.99),
-    "translate_x": (_affine("translate_x"), lambda size: 150 / 331 * size[0], 32),
-    "translate_y": (_affine("translate_y"), lambda size: 150 / 331 * size[1], 32),
-    "rotate": (lambda image, v: image.rotate(v), 30, 135),
-    "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
-    "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
-    "contrast": (lambda image, v: ImageEnhance.Contrast(image).enhance(1 + v), 0.9, 0.99),
-    "sharpness": (lambda image, v: ImageEnhance.Sharpness(image).enhance(1 + v), 0.9, 0.99),
-    "posterize": (lambda image, v: ImageOps.posterize(image, 8 - round(abs(v))), 4, 6),
-    "solarize": (lambda image, v: ImageOps.solarize(image, solarize_threshold(v)), 1, 1),  # type: ignore[arg-type]
-    "autocontrast": (lambda image, v: ImageOps.autocontrast(image), 0, 0),
-    "equalize": (lambda image, v: ImageOps.equalize(image), 0, 0),
+def _solarize(image: Image.Image, operation: Operation) -> Image.Image:
+    return ImageOps.solarize(image, operation.argument)  # type: ignore[arg-type]  # takes halves
+
+
+def _solarize_add(image: Image.Image, operation: Operation) -> Image.Image:
+    """Brighten the dark half of the levels."""
+    add = int(operation.argument)
+    levels = [min(level + add, 255) if level < 128 else level for level in range(256)]
+    return image.point(levels * 3)
+
+
+Argument = float | Callable[[float, tuple[int, int]], float]
+
+
+class _Kind(NamedTuple):
+    """A function, then for each list its argument at a strength in [-1, 1].
+
+    That is the strength times a number, or a function of (strength, (width, height)). None: the
+    operation is not in this list.
+    """
+
+    apply: Callable[[Image.Image, Operation], Image.Image]
+    torchvision: Argument | None
+    wide: Argument | None
+    timm: Argument | None
+
+
+# pipeline/gpu/augment.py has the same operations.
+OPERATIONS = {
+    "identity": _Kind(lambda image, operation: image, 0, 0, None),
+    "shear_x": _Kind(_move, 0.3, 0.99, 0.3),
+    "shear_y": _Kind(_move, 0.3, 0.99, 0.3),
+    "translate_x": _Kind(
+        _move,
+        lambda s, size: int(s * (150 / 331 * size[0])),
+        lambda s, size: int(s * 32),
+        lambda s, size: round(s * 0.45 * size[0], 6),
+    ),
+    "translate_y": _Kind(
+        _move,
+        lambda s, size: int(s * (150 / 331 * size[1])),
+        lambda s, size: int(s * 32),
+        lambda s, size: round(s * 0.45 * size[1], 6),
+    ),
+    "rotate": _Kind(_move, 30, 135, 30),
+    "brightness": _Kind(_enhance, 0.9, 0.99, 0.9),
+    "color": _Kind(_enhance, 0.9, 0.99, 0.9),
+    "contrast": _Kind(_enhance, 0.9, 0.99, 0.9),
+    "sharpness": _Kind(_enhance, 0.9, 0.99, 0.9),
+    "posterize": _Kind(  # number of bits to keep
+        lambda image, operation: ImageOps.posterize(image, int(operation.argument)),
+        lambda s, size: 8 - round(4 * abs(s)),
+        lambda s, size: 8 - round(6 * abs(s)),
+        lambda s, size: max(4 - int(4 * abs(s)), 1),  # Pillow refuses 0, timm's for the strongest
+    ),
+    "solarize": _Kind(  # the lowest level to invert: a multiple of 0.5, or of 1
+        _solarize,
+        lambda s, size: round(255 * (1 - abs(s)), 6),  # restores a bit that a product may lose
+        lambda s, size: round(255 * (1 - abs(s)), 6),
+        lambda s, size: 256 - int(256 * abs(s)),
+    ),
+    "autocontrast": _Kind(lambda image, operation: ImageOps.autocontrast(image), 0, 0, 0),
+    "equalize": _Kind(lambda image, operation: ImageOps.equalize(image), 0, 0, 0),
+    "invert": _Kind(_solarize, None, None, 0),
+    "solarize_add": _Kind(_solarize_add, None, None, lambda s, size: int(110 * abs(s))),
 }
 NAMES = tuple(OPERATIONS)
 
 
-def _sample_operation(
-    size: tuple[int, int], rng: random.Random, strength: float, *, wide: bool
-) -> Operation:
-    """Sample an operation and the sign of its strength."""
-    name = NAMES[int(rng.random() * len(NAMES))]
-    sign = 1 if rng.random() < 0.5 else -1
-    return name, signed_strength(name, sign * strength, size, wide=wide)
-
-
-def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: bool) -> float:
-    """Convert a strength in [-1, 1] to the unit of an operation on an image of (width, height).
-
-    Args:
-        wide: use TrivialAugment's units instead of RandAugment's.
-    """
-    _, narrow_unit, wide_unit = OPERATIONS[name]
-    unit = wide_unit if wide else narrow_unit
-    return strength * (unit(size) if callable(unit) else unit)
+def argument(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
+    """Convert a strength in [-1, 1] to the argument on an image of (width, height) in a list."""
+    unit: Argument | None = getattr(OPERATIONS[name], operations)
+    assert unit is not None, (name, operations)
+    return unit(strength, size) if callable(unit) else strength * unit
 
 
 def apply_operations(picture: Picture, operations: Sequence[Operation]) -> Picture:
@@ -323,8 +410,8 @@ def apply_operations(picture: Picture, operations: Sequence[Operation]) -> Pictu
     if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
         raise ValueError("rand_augment, trivial_augment: needs uint8 images of 3 channels")
     image = Image.fromarray(pixels)
-    for name, strength in operations:
-        image = OPERATIONS[name][0](image, strength)
+    for operation in operations:
+        image = OPERATIONS[operation.name].apply(image, operation)
     return Picture(np.asarray(image), origin=(picture, operations))
 
 
@@ -358,16 +445,16 @@ def follow(
     for move in operations:
         if callable(move):
             places = move(places)
-        elif move[0] in (*AFFINE, "rotate"):
-            places = np.asarray(OPERATIONS[move[0]][0](Image.fromarray(places), move[1]))
+        elif move[0] in MATRICES:
+            places = np.asarray(_move(Image.fromarray(places), Operation(*move[:2])))
     moved = mask.reshape(-1, *mask.shape[2:])[places - 1]
     moved[places == 0] = fill
     return moved
 
 
 def as_rows(operations: Sequence[Operation]) -> np.ndarray:
-    """Operations as numbers, float64 [count, 2]: position in NAMES, signed strength."""
-    return np.array([(NAMES.index(name), strength) for name, strength in operations])
+    """Operations as float64 [count, 4]: position in NAMES, argument, interpolation, fill."""
+    return np.array([(NAMES.index(name), *numbers) for name, *numbers in operations])
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

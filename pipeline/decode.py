@@ -55,9 +55,9 @@ class UnreadableError(ValueError):
     """The file of a picture cannot be decoded; says why in one line."""
 
 
-# How pixels moved: an operation of pipeline/augment.py with its strength, or a function that moves
-# int32 [H, W] alike, with 0 for pixels from outside.
-Move = tuple[str, float] | Callable[[np.ndarray], np.ndarray]
+# How pixels moved: `augment.Operation`, or a function that moves int32 [H, W] alike, with 0 for
+# pixels from outside.
+Move = tuple[str, float, int, int] | Callable[[np.ndarray], np.ndarray]
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.

@@ -59,7 +59,7 @@ class HostBatch:
     samples: torch.Tensor
     step: int  # of the sampler
     slot: int  # position in the ring
-    # float64 [B, count, 2] as of `augment.as_rows`: operations that the device applies to IMAGE.
+    # float64 [B, count, 4] as of `augment.as_rows`: operations that the device applies to IMAGE.
     operations: np.ndarray | None
     release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
@@ -87,7 +87,7 @@ def buffer_layout(
     if file_bytes:
         others |= gpu_part().file_buffers(*rows, file_bytes)
     if operations:
-        others["operations"] = ((*rows, operations, 2), np.float64)
+        others["operations"] = ((*rows, operations, 4), np.float64)
     return {name: ((*rows, *each.shape), each.dtype) for name, each in fields.items()}, others
 
 

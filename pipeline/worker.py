@@ -57,7 +57,7 @@ class Source:
     # if the sample was unreadable and another one replaced it.
     samples: SharedArray
     encoded: Any = None  # pipeline.gpu.EncodedRows for rows that the GPU decodes, if there are any
-    # float64 [slots, B, count, 2] as of `augment.as_rows`: operations that the GPU applies. None if
+    # float64 [slots, B, count, 4] as of `augment.as_rows`: operations that the GPU applies. None if
     # the workers apply them.
     operations: SharedArray | None = None
     skip_unreadable: bool = False  # replace an unreadable sample instead of failing

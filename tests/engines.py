@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import decode
-from pipeline.augment import NAMES, apply_operations
+from pipeline.augment import NAMES, Operation, apply_operations
 from pipeline.decode import Picture
 
 geometry = pytest.importorskip("pipeline.gpu.geometry")
@@ -22,7 +22,11 @@ def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
     """Apply drawn operations as `pipeline.gpu.apply_operations`, but on a CPU."""
     made = [
         apply_operations(
-            Picture(image), [(NAMES[int(place)], strength) for place, strength in rows]
+            Picture(image),
+            [
+                Operation(NAMES[int(n)], value, int(mode), int(fill))
+                for n, value, mode, fill in rows
+            ],
         )
         for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True)
     ]

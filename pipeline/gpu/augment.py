@@ -17,16 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.augment import AFFINE, NAMES, solarize_threshold
+from pipeline.augment import MATRICES, NAMES
 
 logger = logging.getLogger(__name__)
 
 BLENDED = ("brightness", "color", "contrast", "sharpness")
-# Of a row: position in NAMES, then up to six numbers. With 8, the rows of every round start at a
+# Of a row: position in NAMES, then up to seven numbers. With 8, the rows of every round start at a
 # multiple of 16 bytes; otherwise Triton compiles the kernels twice.
 COLUMNS = 8
-# Stands for all operations that copy pixels by a matrix, because the kernel is the same.
-MOVED = NAMES.index("identity")
+# Plus the interpolation of Image.Resampling, stands for all operations that move pixels by a
+# matrix, because the kernel is the same.
+MOVED = len(NAMES)
 _ROW = struct.Struct(f"{COLUMNS}d")
 
 
@@ -35,7 +36,7 @@ def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
 
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
-        operations: float64 [B, count, 2] on the host, in the format of `augment.as_rows`.
+        operations: float64 [B, count, 4] on the host, in the format of `augment.as_rows`.
 
     Returns:
         uint8 [B, 3, S, S], channels_last.
@@ -56,7 +57,7 @@ def has_kernels(device: torch.device) -> bool:
         return False
     try:
         pixel = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=device)
-        apply_operations(pixel, np.zeros((1, 1, 2))).cpu()
+        apply_operations(pixel, np.zeros((1, 1, 4))).cpu()
     except Exception as error:  # no Triton, no C compiler, a GPU that is too old, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
@@ -72,7 +73,7 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
     """Turn operations into the rows that the kernels read.
 
     Args:
-        operations: float64 [B, count, 2], in the format of `augment.as_rows`.
+        operations: float64 [B, count, 4], in the format of `augment.as_rows`.
         size: side of the images in pixels.
 
     Returns:
@@ -80,42 +81,36 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
     """
     # The cache is looked up by the bytes of an operation: 2,048 of them take 0.3 ms.
     rounds = np.ascontiguousarray(operations.transpose(1, 0, 2), np.float64)
-    rows = bytearray().join([_row(each, size) for each in rounds.view("V16").ravel().tolist()])
+    rows = bytearray().join([_row(each, size) for each in rounds.view("V32").ravel().tolist()])
     return np.frombuffer(rows, np.float64).reshape(*rounds.shape[:2], COLUMNS)
 
 
 @cache
 def _row(operation: bytes, size: int) -> bytes:
-    """The numbers of one operation, float64 [COLUMNS], from (position in NAMES, signed strength).
+    """The numbers of one operation, float64 [COLUMNS], from a row of `augment.as_rows`.
 
-    The first is MOVED, followed by a matrix, or the position of another operation in NAMES,
-    followed by its number: the weight of the image in a blend (float32, as in Blend.c), the mask of
-    posterize, or the first level that solarize inverts.
+    The first is MOVED + interpolation, followed by a matrix and the fill, or the position of
+    another operation in NAMES, followed by its number: the weight of the image in a blend
+    (float32, as in Blend.c), the mask of posterize, the first level that solarize inverts, or the
+    levels that solarize_add adds.
     """
-    position, strength = struct.unpack("2d", operation)
+    position, argument, interpolation, fill = struct.unpack("4d", operation)
     name = NAMES[int(position)]
-    numbers: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = (argument,)
     if name in BLENDED:
-        numbers = (float(np.float32(1 + strength)),)
+        numbers = (float(np.float32(1 + argument)),)
     elif name == "posterize":
-        numbers = (256 - 2 ** round(abs(strength)),)
-    elif name == "solarize":
-        numbers = (math.ceil(solarize_threshold(strength)),)
-    elif name in ("identity", "rotate", *AFFINE):
-        position, numbers = MOVED, _matrix(name, strength, size)
+        numbers = (256 - 2 ** (8 - int(argument)),)
+    elif name in ("solarize", "invert"):
+        position, numbers = NAMES.index("solarize"), (math.ceil(argument),)
+    elif name == "identity" or name in MATRICES:
+        matrix = MATRICES[name](argument, (size, size)) if name in MATRICES else (1, 0, 0, 0, 1, 0)
+        position = MOVED + interpolation
+        numbers = (*(matrix if interpolation else _fixed_point(matrix)), fill)
     return _ROW.pack(position, *numbers, *[0] * (COLUMNS - 1 - len(numbers)))
 
 
-def _matrix(name: str, strength: float, size: int) -> tuple[int, ...]:
-    """The matrix with which Geometry.c copies pixels, [6] in units of 1 / 65536 pixel."""
-    matrix: tuple[float, ...] = (1, 0, 0, 0, 1, 0)
-    if name == "rotate":
-        angle = -math.radians(strength % 360.0)
-        cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
-        half = size / 2
-        left, top = -half * cos - half * sin + half, half * sin - half * cos + half
-        matrix = (cos, sin, left, -sin, cos, top)
-    elif name in AFFINE:
-        matrix = AFFINE[name](strength)
+def _fixed_point(matrix: tuple[float, ...]) -> tuple[int, ...]:
+    """The matrix with which Geometry.c copies the nearest pixels, [6] in units of 1 / 65536."""
     centred = [(a, b, c + a * 0.5 + b * 0.5) for a, b, c in (matrix[:3], matrix[3:])]
     return tuple(math.floor(value * 65536 + 0.5) for line in centred for value in line)

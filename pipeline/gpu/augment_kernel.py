@@ -10,20 +10,25 @@ those of Pillow's ImageOps, ImageEnhance, Image.rotate, Blend.c, Filter.c and Ge
 import torch
 import triton
 import triton.language as tl
+from PIL.Image import Resampling
 from torch import Tensor
 
 from pipeline.augment import NAMES
+from pipeline.gpu.augment import MOVED
 
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
-# The first number of a row. All operations that are not among the next three have tables.
-MOVED = tl.constexpr(NAMES.index("identity"))  # stands for all that copy pixels by a matrix
+# The first number of a row. All operations that are not among the next five have tables.
+NEAREST = tl.constexpr(MOVED + Resampling.NEAREST)  # three for all that move pixels by a matrix
+BILINEAR = tl.constexpr(MOVED + Resampling.BILINEAR)
+BICUBIC = tl.constexpr(MOVED + Resampling.BICUBIC)
 COLOR = tl.constexpr(NAMES.index("color"))
 SHARPNESS = tl.constexpr(NAMES.index("sharpness"))
 BRIGHTNESS = tl.constexpr(NAMES.index("brightness"))
 CONTRAST = tl.constexpr(NAMES.index("contrast"))
 POSTERIZE = tl.constexpr(NAMES.index("posterize"))
 SOLARIZE = tl.constexpr(NAMES.index("solarize"))
+SOLARIZE_ADD = tl.constexpr(NAMES.index("solarize_add"))
 AUTOCONTRAST = tl.constexpr(NAMES.index("autocontrast"))
 
 
@@ -71,7 +76,7 @@ def _make_tables(  # type: ignore[no-untyped-def]
     """Make the table of one channel of one image."""
     image, channel = tl.program_id(0) // 3, tl.program_id(0) % 3
     operation = tl.load(rows + image * columns).to(tl.int32)
-    if (operation != MOVED) & (operation != COLOR) & (operation != SHARPNESS):
+    if (operation < NEAREST) & (operation != COLOR) & (operation != SHARPNESS):
         area: tl.constexpr = size * size
         source = pixels + image.to(tl.int64) * (3 * area)
         number = tl.load(rows + image * columns + 1).to(tl.float32)
@@ -81,6 +86,8 @@ def _make_tables(  # type: ignore[no-untyped-def]
             table = level & number.to(tl.int32)
         elif operation == SOLARIZE:
             table = tl.where(level < number.to(tl.int32), level, 255 - level)
+        elif operation == SOLARIZE_ADD:
+            table = tl.where(level < 128, tl.minimum(level + number.to(tl.int32), 255), level)
         elif operation == BRIGHTNESS:
             table = _blended(level, tl.zeros_like(level), number)
         elif operation == CONTRAST:
@@ -162,12 +169,10 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     row = rows + image * columns
     operation = tl.load(row).to(tl.int32)
     number = tl.load(row + 1).to(tl.float32)
-    if operation == MOVED:
-        x, y = place % size, place // size
-        from_x, from_y = _moved(row + 1, x, y), _moved(row + 4, x, y)
-        good = inside & (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
-        red, green, blue = _load_pixels(source + (from_y * size + from_x) * 3, good)
-        _store_pixels(target, inside, red, green, blue)
+    if operation == NEAREST:
+        _copy_pixels(source, target, row + 1, place, inside, size)
+    elif operation > NEAREST:
+        _interpolate_pixels(source, target, row + 1, place, inside, operation, channels, size)
     elif operation == COLOR:
         red, green, blue = _load_pixels(source + place * 3, inside)
         grey = _grey(red, green, blue)
@@ -210,10 +215,107 @@ def _store_pixels(address, mask, red, green, blue):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _moved(matrix, x, y):  # type: ignore[no-untyped-def]
+def _copy_pixels(source, target, matrix, place, inside, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Make pixels of the nearest ones; the matrix is followed by the fill."""
+    x, y = _copied(matrix, place, size), _copied(matrix + 3, place, size)
+    good = inside & (x >= 0) & (x < size) & (y >= 0) & (y < size)
+    red, green, blue = _load_pixels(source + (y * size + x) * 3, good)
+    fill = tl.load(matrix + 6).to(tl.int32)
+    red = tl.where(good, red, fill & 255)
+    green = tl.where(good, green, fill >> 8 & 255)
+    blue = tl.where(good, blue, fill >> 16)
+    _store_pixels(target, inside, red, green, blue)
+
+
+@triton.jit
+def _interpolate_pixels(  # type: ignore[no-untyped-def]
+    source, target, matrix, place, inside, operation, channels, size: tl.constexpr
+):
+    """Make pixels between those of the image; the matrix is followed by the fill."""
+    x, y = _moved(matrix, place, size), _moved(matrix + 3, place, size)
+    good = inside & (x >= 0) & (x < size) & (y >= 0) & (y < size)
+    x, y = x - 0.5, y - 0.5
+    left, top = tl.floor(x), tl.floor(y)
+    across, down = x - left, y - top
+    fill = tl.load(matrix + 6).to(tl.int32)
+    for channel in range(channels):  # not unrolled, see SHARPNESS
+        address = source + channel
+        if operation == BILINEAR:
+            level = _bilinear(
+                address, left.to(tl.int32), top.to(tl.int32), across, down, good, size
+            )
+        else:
+            level = _bicubic(address, left.to(tl.int32), top.to(tl.int32), across, down, good, size)
+        level = tl.minimum(tl.maximum(level, 0.0), 255.0).to(tl.int32)
+        level = tl.where(good, level, fill >> 8 * channel & 255)
+        tl.store(target + channel, level.to(tl.uint8), inside)
+
+
+@triton.jit
+def _copied(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one coordinate of the pixel to copy, from 16.16 fixed point."""
     across, down = tl.load(matrix).to(tl.int32), tl.load(matrix + 1).to(tl.int32)
-    return (across * x + down * y + tl.load(matrix + 2).to(tl.int32)) >> 16
+    offset = tl.load(matrix + 2).to(tl.int32)
+    return (across * (place % size) + down * (place // size) + offset) >> 16
+
+
+@triton.jit
+def _moved(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute one coordinate of the point that a pixel's centre is from, float64."""
+    x, y = (place % size).to(tl.float64) + 0.5, (place // size).to(tl.float64) + 0.5
+    return tl.load(matrix) * x + tl.load(matrix + 1) * y + tl.load(matrix + 2)
+
+
+@triton.jit
+def _level(source, x, y, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a level of a channel, float64; the border continues outside the image."""
+    x = tl.minimum(tl.maximum(x, 0), size - 1)
+    y = tl.minimum(tl.maximum(y, 0), size - 1)
+    return tl.load(source + (y * size + x) * 3, good, 0).to(tl.float64)
+
+
+@triton.jit
+def _bilinear(source, x, y, across, down, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute a level between the pixels (x, y) and (x + 1, y + 1), float64."""
+    upper = _linear_row(source, x, y, across, good, size)
+    return upper + (_linear_row(source, x, y + 1, across, good, size) - upper) * down
+
+
+@triton.jit
+def _linear_row(source, x, y, across, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    left = _level(source, x, y, good, size)
+    return left + (_level(source, x + 1, y, good, size) - left) * across
+
+
+@triton.jit
+def _bicubic(source, x, y, across, down, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute a level from 4 x 4 pixels around (x, y) and (x + 1, y + 1), float64."""
+    return _cubic(
+        _cubic_row(source, x, y - 1, across, good, size),
+        _cubic_row(source, x, y, across, good, size),
+        _cubic_row(source, x, y + 1, across, good, size),
+        _cubic_row(source, x, y + 2, across, good, size),
+        down,
+    )
+
+
+@triton.jit
+def _cubic_row(source, x, y, across, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    return _cubic(
+        _level(source, x - 1, y, good, size),
+        _level(source, x, y, good, size),
+        _level(source, x + 1, y, good, size),
+        _level(source, x + 2, y, good, size),
+        across,
+    )
+
+
+@triton.jit
+def _cubic(before, first, second, after, weight):  # type: ignore[no-untyped-def]
+    """Compute the cubic of Geometry.c between two levels, in its order of operations."""
+    square = 2 * (before - first) + second - after
+    cube = -before + first - second + after
+    return first + weight * (-before + second + weight * (square + weight * cube))
 
 
 @triton.jit

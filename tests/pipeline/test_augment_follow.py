@@ -63,6 +63,7 @@ LISTS: list[list[Any]] = [
     [{"random_resized_crop": {"size": 120}}, FLIP, {"rand_augment": {"magnitude": 15}}],
     [{"rand_augment": {"count": 3}}, {"random_resized_crop": {"size": 120}}, FLIP],
     [{"resize": {"size": [90, 160]}}, {"center_crop": {"size": 140}}, "trivial_augment", FLIP],
+    [{"trivial_augment": {"interpolation": "bicubic", "fill": [5, 0, 9]}}, FLIP],
 ]
 
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +17,20 @@ from pipeline.augment import (
     NAMES,
     OPERATIONS,
     STRENGTHS,
+    Operation,
     RandAugment,
     TrivialAugment,
+    argument,
     as_rows,
-    signed_strength,
 )
 from pipeline.augment import apply_operations as apply_on_cpu
 from pipeline.decode import Picture
 from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
+from tests.pipeline.test_augment import TIMM
 
-GEOMETRIC = ("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+FILL = 124 | 116 << 8 | 104 << 16
+MODES = Image.Resampling
 
 
 def example_images(size: int, photo: Path) -> np.ndarray:
@@ -60,57 +65,108 @@ def on_gpu(images: np.ndarray, operations: np.ndarray) -> np.ndarray:
     return apply_operations(pixels, operations).permute(0, 2, 3, 1).cpu().numpy()
 
 
-def all_strengths(name: str, size: int) -> list[float]:
-    """With both signs and both units."""
-    return [
-        signed_strength(name, sign * strength / STRENGTHS, (size, size), wide=wide)
-        for wide, strength, sign in itertools.product((0, 1), range(STRENGTHS + 1), (1, -1))
-    ]
+def all_operations(name: str, size: int) -> list[Operation]:
+    """With both signs, of every list, the nearest pixel; some of them interpolated."""
+    drawn = {}
+    for each, strength in itertools.product(("torchvision", "wide", "timm"), range(STRENGTHS + 1)):
+        if getattr(OPERATIONS[name], each) is None:
+            continue
+        for sign in (1, -1):
+            value = argument(name, sign * strength / STRENGTHS, (size, size), each)
+            drawn[Operation(name, value)] = None
+            if name in MOVES and strength in (0, 1, 7, 21, 30):
+                drawn[Operation(name, value, MODES.NEAREST, FILL)] = None
+                drawn[Operation(name, value, MODES.BILINEAR, FILL)] = None
+                drawn[Operation(name, value, MODES.BICUBIC)] = None
+    return list(drawn)
+
+
+def applied(image: np.ndarray, operation: Operation) -> np.ndarray:
+    return np.asarray(OPERATIONS[operation.name].apply(Image.fromarray(image), operation))
 
 
 # The rows for the kernels, read here as the kernels read them.
 
 
 @pytest.mark.parametrize("size", [1, 2, 33])
-@pytest.mark.parametrize("name", GEOMETRIC)
-def test_matrices_copy_the_pixels_that_pillow_copies(name: str, size: int) -> None:
+@pytest.mark.parametrize("name", ["identity", *MOVES])
+def test_matrices_move_pixels_as_pillow_does(name: str, size: int) -> None:
     image = np.random.default_rng(0).integers(1, 256, (size, size, 3), np.uint8)
     y, x = np.indices((size, size))
-    for strength in all_strengths(name, size):
-        (row,) = kernel_rows(as_rows([(name, strength)])[None], size)[0].astype(int)
-        assert row[0] == MOVED
-        from_x, from_y = ((a * x + b * y + c) >> 16 for a, b, c in (row[1:4], row[4:7]))
+    for operation in all_operations(name, size):
+        (row,) = kernel_rows(as_rows([operation])[None], size)[0]
+        assert row[0] == MOVED + operation.interpolation
+        if operation.interpolation == MODES.NEAREST:
+            from_x, from_y = (
+                (a * x + b * y + c) >> 16 for a, b, c in row[1:7].astype(int).reshape(2, 3)
+            )
+            lines, columns = (np.clip(each, 0, size - 1)[..., None] for each in (from_y, from_x))
+            moved = image[lines[..., 0], columns[..., 0]]
+        else:
+            from_x, from_y = (
+                a * (x + 0.5) + b * (y + 0.5) + c for a, b, c in row[1:7].reshape(2, 3)
+            )
+            weigh = _linear if operation.interpolation == MODES.BILINEAR else _cubic
+            moved = _between(image, from_x - 0.5, from_y - 0.5, weigh)
         inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
-        found = np.where(inside[..., None], image[from_y * inside, from_x * inside], 0)
-        np.testing.assert_array_equal(found, OPERATIONS[name][0](Image.fromarray(image), strength))
+        fill = [int(row[7]) >> shift & 255 for shift in (0, 8, 16)]
+        found = np.where(inside[..., None], moved, fill)
+        np.testing.assert_array_equal(found, applied(image, operation), str(operation))
 
 
-@pytest.mark.parametrize("name", ["brightness", "posterize", "solarize"])
+def _between(image: np.ndarray, x: np.ndarray, y: np.ndarray, weigh: Any) -> np.ndarray:
+    """Interpolate in float64 at points in pixels, with the border continued outside the image."""
+    left, top, last = np.floor(x).astype(int), np.floor(y).astype(int), len(image) - 1
+
+    def line(down: int) -> np.ndarray:
+        levels = [
+            image[np.clip(top + down, 0, last), np.clip(left + right, 0, last)].astype(float)
+            for right in (-1, 0, 1, 2)
+        ]
+        return weigh(*levels, (x - left)[..., None])
+
+    levels = weigh(line(-1), line(0), line(1), line(2), (y - top)[..., None])
+    return np.clip(levels, 0, 255).astype(np.uint8)
+
+
+def _linear(before: Any, first: Any, second: Any, after: Any, weight: Any) -> Any:
+    return first + (second - first) * weight
+
+
+def _cubic(before: Any, first: Any, second: Any, after: Any, weight: Any) -> Any:
+    square, cube = 2 * (before - first) + second - after, -before + first - second + after
+    return first + weight * (-before + second + weight * (square + weight * cube))
+
+
+@pytest.mark.parametrize("name", ["brightness", "posterize", "solarize", "invert", "solarize_add"])
 def test_numbers_make_the_levels_that_pillow_makes(name: str) -> None:
     level = np.arange(256)
-    image = Image.fromarray(level.astype(np.uint8).repeat(3).reshape(16, 16, 3))
-    for strength in all_strengths(name, 16):
-        (row,) = kernel_rows(as_rows([(name, strength)])[None], 16)[0]
-        assert row[0] == NAMES.index(name)
+    image = level.astype(np.uint8).repeat(3).reshape(16, 16, 3)
+    for operation in all_operations(name, 16):
+        (row,) = kernel_rows(as_rows([operation])[None], 16)[0]
+        kind = NAMES[int(row[0])]
+        assert kind == ("solarize" if name == "invert" else name)
         found = {
             "brightness": np.clip(level.astype(np.float32) * np.float32(row[1]), 0, 255),
             "posterize": level & int(row[1]),
             "solarize": np.where(level < row[1], level, 255 - level),
-        }[name].astype(np.uint8)
-        expected = np.asarray(OPERATIONS[name][0](image, strength))[..., 0]
-        np.testing.assert_array_equal(found, expected.flatten())
+            "solarize_add": np.where(level < 128, np.minimum(level + row[1], 255), level),
+        }[kind].astype(np.uint8)
+        np.testing.assert_array_equal(found, applied(image, operation)[..., 0].flatten())
 
 
 def test_rows_keep_the_order_of_operations_and_images() -> None:
     names = [("color", "posterize"), ("equalize", "rotate"), ("sharpness", "color")]
-    drawn = np.stack([as_rows([(first, 0.5), (second, 2.0)]) for first, second in names])
+    drawn = np.stack(
+        [as_rows([Operation(first, 0.5), Operation(second, 2)]) for first, second in names]
+    )
     rows = kernel_rows(drawn, 8)
     assert rows.shape == (2, 3, COLUMNS)
     positions = [[NAMES.index(name) for name in each] for each in zip(*names, strict=True)]
     positions[1][1] = MOVED
     np.testing.assert_array_equal(rows[..., 0], positions)
-    np.testing.assert_array_equal(rows[0, :, 1], [1.5, 0, 1.5])
-    np.testing.assert_array_equal(rows[1, ::2, 1], [252, 3])
+    np.testing.assert_array_equal(rows[0, ::2, 1], [1.5, 1.5])
+    np.testing.assert_array_equal(rows[1, ::2, 1], [192, 3])
 
 
 def test_the_kernels_need_a_gpu() -> None:
@@ -121,17 +177,14 @@ def test_the_kernels_need_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2, 33, 224])
+@pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
 @pytest.mark.parametrize("name", NAMES)
 def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size: int) -> None:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
-    strengths = all_strengths(name, size)
-    operations = np.repeat([as_rows([(name, strength)]) for strength in strengths], 8, axis=0)
-    found = on_gpu(np.concatenate([images] * len(strengths)), operations)
-    expected = [
-        np.asarray(OPERATIONS[name][0](Image.fromarray(image), strength))
-        for strength, image in itertools.product(strengths, images)
-    ]
+    drawn = all_operations(name, size)
+    operations = np.repeat([as_rows([each]) for each in drawn], 8, axis=0)
+    found = on_gpu(np.concatenate([images] * len(drawn)), operations)
+    expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
     np.testing.assert_array_equal(found, expected)
 
 
@@ -142,12 +195,14 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     [
         RandAugment(count=3, magnitude=17),
         RandAugment(count=3, magnitude=17, magnitude_std=5, p=0.5),
+        RandAugment(**TIMM),
         TrivialAugment(),
+        TrivialAugment(interpolation="bilinear"),
     ],
-    ids=["rand", "some", "trivial"],
+    ids=["rand", "some", "timm", "trivial", "bilinear"],
 )
 def test_operations_of_a_batch_are_applied_in_their_order(
-    image_root: Path, transform: RandAugment | TrivialAugment, size: int
+    image_root: Path, transform: RandAugment, size: int
 ) -> None:
     images = example_images(size, image_root / "train" / "dots" / "02.jpg")
     images = np.concatenate([images] * 16)
@@ -167,9 +222,10 @@ def test_operations_of_a_batch_are_applied_in_their_order(
 
 @pytest.mark.gpu
 def test_operations_do_not_wait_for_the_device() -> None:
-    images = torch.zeros(16, 3, 32, 32, dtype=torch.uint8, device="cuda")
-    names = [[(name, 0.5)] for name in (*NAMES, "rotate", "equalize")]
-    operations = np.stack([as_rows(drawn) for drawn in names])
+    drawn = [Operation(name, 1) for name in NAMES]
+    drawn += [Operation("rotate", 1, mode) for mode in (MODES.BILINEAR, MODES.BICUBIC)]
+    operations = np.stack([as_rows([each]) for each in drawn])
+    images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     apply_operations(images, operations)
     torch.cuda.set_sync_debug_mode("error")
     torch.use_deterministic_algorithms(True)  # refuses none of the kernels
@@ -186,7 +242,8 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     size, batch = 224, 2**31 // (3 * 224**2) + 2
     photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
     pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
-    drawn = [(name, 0.5) for name in ("rotate", "equalize", "sharpness")]
+    drawn = [Operation("rotate", 9, mode, FILL) for mode in (MODES.NEAREST, MODES.BICUBIC)]
+    drawn += [Operation(name, 0.5) for name in ("equalize", "sharpness")]
     made = apply_operations(pixels, np.repeat(as_rows(drawn)[None], batch, axis=0))
     expected = torch.from_numpy(apply_on_cpu(Picture(photo), drawn).pixels().copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
