@@ -284,8 +284,8 @@ def _refuse_foreign(path: Path, config: Config) -> None:
     if re.fullmatch("[0-9a-f]{8}", digest) and not path.exists():  # of a default name
         for other in path.parent.glob(f"*,{digest}"):
             raise UserError(
-                f"run.dir={path}: {other.name} holds the same training, as an earlier version "
-                f"named it; rename it to {path.name} to continue it, or give another run.name"
+                f"run.dir={path}: {other.name} holds this training under an earlier version's "
+                f"name; rename it to {path.name} to continue it, or give another run.name"
             )
     content = {each.name for each in path.iterdir()} if path.exists() else set()
     if content and not content & {"config.yaml", "checkpoints", ".lock"}:

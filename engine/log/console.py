@@ -28,12 +28,7 @@ def print_lines(*lines: str) -> None:
 def train_line(
     row: Mapping[str, Any], values: Mapping[str, float], by: BestBy, epochs: float
 ) -> str:
-    """Return the line of a log row.
-
-    Args:
-        values: what `train_step` has returned; those without a column follow the line.
-        epochs: what is planned.
-    """
+    """Return the line of a log row; values of `train_step` without a column are at its end."""
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
     followed = [key for key in values if key not in ("loss", "top5", by.name) and on_console(key)]
     others = [f"  {shown(key, values[key])}" for key in followed]  # without top5, to be short
@@ -46,11 +41,7 @@ def train_line(
 def val_line(
     row: Mapping[str, Any], names: Iterable[str], by: BestBy, epochs: float, *, best: bool
 ) -> str:
-    """Return the line of a validation.
-
-    Args:
-        names: of the values; their names in the row end in _raw for the model without averaging.
-    """
+    """Return the line of a validation. Names in _raw are of the model without averaging."""
     visible = [name for name in names if name != "loss" and on_console(name)]
     parts = [shown(name, row[name]) for name in visible if name != by.name]
     parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
@@ -71,8 +62,6 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     """Return the results of a run, where its files are and where the time went, as lines.
 
     Args:
-        folder: the run directory.
-        summary: the content of summary.json.
         resumes: the same command resumes an interrupted run.
     """
     steps = f"{summary['step']:,} steps, {summary['epoch']:.4g} epochs"

@@ -59,10 +59,9 @@ def rgb(pixels: npt.NDArray[Any]) -> Pixels:
 def tiles(
     title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[Sequence[tuple[str, str]]]
 ) -> Image.Image:
-    """Draw images in rows of four, each with up to three lines of (text, colour) below it.
+    """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines.
 
-    Args:
-        images: each as for `rgb`, [..., S, S, C].
+    A line is (text, colour).
     """
     width, height, top = TILE + 8, TILE + 62, 40
     image, draw = sheet(8 + 4 * width, top + height * -(-len(images) // 4), title, left=8)

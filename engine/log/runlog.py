@@ -224,9 +224,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Report a validation, and warn if the run falls behind its recipe. Collective.
 
         Args:
-            names: of the values in the row.
+            names: of the values in the row; `previous` is the row of the validation before.
             rows: what `engine.validation.evaluate` has collected on this rank.
-            previous: the row of the validation before.
         """
         about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
         row = row | about
@@ -355,11 +354,7 @@ def gather_predictions(rows: Rows, world: World) -> Any:
 def describe_divergence(
     step: int, loss: float, plan: Plan, loader: Loader, world: World
 ) -> tuple[dict[str, Any], str]:
-    """Describe the first step whose gradients were not finite, as JSON and as text. Collective.
-
-    Args:
-        step, loss: the step (1, 2, ...) and this rank's loss in it.
-    """
+    """Describe the first step without finite gradients, with this rank's loss. Collective."""
     samples = [
         {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
         for epoch, index in loader.samples(step - 1).tolist()

@@ -32,12 +32,9 @@ NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
 def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
-    """Return CUSTOM SCALARS: training and validation in one chart.
+    """Return CUSTOM SCALARS: charts with the curves of training and validation.
 
     One for the loss, and one for the value of train.best_by and those that have its unit.
-
-    Returns:
-        Group -> chart -> regular expressions.
     """
     unit = VALUES.get(by.name, Value()).unit
     alike = [k for k, value in VALUES.items() if unit and value.console and value.unit == unit]
@@ -53,8 +50,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.
-        config: log.trackers says whether to write for TensorBoard; wandb reads what is written for
-            TensorBoard, and shows the config.
+        config: log.trackers says what to write; wandb reads what is written for TensorBoard.
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
             and TensorBoard hides the later values of earlier starts: no step has two.
     """
@@ -135,11 +131,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
     def pictures(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
-        """Draw pictures for TensorBoard, if it is in use.
-
-        Args:
-            draw: returns tag -> picture.
-        """
+        """Draw pictures for TensorBoard, if it is in use; `draw` returns tag -> picture."""
 
         def add(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary

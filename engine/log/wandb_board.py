@@ -21,8 +21,7 @@ WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the 
 def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     """Start or continue the run whose ID is in a run directory, before TensorBoard opens its files.
 
-    Returns:
-        The function that ends the run, after TensorBoard has closed its files.
+    Return the function that ends the run, after TensorBoard has closed its files.
     """
     import wandb
 

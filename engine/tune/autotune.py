@@ -176,11 +176,9 @@ def measure(benchmark: Benchmark) -> Tuned:
 def lines_of(
     benchmark: Benchmark, tuned: Tuned, alone: Measured, trial: Measured, *, tried: bool
 ) -> list[str]:
-    """Return the result for a reader, with what limits the speed.
+    """Return the result for a reader: of a worker `alone`, and of the chosen setting's `trial`.
 
-    Args:
-        alone: a worker, before the trials.
-        trial: of the chosen setting, measured if `tried`, else expected.
+    The trial was measured if `tried`, else it is expected.
     """
     batch_size, demand = benchmark.loader.batch_size, tuned.demand
     others = [f"{name} {rate:,.0f} img/s" for name, rate in tuned.alternatives.items()]
@@ -203,11 +201,7 @@ def lines_of(
 def tuning_question(
     plan: Plan, world: World, train_fingerprint: str, step: int = 0
 ) -> dict[str, Any]:
-    """Return everything on which the result of loader.workers=auto depends.
-
-    Args:
-        step: the steps that are measured have images of the size of this one.
-    """
+    """Return what the result of loader.workers=auto depends on; a `step` has a size of images."""
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
     sizes = keys.pop("data.sizes")
     if sizes:  # a list, because JSON has no keys that are numbers

@@ -114,10 +114,28 @@ class Benchmark:
         return min((times for times, _ in results), key=lambda times: times.per_worker)
 
     def try_engines(self) -> str | None:
-        """Decode some batches with the GPU's JPEG engines; return why they fail, or None."""
-        failures = self.on_all_ranks(lambda: engines_fail(self.feed, self.next_step))
+        """Decode some batches with the GPU's JPEG engines; return why they fail, or None.
+
+        This compiles the crop kernel and measures their rate.
+        """
+        failures = self.on_all_ranks(self._engines_fail)
         self.feed.decode_with(self.plan.loader.decoder)
         return next(filter(None, failures), None)
+
+    def _engines_fail(self) -> str | None:
+        feed, first = self.feed, self.next_step
+        taken = feed.engines.taken
+        feed.decode_with("gpu")
+        try:
+            deque(feed.train.batches(first, first + WARM_BATCHES), maxlen=0)
+        except LoaderError:
+            raise
+        except Exception as error:  # Triton without a compiler, CUDA, ...
+            return describe(error)
+        if feed.engines.taken == taken:
+            return str(feed.engines.refused)
+        measured = feed.engines.decoder.seconds_per_image
+        return None if measured else "augment.train or the files need the CPU"
 
     def engine_rate(self) -> float:
         """Images/s of the JPEG engines, after `try_engines`."""
@@ -156,10 +174,9 @@ class Benchmark:
 
 
 def time_worker(loader: Loader, step: int, encoded: float = 0.0) -> tuple[Measured, int]:
-    """Let the active workers of this rank make batches that nothing uses, from a step on.
+    """Let the active workers make batches that nothing uses; `encoded`: the share only to read.
 
-    They only read a share `encoded` of the images. Return the times of a worker, and the first step
-    whose files have not been read.
+    Return the times of a worker, and the first step whose files have not been read.
     """
     loader.encoded_share = encoded
     recent = loader.pool.recent[loader.source]
@@ -171,25 +188,6 @@ def time_worker(loader: Loader, step: int, encoded: float = 0.0) -> tuple[Measur
         elif time.perf_counter() - began > MEASURE_SECONDS / (4 if encoded else 2):
             break
     return Measured(**worker_times(recent)), batch.step + 1 + loader.ahead
-
-
-def engines_fail(feed: Feed, step: int) -> str | None:
-    """Make batches with the engines; return why they fail, or None.
-
-    This compiles the crop kernel and measures their rate.
-    """
-    taken = feed.engines.taken
-    feed.decode_with("gpu")
-    try:
-        deque(feed.train.batches(step, step + WARM_BATCHES), maxlen=0)
-    except LoaderError:
-        raise
-    except Exception as error:  # Triton without a compiler, CUDA, ...
-        return describe(error)
-    if feed.engines.taken == taken:
-        return str(feed.engines.refused)
-    measured = feed.engines.decoder.seconds_per_image
-    return None if measured else "augment.train or the files need the CPU"
 
 
 def synchronize(feed: Feed) -> None:

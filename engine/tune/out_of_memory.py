@@ -20,11 +20,7 @@ FEWEST_IMAGES = 8  # of a micro-batch: fewer are too few for batch normalisation
 
 @contextmanager
 def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterator[None]:
-    """Replace CUDA's out-of-memory error by one line that names micro-batches that should fit.
-
-    Raises:
-        TrainingError: out of GPU memory.
-    """
+    """Replace CUDA's out-of-memory error by a TrainingError with micro-batches that should fit."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

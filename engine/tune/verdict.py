@@ -67,13 +67,9 @@ class Verdict:
             period.append(timing)
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
-        """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
+        """Judge a run, or the epoch since the last call for one, with reasons of `slowdowns`.
 
-        Collective.
-
-        Args:
-            period: `epoch`: the intervals since the last call for one; `run`: all of this start.
-            slowdowns: why this rank's GPU ran below its maximum clock.
+        An epoch below its SHORT seconds gets no sentence. Collective.
         """
         timings, own = self.timings[period], None
         if sum(timing.seconds for timing in timings) >= SHORT[period]:
