@@ -125,7 +125,7 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
         DamagedError: it is damaged.
         OSError: it cannot be read.
     """
-    at, end = start, os.fstat(file.fileno()).st_size
+    at, end = start, file.seek(0, os.SEEK_END)
     file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
@@ -133,6 +133,8 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                 if not 0 <= header.size <= end - header.offset_data:
                     raise ValueError(f"a size of {header.size:,} bytes")
+                if not header.name or "\0" in header.name:
+                    raise ValueError(f"the name {header.name!r}")
                 at = tar.offset
                 yield header
         # tarfile takes a damaged or missing block for the end, which is a block of zeros.

@@ -89,6 +89,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -97,13 +98,13 @@ from conf import strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.destination import Container, make_folder, open_destination, write_whole
-from scripts.lib.sources.files import WHOLE, Sample
+from scripts.lib.sources.files import WHOLE, Sample, size_of
 from scripts.lib.sources.layouts import read, recognise
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
-CHUNK = 256  # images that are in memory, about 30 MB
+CHUNK, CHUNK_BYTES = 256, 2**28  # images and their bytes that are in memory; usually 30 MB
 QUALITY = 90
 # The end of a complete file; cameras append up to some hundred bytes.
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
@@ -216,24 +217,41 @@ def linked_to(file: str, target: str) -> bool:
 def results(options: argparse.Namespace, samples: list[Sample]) -> Iterator[tuple[Sample, Result]]:
     """Convert all images in threads; yield the results in order and show the progress."""
     began = shown = time.monotonic()
-    new = 0
+    done = new = 0
     pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
     try:
-        for start in range(0, len(samples), CHUNK):
-            chunk = samples[start : start + CHUNK]
-            for sample, result in zip(
-                chunk, pool.map(partial(convert, options), chunk), strict=True
-            ):
+        for part in parts(samples, pool):
+            for sample, result in zip(part, pool.map(partial(convert, options), part), strict=True):
                 new += result.outcome != "done_earlier"
                 yield sample, result
+            done += len(part)
             if time.monotonic() - shown > 5:
-                shown, done = time.monotonic(), start + len(chunk)
+                shown = time.monotonic()
                 rate = max(1, new) / (shown - began)
                 left = timedelta(seconds=round((len(samples) - done) / rate))
                 text = f"{done:,} of {len(samples):,} images, {rate:,.0f} images/s, {left} left"
                 print(text, file=sys.stderr, flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def parts(samples: list[Sample], pool: ThreadPoolExecutor) -> Iterator[list[Sample]]:
+    """Yield all samples in lists of at most CHUNK images, and of at most CHUNK_BYTES or one more.
+
+    Where an image is in a Parquet file, its size is not known.
+    """
+
+    def size(sample: Sample) -> int:
+        try:
+            return size_of(sample.place)
+        except OSError:
+            return 0  # reading it reports the error
+
+    for start in range(0, len(samples), CHUNK):
+        chunk = samples[start : start + CHUNK]
+        sums = zip(chunk, accumulate(pool.map(size, chunk)), strict=True)
+        for _, part in groupby(sums, lambda pair: pair[1] // CHUNK_BYTES):
+            yield [sample for sample, _ in part]
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:

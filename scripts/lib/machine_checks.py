@@ -23,7 +23,7 @@ from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.containers import Container
+from pipeline.containers import LARGEST, Container
 from pipeline.decode import ON_GPU, describe
 from pipeline.index import Index
 from scripts import bench
@@ -233,7 +233,7 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
             return 0
         source, start, length = index.place(row)
         path = source.path if isinstance(source, Container) else index.path(row)
-        with suppress(OSError), open_regular(path, buffering=0) as file:
+        with suppress(OSError), open_regular(path, LARGEST, buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))

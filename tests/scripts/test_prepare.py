@@ -1,6 +1,7 @@
 """Datasets as people have them: small ones in the real formats; smaller images; resumed runs."""
 
 import errno
+import gzip
 import hashlib
 import io
 import json
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from pipeline.index import load_index
 from pipeline.splits import load_splits
 from scripts import prepare
 from scripts.lib.sources import imagenet
-from scripts.lib.sources.files import tree_of_folder
+from scripts.lib.sources.files import Place, Sample, read_place, tree_of_folder
 from scripts.lib.sources.layouts import recognise
 from tests.drawings import draw_image
 
@@ -77,6 +80,12 @@ def tar(files: Mapping[str, bytes | str], mode: str = "w") -> bytes:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def header(kind: bytes, size: int) -> bytes:
+    info = tarfile.TarInfo("name")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT).ljust(1024)
 
 
 def zipped(path: Path, files: Mapping[str, bytes | str]) -> Path:
@@ -465,6 +474,10 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
         ({"ILSVRC2012_img_val.tar": None}, "ILSVRC2012_img_val.tar is missing"),
         ({"ILSVRC2012_devkit_t12.tar.gz": devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
         (
+            {"ILSVRC2012_devkit_t12.tar.gz": gzip.compress(3000 * header(b"L", 1))},
+            "devkit_t12.tar.gz: is damaged",
+        ),
+        (
             {"ILSVRC2012_devkit_t12.tar.gz": devkit(truth=[3, 1, 2, 2, 3, 3])},
             "the classes do not have the same number of validation images",
         ),
@@ -488,6 +501,12 @@ def test_incomplete_official_files(
         if data:
             write(source, {name: data})
     assert message in refused(source)
+
+
+def test_labels_of_any_size_are_not_read(tmp_path: Path) -> None:
+    source = kaggle(tmp_path)
+    os.truncate(source / "LOC_val_solution.csv", 2**42)
+    assert "more than 67,108,864); download" in refused(source)
 
 
 @pytest.mark.parametrize("kept", [0, 5_000, -2048])
@@ -594,6 +613,52 @@ def test_unreadable_images_are_listed_and_can_be_repaired(
     assert run(source, to, "--format", kind) == 0
     assert written(to, kind) == EXPECTED
     assert not (to / "unreadable.txt").exists()
+
+
+def in_zip(path: Path, change: Callable[[zipfile.ZipInfo], Any], data: bytes = jpeg(1)) -> Path:
+    """Write a zip file with four images, and change the entry of a/0.jpg in its directory."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("a/0.jpg", "a/1.jpg", "b/0.jpg", "b/1.jpg"):
+            archive.writestr(name, data if name == "a/0.jpg" else jpeg(2))
+        change(archive.filelist[0])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("file_size", 2**30, "has 1,073,741,824 bytes, more than 536,870,912"),
+        ("file_size", 10, "Bad CRC-32"),
+        ("flag_bits", 1, "is encrypted, password required"),
+        ("compress_type", zipfile.ZIP_LZMA, "0.jpg: "),
+        ("compress_type", 99, "compression method is not supported"),
+    ],
+)
+def test_damaged_members_of_a_zip_file(tmp_path: Path, key: str, value: int, message: str) -> None:
+    (tmp_path / "source").mkdir()
+    source = in_zip(tmp_path / "source" / "all.zip", lambda info: setattr(info, key, value))
+    assert run(source, tmp_path / "to") == 1
+    (line,) = (tmp_path / "to" / "unreadable.txt").read_text().splitlines()
+    assert "a/0.jpg\tOSError: " in line and message in line
+
+
+def test_a_member_is_inflated_up_to_its_size(tmp_path: Path) -> None:
+    path = in_zip(tmp_path / "a.zip", lambda info: setattr(info, "file_size", 10), bytes(2**26))
+    tracemalloc.start()
+    with pytest.raises(OSError, match="Bad CRC-32"):
+        read_place(Place(str(path), 0, 10, "a/0.jpg"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+def test_few_large_images_are_in_memory() -> None:
+    places = [Place("a.tar", 0, size) for size in [400 << 20] * 3 + [1000] * 300]
+    samples = [Sample("train", "a", str(i), place) for i, place in enumerate(places)]
+    with ThreadPoolExecutor(1) as pool:
+        found = list(prepare.parts(samples, pool))
+    assert [s for part in found for s in part] == samples
+    assert [len(part) for part in found[:2]] == [1, 1] and len(found) == 4
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_continues(
@@ -781,6 +846,7 @@ def refused(source: Path, **options: Any) -> str:
             "train/a.jpg has no label; add train/a.cls",
         ),
         ({"train.tar": tar({"a.jpg": jpeg(1), "a.json": "{}"})}, "a.json contains no label"),
+        ({"train.tar": tar({"a.jpg": b"", "a.json": "[" * 10**5})}, "a.json contains no label"),
         ({"train.tar.gz": tar({"a/a.jpg": jpeg(1)}, "w:gz")}, "is compressed; run gunzip"),
         ({"train.tar": b"no tar"}, "is damaged or incomplete"),
         ({"train-0.tar": b"", "more.tar": b""}, "more.tar: the name does not contain train or"),

@@ -3,11 +3,10 @@
 import os
 import re
 import zipfile
-import zlib
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
-from conf.files import open_regular
+from conf.files import LARGEST_IMAGE, open_regular
 from conf.schema import UserError
 from pipeline.containers import LARGEST, DamagedError, tar_members, zip_headers
 from pipeline.index import EXTENSIONS
@@ -19,6 +18,8 @@ USED = (*IMAGES, ".cls", ".json", ".csv", ".tar", ".tar.gz")
 SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 WHOLE = -1
+LARGEST_LABEL = 2**26  # bytes of a file of labels; all those of ImageNet have 2 MB
+PIECE = 4096  # bytes; whatever zipfile reads at once from LZMA or bzip2 is inflated at once
 
 
 class Place(NamedTuple):
@@ -143,20 +144,35 @@ def open_zip(path: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def read_place(place: Place) -> bytes:
+def size_of(place: Place) -> int:
+    """Return the number of bytes that `read_place` reads. Raises OSError if there is no file."""
+    return place.size if place.size != WHOLE else os.stat(place.file).st_size
+
+
+def read_place(place: Place, largest: int = LARGEST_IMAGE) -> bytes:
     """Return the bytes of a file, of a range of it, or of a member of a zip file.
 
+    Args:
+        largest: the bytes that there may be, of a member before it is inflated.
+
     Raises:
-        OSError: it cannot be read or is too short.
+        OSError: they cannot be read, or are more or fewer.
     """
-    if place.member:
-        try:
-            return open_zip(place.file).read(place.member)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-            raise OSError(f"{place.file}: {place.member}: {error}") from None
-    with open_regular(place.file, LARGEST) as file:
-        file.seek(place.start)
-        data = file.read(place.size)
-    if len(data) < place.size:
-        raise OSError(f"{place.file}: ends before byte {place.start + place.size:,}")
+    where, size = ": ".join(filter(None, (place.file, place.member))), size_of(place)
+    if size > largest:
+        raise OSError(f"{where}: has {size:,} bytes, more than {largest:,}")
+    try:
+        if place.member:
+            with open_zip(place.file).open(place.member) as member:
+                data = b"".join(iter(partial(member.read, PIECE), b""))
+        else:
+            with open_regular(place.file, LARGEST) as file:
+                file.seek(place.start)
+                data = file.read(size)
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds: RuntimeError, LZMAError, EOFError, ...
+        raise OSError(f"{where}: {error}") from None
+    if len(data) < size:
+        raise OSError(f"{where}: ends {size - len(data):,} bytes too early")
     return data

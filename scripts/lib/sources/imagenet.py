@@ -10,12 +10,12 @@ import csv
 import io
 import os
 import re
-import tarfile
 import zlib
 from collections import Counter
 
 from conf.schema import UserError
-from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place
+from pipeline.containers import tar_headers
+from scripts.lib.sources.files import LARGEST_LABEL, Place, Sample, Tree, damaged, read_place
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12.tar.gz", "LOC_val_solution.csv"
@@ -57,8 +57,8 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
         if place is None:
             continue
         try:
-            labels = parse(read_place(place))
-        except (ValueError, LookupError, OSError, EOFError, csv.Error, tarfile.TarError) as error:
+            labels = parse(read_place(place, LARGEST_LABEL))
+        except (ValueError, LookupError, OSError, csv.Error, zlib.error) as error:
             raise damaged(name, error) from None
         counts = Counter(labels.values())
         first = [labels.get(val_name(i + 1)) for i in range(len(FIRST_LABELS))]
@@ -114,19 +114,17 @@ def parse_devkit(data: bytes) -> dict[str, str]:
     Format".
 
     Raises:
-        ValueError, LookupError, OSError, EOFError, tarfile.TarError: it is damaged.
+        ValueError, LookupError, zlib.error: it is damaged.
     """
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-        files = {os.path.basename(member.name): member for member in archive if member.isfile()}
-        meta = archive.extractfile(files["meta.mat"])
-        truth = archive.extractfile(files["ILSVRC2012_validation_ground_truth.txt"])
-        assert meta and truth
-        table = meta.read()[128 + 8 :]
-        numbers = [int(line) for line in truth.read().split()]
-    try:
-        found = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", zlib.decompressobj().decompress(table))
-    except zlib.error as error:
-        raise ValueError(f"meta.mat: {error}") from None
+    content = zlib.decompressobj(wbits=31).decompress(data, LARGEST_LABEL)
+    files = {
+        os.path.basename(header.name): content[header.offset_data :][: header.size]
+        for header in tar_headers(io.BytesIO(content))
+        if header.isreg()
+    }
+    numbers = [int(line) for line in files["ILSVRC2012_validation_ground_truth.txt"].split()]
+    table = zlib.decompressobj().decompress(files["meta.mat"][128 + 8 :], LARGEST_LABEL)
+    found = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
     wnids = [name.replace(b"\0", b"").decode() for name in found]
     counts = Counter(numbers)
     if set(counts) != set(range(1, len(counts) + 1)) or len(set(counts.values())) > 1:

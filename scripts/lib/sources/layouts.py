@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from conf.schema import UserError
 from pipeline.splits import chosen
 from scripts.lib.sources.files import (
+    LARGEST_LABEL,
     SPLITS,
     Place,
     Sample,
@@ -165,12 +166,16 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
 
 def record_label(key: str, parts: Tree) -> str:
     """Return the label in key.cls or key.json; "" if there is none of them."""
-    if "cls" in parts or "json" not in parts:
-        return read_place(parts["cls"]).decode(errors="replace").strip() if "cls" in parts else ""
+    extension = next((name for name in ("cls", "json") if name in parts), "")
+    if not extension:
+        return ""
+    content = read_place(parts[extension], LARGEST_LABEL)
+    if extension == "cls":
+        return content.decode(errors="replace").strip()
     try:
-        record = json.loads(read_place(parts["json"]))
+        record = json.loads(content)
         return str(next(record[name] for name in LABELS if name in record))
-    except (ValueError, TypeError, StopIteration):
+    except (ValueError, TypeError, StopIteration, RecursionError):
         message = 'contains no label, as {"label": 3} does; add one'
         raise UserError(f"{key}.json {message}") from None
 
