@@ -358,7 +358,7 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
 def test_batches_agree_with_the_cpu_path(
     image_root: Path, tmp_path: Path, entries: list[Any], share: float
 ) -> None:
-    """Engines and libjpeg differ in inverse DCT and chroma upsampling: by 2 levels on average."""
+    """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
     images = [
