@@ -171,15 +171,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report()  # of an earlier step: its values have arrived while this one was launched
         self.meter.add(values)
         self._last_step = step
+        # Not after one step that compiled: it does not tell how long the others will take.
+        if time.monotonic() >= self._row_due and self.meter.steps > (self.plan.compile != "off"):
+            with self.feed.train.pause():
+                self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
         if send:
             self.meter.send(step)
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         self.times.end_step()
-        # Not after one step that compiled: it does not tell how long the others will take.
-        if time.monotonic() >= self._row_due and self.meter.steps > (self.plan.compile != "off"):
-            with self.feed.train.pause():
-                self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
         if self.profiler is not None and self.profiler.ends(step):
             with self.pause("profile"):
                 self.profiler.stop()
