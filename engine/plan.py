@@ -17,7 +17,7 @@ from engine.distributed import World
 from engine.losses import balanced, build_criterion
 from engine.optim import Curve, build_optimizer
 from engine.scores import BestBy
-from engine.state import MovingAverage, TrainState, state_bytes
+from engine.state import MovingAverage, TrainState, highest_share, state_bytes
 from pipeline.build import Datasets
 from pipeline.dataset import IMAGE, Field
 from pipeline.loader_plan import LoaderPlan, plan_loader
@@ -194,6 +194,10 @@ class Plan:
         if self.has_batch_norm:
             group = per_rank // parts * (ranks if self.config.model.sync_bn else 1)
             lines[-1] += f"; BatchNorm over {group} images"
+        if (decay := self.config.train.ema_decay) is not None:
+            last = 1 - highest_share(self.schedule_steps - 1)
+            warms_up = f" is not reached; its warm-up ends at {last:.4g}" if last < decay else ""
+            lines.append(f"average  decay {decay:g}{warms_up}")
         if self.sizes.starts:
             starts = zip(self.config.data.sizes, self.sizes.starts, strict=True)
             sizes = [f"{px} px from epoch {epoch} (step {step:,})" for epoch, (step, px) in starts]

@@ -31,13 +31,19 @@ def tensors(*modules: nn.Module) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
+def highest_share(updates: Any) -> Any:
+    """Return the highest share of the new weights in an average after a number of updates."""
+    return 9 / (10 + updates)
+
+
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
-    The decay warms up as in timm's ModelEmaV3: update t, counted from 0, uses
-    min(decay, 1 - (1 + t)^(-2/3)). Update 0 copies the model, the average of a short run forgets
-    the initial weights, and a decay of 0.9999 is reached after 1,000,000 steps. Integer buffers
-    are copied.
+    The decay warms up as in TensorFlow's ExponentialMovingAverage(num_updates=t): update t, counted
+    from 0, uses min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of
+    the steps so far, so that of a short run forgets the initial weights. timm and torchvision have
+    no warm-up by default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are
+    copied.
 
     Args:
         model: the model to average; the average starts as a copy of it.
@@ -66,7 +72,7 @@ class MovingAverage(nn.Module):
             unless: float32 [], 1 to keep the averaged weights as they are, else 0. Buffers that
                 are not finite are averaged all the same.
         """
-        weight = (1.0 + self.n_averaged).pow(-2 / 3).clamp(min=1.0 - self.decay) * (1 - unless)
+        weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay) * (1 - unless)
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]

@@ -21,12 +21,12 @@ from tests.pipeline.loaders import SIZE, crops, loaded
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
-CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.5
+CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.25
 
 
 def ema_decay(step: int) -> float:
     """Decay of the average in a step (from 0): it warms up to EMA_DECAY in the third step."""
-    return min(EMA_DECAY, 1 - (1 + step) ** (-2 / 3))
+    return min(EMA_DECAY, (1 + step) / (10 + step))
 
 
 def drawn(step: int, mixed: bool) -> Batch:

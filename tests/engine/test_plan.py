@@ -399,6 +399,15 @@ def test_lines_say_how_many_images_batch_norm_sees(
     assert "BatchNorm" not in "".join(no_norm.lines())
 
 
+@pytest.mark.parametrize(
+    ("epochs", "line"),
+    [(18, "decay 0.9999"), (1, "decay 0.9999 is not reached; its warm-up ends at 0.9982")],
+)
+def test_the_decay_of_the_average_that_is_reached(epochs: int, line: str) -> None:
+    given = dataclasses.replace(config(256), train=Train(epochs=epochs, ema_decay=0.9999))
+    assert f"average  {line}" in plan(1_281_167, 256, epochs, config=given).lines()
+
+
 def test_sizes() -> None:
     """25 images in batches of 5: epoch 1 begins with step 5, epoch 2 with step 10."""
     given = planned("data.sizes={0: 16, 1: 24, 2: 32}")
