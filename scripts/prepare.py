@@ -322,7 +322,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--to {options.to}: {message}")
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
-    samples, notes = recognise(options.source, options.val_fraction)
+    try:
+        samples, notes = recognise(options.source, options.val_fraction)
+    except OSError as error:
+        message = f"cannot be read ({describe(error)}); make it readable or remove it"
+        raise UserError(f"{options.source}: {message}") from None
     fixed = settings(options, samples, notes)
     torch.set_num_threads(1)  # every thread of the pool has a core
     open_destination(options.to, MARKER, fixed)

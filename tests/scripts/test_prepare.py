@@ -1021,6 +1021,17 @@ def test_a_source_that_is_no_file(tmp_path: Path) -> None:
         assert f"{source}: is not a regular file" in refused(source)
 
 
+def test_a_source_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A list of 4 TB; then nothing is created."""
+    os.truncate(write(tmp_path / "source", {"train.csv": "path,label\n"}) / "train.csv", 2**42)
+    assert run(tmp_path / "source", tmp_path / "to") == 2
+    error = capsys.readouterr().err
+    assert "cannot be read (OSError: " in error and error.endswith(
+        "; make it readable or remove it\n"
+    )
+    assert not (tmp_path / "to").exists()
+
+
 @pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     """As a user types it, and with a mistake."""

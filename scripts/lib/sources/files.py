@@ -19,7 +19,8 @@ SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 WHOLE = -1
 LARGEST_LABEL = 2**26  # bytes of a file of labels; all those of ImageNet have 2 MB
-PIECE = 4096  # bytes; whatever zipfile reads at once from LZMA or bzip2 is inflated at once
+# zipfile inflates as much as it is asked for, but of LZMA and bzip2 all that it reads: PIECE bytes.
+IN_STEPS, PIECE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), 4096
 
 
 class Place(NamedTuple):
@@ -163,8 +164,10 @@ def read_place(place: Place, largest: int = LARGEST_IMAGE) -> bytes:
         raise OSError(f"{where}: has {size:,} bytes, more than {largest:,}")
     try:
         if place.member:
-            with open_zip(place.file).open(place.member) as member:
-                data = b"".join(iter(partial(member.read, PIECE), b""))
+            archive = open_zip(place.file)
+            quick = archive.getinfo(place.member).compress_type in IN_STEPS
+            with archive.open(place.member) as member:
+                data = b"".join(iter(partial(member.read, size if quick else PIECE), b""))
         else:
             with open_regular(place.file, LARGEST) as file:
                 file.seek(place.start)
