@@ -1,13 +1,17 @@
 """Regular files, and the folder of what later starts reuse."""
 
+import contextlib
 import errno
 import io
+import logging
 import os
 import stat
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import cast
 
-from conf.schema import UserError
+logger = logging.getLogger(__name__)
 
 LARGEST_IMAGE = 2**29  # bytes of an image
 LARGEST_TEXT = 2**28  # bytes of a file of this program, such as config.yaml and metrics.jsonl
@@ -66,13 +70,30 @@ def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
 def default_cache_dir() -> Path:
     """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
 
-    A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification requires.
-
-    Raises:
-        UserError: neither is set, and this user has no home.
+    A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification requires. If this
+    user cannot write there, a folder for temporary files takes its place, if no other user can
+    write to that; else a path that does not exist.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
-    if not os.path.isabs(folder):
-        raise UserError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME")
-    return Path(folder) / "imagenet-trainer"
+    return _writable(Path(folder) / "imagenet-trainer")
+
+
+@cache
+def _writable(folder: Path) -> Path:
+    other = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
+    problem = "there is no home folder"
+    with contextlib.suppress(OSError):
+        if folder.is_absolute():
+            problem = "it cannot be created or written"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    with contextlib.suppress(OSError):
+        other.mkdir(mode=0o700, exist_ok=True)
+        info = other.lstat()
+        if info.st_uid == os.geteuid() and not info.st_mode & 0o022 and other.is_dir():
+            logger.info("cache %s: %s; %s is used", folder, problem, other)
+            return other
+    logger.warning("cache %s: %s; set XDG_CACHE_HOME. Nothing is cached", folder, problem)
+    return Path(os.devnull) / folder.name

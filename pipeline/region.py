@@ -23,6 +23,10 @@ from conf.files import default_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
+LONGEST_SECONDS = 20  # of the compiler, which usually takes one
+# sh kills the compiler and its children when the pipe is closed: after the time, and when this
+# process ends, even by a signal.
+GUARDED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$@" 3<&-'
 # What region.c calls, in its order. Before version 3, which has the last one and cannot be asked
 # for its version, the library decodes some regions incorrectly.
 FUNCTIONS = (
@@ -47,10 +51,9 @@ def load() -> Decode | str:
         code = ctypes.CDLL(str(compiled(default_cache_dir() / "native")))
     except AttributeError:
         return pillow_advice
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return f"install a C compiler that works: {error.cmd[0]} failed ({lines[0]})"
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired:
+        return f"install a C compiler that works: it takes longer than {LONGEST_SECONDS} s"
+    except OSError as error:
         return str(error)
     if code.region_open((ctypes.c_void_p * len(addresses))(*[a.value for a in addresses])):
         return pillow_advice
@@ -68,8 +71,8 @@ def compiled(folder: Path) -> Path:
     """Return the path of the machine code in `folder`; compile it if it is missing.
 
     Raises:
-        OSError: there is no compiler, or `folder` cannot be used.
-        subprocess.SubprocessError: the compiler fails.
+        OSError: there is no compiler, it fails, or `folder` cannot be used.
+        subprocess.TimeoutExpired: the compiler hangs.
     """
     # Different machines can share a home directory.
     key = SOURCE.read_bytes() + platform.platform().encode()
@@ -85,7 +88,19 @@ def compiled(folder: Path) -> Path:
         raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "region.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        arguments = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
+        command = ["/bin/sh", "-c", GUARDED, "sh", *arguments]
+        with (
+            tempfile.TemporaryFile() as printed,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=printed, stderr=printed, process_group=0
+            ) as process,
+        ):
+            status = process.wait(LONGEST_SECONDS)
+            printed.seek(0)
+            message = printed.read().decode(errors="replace").strip() or "no message"
+        if status != 0:
+            reason = message.splitlines()[0]
+            raise OSError(f"install a C compiler that works: {compiler} failed ({reason})")
         os.replace(output, path)  # several processes may do this at the same time
     return path

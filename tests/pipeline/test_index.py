@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -204,13 +205,34 @@ def test_unwritable_cache_is_one_warning(
 
 
 @pytest.mark.parametrize("given", ["", "relative"])
-def test_cache_folder_is_absolute(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_is_absolute(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The XDG specification: "If an implementation encounters a relative path, ignore it"."""
     monkeypatch.setenv("XDG_CACHE_HOME", given)
-    monkeypatch.setenv("HOME", "/home/me")
-    assert default_cache_dir() == Path("/home/me/.cache/imagenet-trainer")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert default_cache_dir() == Path("/cache/imagenet-trainer")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "imagenet-trainer"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert default_cache_dir() == tmp_path / "cache" / "imagenet-trainer"
+
+
+def test_without_a_home_folder_the_cache_is_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If another user can write there, nothing is cached."""
+    caplog.set_level("INFO", "conf.files")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root, home = age(make(tmp_path / "root", "a/1.jpg")), tmp_path / "file"
+    home.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    own = tmp_path / f"imagenet-trainer-{os.geteuid()}"
+    assert paths(root) == paths(root) == ["a/1.jpg"]
+    assert len(list(own.glob("*.npz"))) == 1 and own.stat().st_mode & 0o777 == 0o700
+    assert [text.split("; ")[-1] for text in caplog.messages] == [f"{own} is used"]
+    own.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "other"))
+    assert paths(root) == ["a/1.jpg"] and not default_cache_dir().exists()
+    assert caplog.messages[1].endswith("set XDG_CACHE_HOME. Nothing is cached")
 
 
 def test_fingerprint_depends_on_the_samples_not_on_their_root(tmp_path: Path) -> None:

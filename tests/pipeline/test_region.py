@@ -13,6 +13,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline import decode, region
+from tests.processes import is_running, wait_until
 from tests.reliability.odd_images import FILES
 
 needs_compiler = pytest.mark.skipif(
@@ -102,6 +103,33 @@ def test_without_a_compiler_another_decoder_is_used(
         (tmp_path / "bin" / "cc").chmod(0o755)
         region.load.cache_clear()
     assert os.listdir(fresh) == []
+
+
+HANGS = """#!/bin/sh
+sleep 1000 &
+echo $$ $! > {0}.new
+mv {0}.new {0}
+wait
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_compiler_that_hangs_ends_with_its_children(
+    killed: bool, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = tmp_path / "numbers"
+    (tmp_path / "cc").write_text(HANGS.format(numbers))
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if killed:
+        program = [sys.executable, "-c", "from pipeline import region; region.load()"]
+        with subprocess.Popen(program, cwd=Path(__file__).parents[2]) as process:
+            wait_until(numbers.exists, process)
+            process.kill()
+    else:
+        monkeypatch.setattr(region, "LONGEST_SECONDS", 0.5)
+        assert "takes longer than" in str(region.load())
+    wait_until(lambda: not any(map(is_running, map(int, numbers.read_text().split()))))
 
 
 @needs_compiler

@@ -240,7 +240,7 @@ QUESTION: dict[str, Any] = {
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder for each test; it does not exist yet."""
+    """An empty cache folder for each test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return default_cache_dir()
 
@@ -288,7 +288,7 @@ def test_foreign_file(cache: Path, content: bytes) -> None:
 
 def test_cache_that_cannot_be_written(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file in place of a folder, which root cannot write to either."""
-    cache.parent.mkdir(parents=True)
+    cache.rmdir()
     cache.write_text("in the way")
     save_result(QUESTION, TUNED)
     assert load_result(QUESTION) is None and cache.read_text() == "in the way"
