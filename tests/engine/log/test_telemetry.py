@@ -191,27 +191,6 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 
-def test_figures_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {
-        "allocated_bytes.all.current": 4 * GIB,
-        "active_bytes.all.current": 5 * GIB,
-        "reserved_bytes.all.current": 40 * GIB,
-        "inactive_split_bytes.all.current": 10 * GIB,
-        "num_alloc_retries": 2,
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    assert {tag: v for tag, v in memory_figures([], CUDA).items() if tag[:4] == "memo"} == {
-        "memory/allocated_gib": 4.0,
-        "memory/active_gib": 5.0,
-        "memory/reserved_gib": 40.0,
-        "memory/inactive_split_gib": 10.0,
-        "memory/fragmentation": 0.25,
-        "memory/alloc_retries": 2,
-    }
-    stats.update(dict.fromkeys(stats, 0))
-    assert memory_figures([], CUDA)["memory/fragmentation"] == 0
-
-
 def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a worker that has died is not known."""
     needs_linux()
