@@ -30,7 +30,6 @@ ADVICE = {
     "dist-url": "`torchrun --nproc-per-node N train.py ...` starts one process for each GPU",
     "e": "`python scripts/evaluate.py CHECKPOINT` evaluates",
     "evaluate": "`python scripts/evaluate.py CHECKPOINT` evaluates",
-    "grad-accum-steps": "`train.micro_batch=64` trains on 64 images at a time",
     "gpu": "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
     "img-size": "write data.image_size={}",
     "j": "write loader.workers={}",

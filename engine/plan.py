@@ -98,7 +98,7 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
-        return micro_batches(self.config, self.world_size)
+        return micro_batches(self.batch_size // self.world_size, self.config.train.micro_batch)
 
     @property
     def num_classes(self) -> int:
@@ -347,8 +347,8 @@ def check_profile(config: Config, steps: int) -> None:
 
 
 def check_batch(config: Config, train_images: int, world: World) -> None:
-    """Refuse a batch that does not fit the data or the ranks, and too small micro-batches."""
-    size, ranks, most = config.loader.batch_size, world.size, config.train.micro_batch
+    """Refuse a batch that does not fit the data or the ranks, and much smaller micro-batches."""
+    size, ranks = config.loader.batch_size, world.size
     if size > train_images:
         raise UserError(
             f"loader.batch_size={size}: larger than the training split ({train_images} images); "
@@ -359,12 +359,11 @@ def check_batch(config: Config, train_images: int, world: World) -> None:
             f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
             f"set it to {max(1, size // ranks) * ranks}"
         )
-    images = size // ranks
-    if most and images > most > 2 * images // micro_batches(config, ranks):
+    images, most = size // ranks, config.train.micro_batch or size
+    if (part := images // micro_batches(images, most)) < min(images, most / 2):
         raise UserError(
             f"train.micro_batch={most}: equal parts of the {images} images of a rank have at most "
-            f"{images // micro_batches(config, ranks)}; give a divisor of {images}, or another "
-            "loader.batch_size"
+            f"{part}; give a divisor of {images}, or another loader.batch_size"
         )
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
         raise UserError(
@@ -372,10 +371,9 @@ def check_batch(config: Config, train_images: int, world: World) -> None:
         )
 
 
-def micro_batches(config: Config, ranks: int) -> int:
-    """Return in how few equal parts of at most train.micro_batch images a rank's images fit."""
-    images = config.loader.batch_size // ranks
-    fewest = math.ceil(images / (config.train.micro_batch or images))
+def micro_batches(images: int, most: int | None) -> int:
+    """Return the least number of equal parts of at most `most` images; without it 1."""
+    fewest = math.ceil(images / (most or images))
     return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
 
 

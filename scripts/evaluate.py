@@ -162,7 +162,8 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     began = time.perf_counter()
     world.set_section("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
-        batches = batches_of(feed, micro_batches(config, world.size), world)
+        parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
+        batches = batches_of(feed, parts, world)
         (found,) = evaluate([model], train.validation_values, batches, world)
     values, predictions = found.values(world), gather_predictions(found.rows, world)
     seconds = time.perf_counter() - began

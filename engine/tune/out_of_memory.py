@@ -8,7 +8,7 @@ from torch import Tensor
 
 import models
 from engine.distributed import World
-from engine.plan import Plan
+from engine.plan import Plan, micro_batches
 from engine.state import TrainingError, TrainState, state_bytes, tensors, trained_bytes
 
 GIB = 2**30
@@ -30,19 +30,18 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
         allowed = torch.cuda.get_per_process_memory_fraction(world.device) * total
         image = activation_bytes(plan)
         fits = int((USABLE * min(free + own, allowed) - fixed) / max(1, image))
+        images = plan.batch_size // world.size
+        fewer = min(fits, images // plan.micro_batches - 1)  # than now
+        size = images // micro_batches(images, max(1, fewer))
+        remedy = "use a smaller loader.batch_size, model.name or data.image_size"
+        if fewer >= size >= FEWEST_IMAGES:
+            remedy = (
+                f"train.micro_batch={size} should fit, and keeps the batch and its learning rate"
+            )
         raise TrainingError(
             f"loader.batch_size={plan.batch_size}: out of memory on {world.device}; an image takes "
-            f"about {image / 2**20:.0f} MiB, the model {fixed / GIB:.2f} GiB: "
-            f"{remedy(plan.micro_batches, plan.batch_size // world.size, fits)}"
+            f"about {image / 2**20:.0f} MiB, the model {fixed / GIB:.2f} GiB: {remedy}"
         ) from error
-
-
-def remedy(parts: int, images: int, fits: int) -> str:
-    """Name the largest part of a rank's images that fits, in more parts than now."""
-    for more in range(parts + 1, images // FEWEST_IMAGES + 1):
-        if images % more == 0 and (size := images // more) <= fits:
-            return f"train.micro_batch={size} should fit, and keeps the batch and its learning rate"
-    return "use a smaller loader.batch_size, model.name or data.image_size"
 
 
 def activation_bytes(plan: Plan) -> int:

@@ -128,7 +128,7 @@ def test_images_of_a_gpu_are_those_of_the_source(recipe: str, gpus: int, images:
     assert all(one.group == images for one in mixing if isinstance(one, MixupOrCutmix))
     if config.model.name not in ("convnext_tiny", "vit_s16"):  # which have no BatchNorm
         assert all(
-            size // ranks // micro_batches(config, ranks) == images
+            size // ranks // micro_batches(size // ranks, config.train.micro_batch) == images
             for ranks in range(1, gpus + 1)
             if size % ranks == 0
         )

@@ -339,7 +339,7 @@ def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | i
     given = dataclasses.replace(config(batch), train=Train(micro_batch=micro_batch))
     with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
         check_batch(given, 100, World(0, ranks, 0, ranks, CPU))
-        assert micro_batches(given, ranks) == found
+        assert micro_batches(batch // ranks, micro_batch) == found
 
 
 def test_values_for_each_channel() -> None:
