@@ -47,7 +47,8 @@ def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
     rows = torch.from_numpy(kernel_rows(operations, pixels.shape[1]))
     # From page-locked memory, the copy does not wait for the device.
     there = rows.pin_memory().to(pixels.device, non_blocking=True)
-    return apply_rounds(pixels, there).permute(0, 3, 1, 2)
+    interpolated = bool((rows[:, :, 0] > MOVED).any())
+    return apply_rounds(pixels, there, interpolated).permute(0, 3, 1, 2)
 
 
 @cache

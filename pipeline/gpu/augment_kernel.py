@@ -32,12 +32,14 @@ SOLARIZE_ADD = tl.constexpr(NAMES.index("solarize_add"))
 AUTOCONTRAST = tl.constexpr(NAMES.index("autocontrast"))
 
 
-def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
+def apply_rounds(pixels: Tensor, rows: Tensor, interpolated: bool) -> Tensor:
     """Launch the kernels on the current stream.
 
     Args:
         pixels: uint8 [B, S, S, 3] on the device, contiguous; overwritten.
         rows: float64 [count, B, COLUMNS] on the device, from `pipeline.gpu.augment.kernel_rows`.
+        interpolated: whether pixels are interpolated. That code needs many registers, with which
+            the GPU runs fewer programs at once: 0.33 ms instead of 0.27 ms for 256 images.
 
     Returns:
         uint8 [B, S, S, 3], contiguous.
@@ -62,6 +64,7 @@ def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
             columns,
             size,
             BLOCK,
+            interpolated,
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -157,6 +160,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
+    interpolated: tl.constexpr,
 ):
     """Make `block` pixels of one image."""
     area: tl.constexpr = size * size
@@ -171,8 +175,6 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     number = tl.load(row + 1).to(tl.float32)
     if operation == NEAREST:
         _copy_pixels(source, target, row + 1, place, inside, size)
-    elif operation > NEAREST:
-        _interpolate_pixels(source, target, row + 1, place, inside, operation, channels, size)
     elif operation == COLOR:
         red, green, blue = _load_pixels(source + place * 3, inside)
         grey = _grey(red, green, blue)
@@ -188,13 +190,15 @@ def _make_pixels(  # type: ignore[no-untyped-def]
         for channel in range(channels):
             level = _sharpened(source + place * 3 + channel, inside, inner, number, size)
             tl.store(target + channel, level.to(tl.uint8), inside)
-    else:
+    elif operation < NEAREST:
         red, green, blue = _load_pixels(source + place * 3, inside)
         table = tables + image * 768
         red = tl.load(table + red)
         green = tl.load(table + 256 + green)
         blue = tl.load(table + 512 + blue)
         _store_pixels(target, inside, red, green, blue)
+    elif interpolated:
+        _interpolate_pixels(source, target, row + 1, place, inside, operation, channels, size)
 
 
 @triton.jit
