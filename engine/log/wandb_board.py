@@ -36,7 +36,7 @@ def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     run = wandb.init(
         dir=str(folder),
         id=read_text(path).strip(),
-        name=folder.resolve().name,
+        name=folder.resolve().name[:128],  # the most that the server takes
         resume="allow",
         config={"recipe": config.recipe, **affecting(config, RESULT)},
         allow_val_change=True,  # keys that may change when a run resumes

@@ -69,11 +69,15 @@ def start(folder: Path, start_step: int = 0) -> None:
 
 def test_it_reads_the_files_of_tensorboard(tmp_path: Path, calls: Calls) -> None:
     """wandb watches the files that are opened after `init`, until they are closed."""
-    start(tmp_path / "run")
+    start(tmp_path / ("run" * 60))
     _, setup, init, finish = calls()
     assert setup["silent"] is True  # wandb asks nothing on the terminal
     assert 0 < setup["init_timeout"] <= 60 and 0 < setup["finish_timeout"] <= 60
-    assert init["name"] == "run" and init["resume"] == "allow" and init["sync_tensorboard"]
+    assert (
+        init["name"] == ("run" * 60)[:128]
+        and init["resume"] == "allow"
+        and init["sync_tensorboard"]
+    )
     assert "tensorboard" not in init["files"] and "tensorboard" in finish["files"]
     config = init["config"]  # what affects the result
     assert config["recipe"] == "demo" and config["loader.batch_size"] == 64
