@@ -1,13 +1,11 @@
 """Batches that a test writes down, and a task of its own: tests of the engine survive another."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from engine.losses import image_losses
-from engine.scores import class_values
+from engine.losses import Criterion
+from engine.scores import class_means, class_values
 from engine.step_graph import Values
 from pipeline.prefetcher import Batch
 
@@ -27,16 +25,15 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 
 def toy_loss(
-    network: nn.Module, batch: Batch, criterion: Callable[..., Tensor] = cross_entropy
+    network: nn.Module, batch: Batch, criterion: Criterion = cross_entropy
 ) -> tuple[Tensor, Values]:
     """Stand in for `train.training_loss`: for the label, or what mixup made of it."""
-    label = batch["label"]
-    target = batch.fields.get("target", label)
+    labels = batch["label"]
+    targets = batch.fields.get("target", labels)
     logits = network(batch["image"]).float()
-    values = {"mean": logits.mean(), "image_losses": image_losses(logits, target, label)}
-    return criterion(logits, target), values
+    return criterion(logits, targets), class_means(logits, targets, labels)
 
 
 def toy_values(network: nn.Module, batch: Batch) -> Values:
     """Stand in for `train.validation_values`."""
-    return class_values(network(batch["image"]), batch["label"])
+    return class_values(network(batch["image"]).float(), batch["label"])

@@ -15,8 +15,7 @@ from engine.losses import build_criterion
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState
 from pipeline.prefetcher import Batch
-from tests import toy
-from tests.batches import batch_of
+from tests.batches import batch_of, toy_loss
 from tests.pipeline.loaders import SIZE, crops, loaded
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
@@ -80,7 +79,7 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
         decay = ema_decay(step)
         averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
-        loss = partial(toy.training_loss, criterion=criterion)
+        loss = partial(toy_loss, criterion=criterion)
         values = train.train_step(state, model, loss, batch, lr=lr, clip_norm=CLIP_NORM)
 
         hits = (logits.argmax(1) == labels).sum()
@@ -164,7 +163,7 @@ def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[d
         batch = drawn(step, mixed)
         batch.fields["image"] = batch["image"].double()
         options = {"lr": lr, "clip_norm": CLIP_NORM, "accumulate": accumulate}
-        values = train.train_step(state, model, toy.training_loss, batch, **options)
+        values = train.train_step(state, model, toy_loss, batch, **options)
         logged.append({name: value.item() for name, value in values.items()})
     return [parameter.detach() for parameter in model.parameters()], logged
 
@@ -190,5 +189,5 @@ def test_micro_batches_are_views_in_order() -> None:
 def test_batchnorm_sees_micro_batches() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.train_step(state, model, toy.training_loss, drawn(0, False), lr=0.1, accumulate=2)
+    train.train_step(state, model, toy_loss, drawn(0, False), lr=0.1, accumulate=2)
     assert model[0].num_batches_tracked == 2

@@ -88,7 +88,7 @@ from engine.classification.predictions import Predictions
 from engine.plan import make_plan
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from tests.toy import validation_values
+from tests.batches import toy_values as validation_values
 from train import build_state
 
 found = []

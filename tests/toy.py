@@ -14,33 +14,11 @@ if __name__ == "__main__":
 
     CONFIG = start("Train on a toy task.")
 
-from torch import Tensor, nn
-
 import train
 from conf.launch import exit_with
-from engine.losses import Criterion
-from engine.scores import class_means, class_values
-from pipeline.prefetcher import Batch
+from tests.batches import toy_loss, toy_values
 
-Values = dict[str, Tensor]
-
-
-def training_loss(
-    network: nn.Module, batch: Batch, criterion: Criterion = nn.functional.cross_entropy
-) -> tuple[Tensor, Values]:
-    """In place of `train.training_loss`."""
-    labels = batch["label"]
-    targets = batch.fields.get("target", labels)
-    logits = network(batch["image"]).float()
-    return criterion(logits, targets), class_means(logits, targets, labels)
-
-
-def validation_values(network: nn.Module, batch: Batch) -> Values:
-    """In place of `train.validation_values`."""
-    return class_values(network(batch["image"]).float(), batch["label"])
-
-
-TASK = {"training_loss": training_loss, "validation_values": validation_values}
+TASK = {"training_loss": toy_loss, "validation_values": toy_values}
 
 if __name__ == "__main__":
     vars(train).update(TASK)
