@@ -7,7 +7,7 @@ import ast
 import subprocess
 import sys
 
-from conf.schema import KEYS
+from conf.schema import KEYS, NOTHING, SPEED, Config, walk
 from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, nodes, within
 
 
@@ -94,6 +94,26 @@ def test_the_keys() -> None:
     fixed = [f"{part}.{name}" for part, text in KEYS_BY_SECTION.items() for name in text.split()]
     advice = "state what the key affects, describe it in CHANGELOG.md, and add it here"
     assert fixed == KEYS, advice
+
+
+def test_what_each_key_affects() -> None:
+    """The others affect the result."""
+    found = {
+        what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
+        for what in (NOTHING, SPEED)
+    }
+    sections = {"checkpoint", "run", "log", "profile", "autotune"}
+    assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
+        *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
+        *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
+        "train.best_by",
+    }
+    assert sections <= {n.split(".")[0] for n in found[NOTHING]}
+    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
+    assert found[SPEED] == {
+        *(f"loader.{name}" for name in loader),
+        *("model.channels_last", "model.compile", "train.deterministic", "train.device"),
+    }
 
 
 # The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.

@@ -118,21 +118,6 @@ def test_best_on_other_validation_images_is_dropped(program: Program) -> None:
     assert stored(Path("runs/one"))["best"]["step"] == 7
 
 
-def test_finished_run(program: Program) -> None:
-    """It is reported again; changes would report the accuracy of optim.lr=0.2 for 0.4."""
-    assert program()[0] == 0
-    before = content(Path("runs"))
-    for change in ("loader.workers=1", "train.max_steps=4"):
-        status, out, _ = program(change)
-        assert status == 0 and "this run is finished after 9 steps: give another run.name" in out
-    status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
-    assert (status, out) == (2, "")
-    assert "training has ended at step 9: they would have no effect: give " in err
-    assert content(Path("runs")) == before
-    assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
-    assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 14
-
-
 def test_branch_from_another_run(program: Program, tmp_path: Path) -> None:
     """The name and folder of a run may differ; keys that affect the result may not."""
     program("train.max_steps=5")

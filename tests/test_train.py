@@ -9,8 +9,6 @@ import contextlib
 import fcntl
 import gc
 import json
-import logging
-import math
 import os
 import re
 import shutil
@@ -36,11 +34,10 @@ from engine import checkpoint, compute
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from models import build
-from pipeline.build import build_datasets
 from tests.processes import HANGS_SECONDS, family, needs_linux, wait_until
 from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
-from tests.small_run import command, compose, run, torchrun
+from tests.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
@@ -74,12 +71,9 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def stalled(
-    arguments: Sequence[str], folder: Path, after_row: int, *, full: int = 0
+    arguments: Sequence[str], folder: Path, after_row: int
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
     """Start a training process that blocks after logging step `after_row`, before step 54.
-
-    Args:
-        full: bytes of the console's 4 KiB that are filled before the start. A row takes 75.
 
     Yields:
         The process; and a function that reads the console, waits for the end of the process and
@@ -88,7 +82,6 @@ def stalled(
     needs_linux()
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(write, b"\n" * full)
     console: list[bytes] = []
     drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
 
@@ -117,18 +110,6 @@ def stalled(
                 drain.start()
     drain.join(HANGS_SECONDS)
     os.close(read)
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that torchrun has started, ordered by rank."""
-    found = {}
-    for pid in family(launcher):
-        with contextlib.suppress(OSError):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = next((int(v[5:]) for v in variables if v.startswith(b"RANK=")), None)
-            if rank is not None and b"toy.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found[rank] = pid
-    return [found[rank] for rank in sorted(found)]
 
 
 @pytest.fixture(scope="module")
@@ -349,45 +330,6 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     assert left == {path.name, checkpoint.file_name(second["step"])}
 
 
-def test_learning_rate_of_every_step(straight: Ended) -> None:
-    """Linear warm-up to 0.2 in two epochs (9 steps), then a cosine to 0 at the end of step 54.
-
-    Source: arXiv 1812.01187.
-    """
-    warmup = [0.2 * (step + 1) / 9 for step in range(9)]
-    cosine = [0.2 * (1 + math.cos(math.pi * (step - 9) / (54 - 9))) / 2 for step in range(9, 54)]
-    found = [row["lr"] for row in rows(straight[0], "train")]
-    assert found == pytest.approx(warmup + cosine, rel=1e-5)
-
-
-def test_validation_uses_the_averaged_weights(image_root: Path, folder: Path) -> None:
-    """Each validation row equals an evaluation of the average in the checkpoint of that step."""
-    config = compose(image_root, folder, "train.ema_decay=0.9")
-    train.train(config)
-    val = build_datasets(config).val
-    pixels = torch.stack([torch.from_numpy(val[index]["image"]) for index in range(15)])
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    images = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)  # [15, 3, 32, 32]
-    labels = torch.arange(3).repeat_interleave(5)
-
-    def evaluated(weights: dict[str, torch.Tensor]) -> list[float]:
-        model = build("resnet_tiny", num_classes=3, image_size=32).eval()
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            logits = model(images).double()
-        loss = nn.functional.cross_entropy(logits, labels)
-        return [float(loss), 100 * float((logits.argmax(1) == labels).double().mean())]
-
-    found = rows(folder, "val")
-    assert [row["step"] for row in found] == [5, 9]
-    for row in found:
-        path = folder / "checkpoints" / checkpoint.file_name(row["step"])
-        state = checkpoint.load(path)["state"]
-        assert [row["loss"], row["top1"]] == pytest.approx(evaluated(state["ema"]), rel=1e-4)
-        raw = pytest.approx(evaluated(state["model"])[0], rel=1e-4)
-        assert row["loss"] != raw, "the average equals the weights"
-
-
 # A run that stops and resumes gives the result of an uninterrupted run.
 
 
@@ -430,31 +372,6 @@ def test_resume_after_max_steps(
     assert rows(folder, "val")[1:] == rows(tmp_path / "whole", "val")
     losses = [[r["loss"] for r in rows(each, "train")] for each in (folder, tmp_path / "whole")]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_sigkill(go: Any, status: Any, image_root: Path, folder: Path, straight: Ended) -> None:
-    arguments = command(image_root, folder, *LONG, BOARD, "loader.workers=2")
-    with stalled(arguments, folder, STOP_AFTER_ROW) as (process, _):
-        assert len(family(process.pid)) >= 3  # it has workers
-        number, error = status(*LONG)
-        assert number == 2 and "another process is training in it" in error
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(HANGS_SECONDS)
-        wait_until(lambda: not family(process.pid))
-    left = [path.stem for path in checkpoint.files(folder / "checkpoints")]
-    assert left == ["step-00000032", "step-00000035"] and not (folder / "summary.json").exists()
-    assert rows(folder, "train")[-1]["step"] >= STOP_AFTER_ROW
-
-    check_continued(folder, go(*LONG, BOARD, "loader.workers=0"), straight)
-    board, whole = check_curves(folder), check_curves(straight[0])
-    for tag in whole.Tags()["images"]:
-        pictures = {image.step: image.encoded_image_string for image in whole.Images(tag)}
-        found = {image.step: image.encoded_image_string for image in board.Images(tag)}
-        assert len(found) == len(board.Images(tag)), f"{tag}: a step appears twice"
-        assert found == pictures, tag
-    assert len(board.Tensors("config/text_summary")) == 1
-    assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each start
 
 
 PAUSE_AT_IMPORT = """
@@ -667,21 +584,6 @@ def test_corrupt_image(
     assert not (folder / "summary.json").exists()
 
 
-@pytest.mark.parametrize("log_every", [pytest.param(1, marks=pytest.mark.slow), 50])
-def test_loss_not_finite(log_every: int, go: Any, status: Any, folder: Path) -> None:
-    """No checkpoint has non-finite weights; a lower learning rate can resume from the last one."""
-    options = ["schedule.name=constant", "train.validate_every_epochs=5"]
-    options.append(f"log.every_steps={log_every}")
-    assert go(*options, "train.max_steps=2")["status"] == "finished"
-    number, error = status(*options, "optim.lr=1e30", "checkpoint.every_steps=5", ACCEPT)
-    assert number == 1 and error.startswith("train.py: ") and error.count("\n") == 1
-    assert " at step " in error and "lower optim.lr" in error
-    for path in (folder / "checkpoints").glob("*.pt"):
-        weights = checkpoint.load(path)["state"]["model"].values()
-        assert all(w.isfinite().all() for w in weights if w.is_floating_point()), path
-    assert go(*options, "optim.lr=1e-3", ACCEPT)["status"] == "finished"
-
-
 def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) -> None:
     """No garbage collection within a step, and a short thread switch interval."""
     seen, before = set[tuple[bool, float]](), gc.isenabled()
@@ -693,39 +595,6 @@ def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) ->
         go()
     assert seen == {(False, compute.SWITCH_SECONDS)}
     assert gc.isenabled() is before is True
-
-
-def test_summary_of_an_earlier_start_is_removed(
-    go: Any, folder: Path, short: Ended, monkeypatch: Patch
-) -> None:
-    """It says that the run is finished, which is wrong once the run trains again."""
-    shutil.copytree(short[0], folder)
-    for path in (folder / "checkpoints").glob("step-00000009.*"):
-        path.unlink()
-    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
-    at_step(7, bug, monkeypatch)
-    with pytest.raises(RuntimeError, match="a bug"):
-        go(BOARD)
-    assert rows(folder, "train")[-1]["step"] >= 6
-    assert not (folder / "summary.json").exists()
-    monkeypatch.undo()
-    go(BOARD)
-    check_curves(folder)
-
-
-@pytest.mark.parametrize("log", ["TensorBoard", "metrics.jsonl"])
-def test_log_cannot_be_written(
-    log: str, go: Any, folder: Path, short: Ended, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder in place of a file, or the reverse: one warning, and the run continues."""
-    (folder / "checkpoints").mkdir(parents=True)
-    if log == "TensorBoard":
-        (folder / "tensorboard").write_text("in the way")
-    else:
-        (folder / "metrics.jsonl").mkdir()
-    assert go(BOARD)["params_sha256"] == short[1]["params_sha256"]
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.startswith(f"{log} cannot be written")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
@@ -771,7 +640,7 @@ def test_disk_full(
     assert go()["params_sha256"] == short[1]["params_sha256"]
 
 
-# Several ranks, started by torchrun.
+# Two ranks.
 
 
 class TwoRanks(nn.Module):
@@ -790,78 +659,22 @@ class TwoRanks(nn.Module):
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_like_one_and_stop_together(
-    go: Any, image_root: Path, folder: Path, tmp_path: Path, monkeypatch: Patch
+def test_two_ranks_learn_like_one(
+    go: Any, image_root: Path, tmp_path: Path, monkeypatch: Patch, ranks: Ranks
 ) -> None:
-    """Equal losses show that samples and dropout are equal.
-
-    The model has no BatchNorm, whose statistics are those of one rank. The signal goes to torchrun;
-    tests/engine/two_ranks.py tests a signal to one rank.
-    """
+    """Also with dropout. The model has no BatchNorm, whose statistics are those of one rank."""
     options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002"]
-    options.append("train.epochs=12")
-    start = torchrun(command(image_root, folder, *options), ranks=2)
-    with stalled(start, folder, 6, full=2048) as (process, read_console):
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 2
-        process.terminate()
-        console = read_console()
-        assert process.returncode != 0
-        wait_until(lambda: not any(map(family, ranks)))
-    summary = json.loads((folder / "summary.json").read_text())
-    stopped = summary["step"]
-    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert 6 < stopped < 54 and "4 on each of 2 ranks" in console
-    assert console.count(f"interrupted after {stopped} steps") == 1
-    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == stopped
-    assert [r["step"] for r in rows(folder, "train")] == list(range(1, stopped + 1))
-
+    result = ranks.run(command(image_root, tmp_path / "two", *options), 2)
+    assert result.returncode == 0, result.stderr
     step = train.train_step
 
     def step_of_two(state: TrainState, network: nn.Module, *rest: Any, **named: Any) -> Any:
         return step(state, TwoRanks(network, state.step), *rest, **named)
 
     monkeypatch.setattr(train, "train_step", step_of_two)
-    # One rank resumes the run of two ranks.
-    options.append(f"train.max_steps={stopped + 2}")
     go(*options)
-    run(image_root, tmp_path / "one", *options)
     for split in ("train", "val"):
-        one, two = rows(tmp_path / "one", split), rows(folder, split)
-        assert [(r["step"], r.get("images")) for r in one] == [
-            (r["step"], r.get("images")) for r in two
-        ]
-        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-3)
-    losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
+        one, two = ([r["loss"] for r in rows(tmp_path / n, split)] for n in ("run", "two"))
+        assert one == pytest.approx(two, abs=1e-3)
+    losses = [r["loss"] for r in rows(tmp_path / "run", "train")]
     assert max(losses) - min(losses) > 0.1, "the losses of the steps are too similar to compare"
-
-
-@pytest.mark.slow
-def test_three_ranks_resume_exactly(
-    image_root: Path, folder: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    """From a checkpoint in the middle of an epoch.
-
-    There are three ranks because a sum of two numbers does not depend on their order.
-    """
-    options = [
-        *("loader.batch_size=6", "loader.workers=0", "train.epochs=3", "train.ema_decay=0.9"),
-        *("train.validate_every_epochs=2", "checkpoint.every_steps=8", "checkpoint.keep=4"),
-    ]
-    whole = tmp_path / "whole"
-    for target in (whole, folder):
-        if target == folder:
-            shutil.copytree(whole, folder)
-            for path in (folder / "checkpoints").glob("step-0000001*"):
-                path.unlink()
-        result = ranks.run(command(image_root, target, *options), 3)
-        assert result.returncode == 0, result.stderr
-    assert "resumed from step-00000008.pt" in result.stdout
-    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, whole)]
-    check_continued(folder, summaries[0], (whole, summaries[1]))
-
-    # The ranks validated the model in the checkpoint: one rank gets the same result.
-    last = whole / "checkpoints" / "step-00000018.pt"
-    run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
-    (alone,) = rows(tmp_path / "alone", "val")
-    assert alone == {**rows(whole, "val")[-1], "loss": pytest.approx(alone["loss"], rel=1e-4)}

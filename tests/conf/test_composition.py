@@ -11,16 +11,13 @@ import pytest
 from conf import cli
 from conf.compose import LONG_NAME, NAME_LENGTH, load
 from conf.schema import (
-    NOTHING,
     RESULT,
-    SPEED,
     Config,
     UserError,
     affecting,
     config_values,
     differences,
     group_names,
-    walk,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -268,26 +265,6 @@ def test_the_name_is_the_same_in_every_process() -> None:
 
 
 # What each key affects.
-
-
-def test_every_key_states_what_it_affects() -> None:
-    """A new key: decide what it affects, and add it here if it does not affect the result."""
-    found = {
-        what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
-        for what in (NOTHING, SPEED)
-    }
-    sections = {"checkpoint", "run", "log", "profile", "autotune"}
-    assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
-        *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
-        *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
-        "train.best_by",
-    }
-    assert sections <= {n.split(".")[0] for n in found[NOTHING]}
-    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
-    assert found[SPEED] == {
-        *(f"loader.{name}" for name in loader),
-        *("model.channels_last", "model.compile", "train.deterministic", "train.device"),
-    }
 
 
 def test_keys_out_of_effect_do_not_affect_the_result() -> None:

@@ -328,26 +328,6 @@ def test_refused_weights_do_not_change_the_model(
     assert same(model.state_dict(), before)
 
 
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
-
-
-def test_weights_that_would_run_code(tmp_path: Path) -> None:
-    path, mark = tmp_path / "weights.pt", tmp_path / "executed"
-    torch.save({**tiny().state_dict(), "evil": Evil(mark)}, path)
-    with pytest.raises(UserError, match=rf"^model\.weights={path}: cannot be read \(it would im"):
-        load_weights(tiny(), path)
-    assert not mark.exists()
-    torch.load(path, weights_only=False)
-    assert mark.exists()  # it would have
-
-
 WEIGHTS = {"conv1.weight": torch.zeros(3)}
 
 

@@ -1,6 +1,6 @@
 """SIGKILL at any instant: the same command, given again, ends with the weights of an unkilled run.
 
-The short forms are test_sigkill of tests/test_train.py and tests/engine/test_order_of_writes.py.
+The short form is tests/engine/test_order_of_writes.py.
 """
 
 import contextlib

@@ -122,26 +122,6 @@ def test_another_model(tmp_path: Path, weights: Weights) -> None:
         open_trained(tmp_path / "file.pth", ["model.name=vit_s16"])
 
 
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
-
-
-@pytest.mark.parametrize("place", ["evil", "args"])
-def test_file_that_would_run_code(tmp_path: Path, weights: Weights, place: str) -> None:
-    evil = Evil(tmp_path / "executed")
-    content = argparse.Namespace(model=evil) if place == "args" else evil
-    torch.save({"state_dict": weights, place: content}, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"cannot be read \(it would import "):
-        open_trained(tmp_path / "file.pth", TINY)
-    assert not (tmp_path / "executed").exists()
-
-
 # Checkpoints of this project.
 
 

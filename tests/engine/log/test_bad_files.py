@@ -1,6 +1,5 @@
 """data.on_error=skip: unreadable training images are replaced by a rule, listed and limited."""
 
-import random
 import re
 import shutil
 from pathlib import Path
@@ -11,8 +10,6 @@ import train
 from engine.log.bad_files import BadFiles
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
-from pipeline.augment import TRANSFORMS
-from pipeline.decode import Picture
 from tests.ranks import Ranks
 from tests.results import rows
 from tests.small_run import command, compose, run
@@ -128,33 +125,3 @@ def test_bad_files_of_all_ranks(
     lines = [x for x in done.stderr.splitlines() if not x.startswith("WARNING")]
     assert len(lines) == 2  # one for each rank
     assert all("data.max_bad_fraction=0.07: 3 of 36 training images" in x for x in lines)
-
-
-class Gamma:
-    """A user's transform with a mistake: it fails on images of unusual widths."""
-
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        table = {300: 1.0, 400: 1.0}  # of the pictures on which transforms are tried
-        assert table[picture.size[0]]
-        return picture
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_transform_has_a_traceback_and_the_name_of_the_image(
-    workers: int,
-    image_root: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is not skipped: the image is intact."""
-    monkeypatch.setitem(TRANSFORMS, "gamma", Gamma)
-    options = [*SKIP, f"loader.workers={workers}", "loader.start_method=fork"]
-    options.append("augment.train=[gamma,{random_resized_crop:{size:32}}]")
-    assert train.main(compose(image_root, tmp_path / "run", *options)) == 1
-    *trace, last = capfd.readouterr().err.splitlines()
-    assert trace[0] == "ERROR: Traceback (most recent call last):"
-    assert "    assert table[picture.size[0]]" in trace
-    assert re.match(
-        rf"train.py: {image_root}/train/\S+: KeyError: \d+: the file was read; a ", last
-    )
