@@ -414,7 +414,8 @@ def reference(runs: Sequence[Run]) -> str:
     lines = [
         "expect:  # add classes, train_images and hardware",
         f"  {by}: {means[-1]:{form}}",
-        f"  spread: {2 * deviations[-1]:{form}}  # two standard deviations",
+        f"  std: {deviations[-1]:{form}}",
+        f"  runs: {len(runs)}",
         "  status: reproduced here",
         f"  source: {len(runs)} runs with this program",
         f"  val_images: {images.pop()}",

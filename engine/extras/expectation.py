@@ -4,14 +4,14 @@ The node `expect` of a recipe's file states it:
 
     top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
         moving average.
-    spread: a run is expected within this of the value: two standard deviations between runs, or
-        what the source states; null if it states nothing.
+    std, runs: the standard deviation between runs (of a sample, n - 1), and of how many; null if
+        the source does not state them: then there is no verdict.
     status: "published" or "reproduced here".
     source: where the figure is from.
     classes, train_images, val_images: of the data that it is for.
     hardware, time: what a run takes.
     reference: optional, of several runs here: `runs`, their number, and the means `top1` and the
-        standard deviations `std` (of a sample, n - 1) of the value after epoch 1, 2, ...
+        standard deviations `std` of the value after epoch 1, 2, ...
 """
 
 import math
@@ -25,6 +25,7 @@ from conf.schema import UserError
 from engine.plan import Plan
 from engine.scores import VALUES, BestBy, Value, shown
 
+GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
 # Of the validation before it, which confirms that it is not a single dip: with a high learning
 # rate, single validations of good runs are far below the others.
@@ -32,7 +33,7 @@ CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
 LEAST_STD = 0.5
-FACTS = ("spread", "status", "source", "classes", "train_images", "val_images")
+FACTS = ("std", "runs", "status", "source", "classes", "train_images", "val_images")
 # Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
 # curve: it trains the same model on the same images, and the curve shows a mistake in them.
 OPTIMISER = "optim."
@@ -112,10 +113,15 @@ class Expectation:
             return None
         name = self._value.name
         difference = round(row[name] - self._final[name], 4)
-        inside = abs(difference) <= (self._final["spread"] or 0)
-        verdict = "within" if inside else "below" if difference < 0 else "above"
+        std, runs = self._final["std"], self._final["runs"] or 0
+        spread = verdict = None
+        if std is not None and runs > 1:
+            spread = round(half_width(std, runs, GOOD_SIGMAS), 4)
+            inside = abs(difference) <= spread
+            verdict = "within" if inside else "below" if difference < 0 else "above"
         facts = {key: value for key, value in self._final.items() if key != "reference"}
-        return {"value": name, **facts, "difference": difference, "verdict": verdict}
+        compared = {"spread": spread, "difference": difference, "verdict": verdict}
+        return {"value": name, **facts, **compared}
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
         """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
@@ -126,21 +132,20 @@ class Expectation:
         if not 1 <= epoch <= len(means):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
-        width = half_width(std, self._curve["runs"], sigmas)
+        width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)
         most = 100.0 if VALUES.get(self._value.name, Value()).unit == " %" else math.inf
         return mean, max(0.0, mean - width), min(most, mean + width)
 
 
-def half_width(std: float, runs: int, sigmas: float = SIGMAS) -> float:
+def half_width(std: float, runs: int, sigmas: float) -> float:
     """Return how far from the mean of a few runs one more run is expected.
 
     It is the prediction interval of a normal distribution: the mean and the standard deviation of a
-    few runs are uncertain, so the limits are wider than 3 standard deviations (7.3 for 5 runs, 4.3
-    for 10, 3.5 for 20). A good run is below with the probability that a value is 3 sigma below a
-    known mean, 0.13 %.
+    few runs are uncertain, so 3 sigma are more than 3 standard deviations (7.3 for 5 runs, 4.3 for
+    10, 3.5 for 20). A good run is below with the probability that a value is 3 sigma below a known
+    mean, 0.13 %.
     """
-    width = quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
-    return width * max(std, LEAST_STD)
+    return std * quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
 
 
 def quantile(probability: float, freedom: int) -> float:

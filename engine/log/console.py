@@ -116,13 +116,14 @@ def _result(summary: Mapping[str, Any]) -> str:
 
 def _comparison(compared: Mapping[str, Any]) -> str:
     """Return how a run compares with its recipe: `within 76.13 +/- 0.24 (published, source)`."""
-    expected, spread = f"{compared[compared['value']]:g}", ", spread unknown"
-    if compared["spread"] is not None:
-        expected, spread = f"{expected} +/- {compared['spread']:g}", ""
-    verdict = compared["verdict"]
+    verdict, difference = compared["verdict"], compared["difference"]
+    expected = f"{compared[compared['value']]:g}"
+    source = f"{compared['status']}, {compared['source']}"
+    if verdict is None:
+        return f"{difference:+.4g} against {expected} ({source}, spread unknown)"
     if verdict != "within":
-        verdict = f"{abs(compared['difference']):.4g} {verdict}"
-    return f"{verdict} {expected} ({compared['status']}, {compared['source']}{spread})"
+        verdict = f"{abs(difference):.4g} {verdict}"
+    return f"{verdict} {expected} +/- {compared['spread']:.2g} ({source})"
 
 
 def duration(seconds: float) -> str:

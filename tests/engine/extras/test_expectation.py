@@ -10,12 +10,13 @@ import pytest
 
 from conf import cli
 from conf.schema import FOLDER, UserError, group_names
-from engine.extras.expectation import LEAST_STD, Expectation, half_width, quantile
+from engine.extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
 from engine.scores import BestBy
 
 FACTS = {
     "top1": 76.1,
-    "spread": 0.2,
+    "std": 0.1,
+    "runs": 20,
     "status": "published",
     "source": "torchvision IMAGENET1K_V1",
     "classes": 1000,
@@ -53,25 +54,26 @@ def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("top1", "spread", "difference", "verdict"),
+    ("top1", "runs", "spread", "difference", "verdict"),
     [
-        (76.234, 0.2, 0.134, "within"),
-        (75.9, 0.2, -0.2, "within"),
-        (75.2, 0.2, -0.9, "below"),
-        (76.5, 0.2, 0.4, "above"),
-        (76.0, None, -0.1, "below"),
+        (76.234, 20, 0.2145, 0.134, "within"),
+        (75.9, 20, 0.2145, -0.2, "within"),
+        (75.2, 20, 0.2145, -0.9, "below"),
+        (76.5, 20, 0.2145, 0.4, "above"),
+        (76.4, 5, 0.3041, 0.3, "within"),
+        (76.0, None, None, -0.1, None),
     ],
 )
 def test_the_summary_at_the_end(
-    top1: float, spread: float | None, difference: float, verdict: str
+    top1: float, runs: int | None, spread: float | None, difference: float, verdict: str | None
 ) -> None:
     """It has the facts without the curve. A run that stops earlier is not compared."""
-    found = expectation(spread=spread)
-    judged = {"value": "top1", "difference": difference, "verdict": verdict}
-    expected = {**FACTS, "spread": spread, **judged}
+    found = expectation(runs=runs)
+    judged = {"value": "top1", "spread": spread, "difference": difference, "verdict": verdict}
+    expected = {**FACTS, "runs": runs, **judged}
     assert found.compare(row(3, top1)) == expected
     assert found.compare(row(2, top1)) is None and found.compare({}) is None
-    assert expectation("train.best_by=macro_f1", spread=spread).compare(row(3, top1)) == expected
+    assert expectation("train.best_by=macro_f1", runs=runs).compare(row(3, top1)) == expected
 
 
 # Which runs are compared.
@@ -117,19 +119,22 @@ def test_quantiles_of_the_t_distribution(probability: float, freedom: int, value
     assert quantile(probability, freedom) == pytest.approx(value, abs=1e-3)
 
 
-def test_one_good_run_of_740_is_below() -> None:
-    """As often as a value is 3 sigma below a known mean, however few runs there are."""
-    values = np.random.default_rng(5).normal(50, 2, size=(200_000, 6))
-    means, stds = values[:, :5].mean(1), values[:, :5].std(1, ddof=1)
-    share = (values[:, 5] < means - half_width(2, 5) / 2 * stds).mean()
-    assert share == pytest.approx(NormalDist().cdf(-3), rel=0.2)
-    assert half_width(0.0, 20) == half_width(LEAST_STD, 20)  # a tiny deviation may be chance
+@pytest.mark.parametrize(("sigmas", "runs"), [(3, 5), (GOOD_SIGMAS, 5), (GOOD_SIGMAS, 10)])
+def test_how_many_good_runs_are_below(sigmas: float, runs: int) -> None:
+    """As often as a value is so far below a known mean, however few runs there are: 1 of 740 or 40.
+
+    With 2 standard deviations, it would be 1 of 14 for 5 runs, and 1 of 22 for 10.
+    """
+    values = np.random.default_rng(5).normal(50, 2, size=(200_000, runs + 1))
+    means, stds = values[:, :runs].mean(1), values[:, :runs].std(1, ddof=1)
+    share = (values[:, runs] < means - half_width(1, runs, sigmas) * stds).mean()
+    assert share == pytest.approx(NormalDist().cdf(-sigmas), rel=0.2)
 
 
 def test_columns_of_a_validation() -> None:
     """None before the first epoch, within an epoch, or after the last one of the curve."""
     for epoch in (1, 2):
-        mean, width = CURVE["top1"][epoch - 1], half_width(CURVE["std"][epoch - 1], 20)
+        mean, width = CURVE["top1"][epoch - 1], half_width(CURVE["std"][epoch - 1], 20, 3)
         assert expectation().judge(row(epoch), {})[0] == {
             "reference_top1": mean,
             "reference_top1_min": max(0.0, mean - width),
@@ -142,7 +147,8 @@ def test_columns_of_a_validation() -> None:
 
 
 def limit(epoch: int, sigmas: float) -> float:
-    return CURVE["top1"][epoch - 1] - half_width(CURVE["std"][epoch - 1], 20, sigmas)
+    std = max(LEAST_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
+    return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
 
 
 def test_two_low_validations_in_a_row_are_one_warning() -> None:
@@ -191,11 +197,12 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         assert curve.keys() == CURVE.keys() and curve["runs"] >= 5
         assert len(curve["top1"]) == len(curve["std"]) == config.train.epochs
         # The curve may be of fewer runs.
-        assert abs(curve["top1"][-1] - expect["top1"]) <= expect["spread"]
+        assert abs(curve["top1"][-1] - expect["top1"]) <= expect["std"]
         assert expect["status"] == "reproduced here"
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
-    spread = "" if expect["spread"] is None else f" +/- {expect['spread']:g}"
+    std, runs = expect["std"], expect["runs"]
+    spread = f" +/- {half_width(std, runs, GOOD_SIGMAS):.2g}" if runs else ""
     cells = [
         f"`{command}`",
         f"{expect['train_images']:,} images, {expect['classes']:,} classes",
@@ -223,5 +230,5 @@ def test_an_expectation_is_not_a_key() -> None:
 
 def test_an_expectation_without_an_entry() -> None:
     plan: Any = None
-    with pytest.raises(UserError, match=r"^expect: no spread; add it to this node of the recipe"):
+    with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
         Expectation({"top1": 70.0}, plan, continues=False)

@@ -84,7 +84,7 @@ def test_outcome(tmp_path: Path) -> None:
     ]
 
 
-def expectation(spread: float | None, verdict: str) -> dict[str, Any]:
+def expectation(spread: float | None, verdict: str | None) -> dict[str, Any]:
     found = {"spread": spread, "verdict": verdict, "difference": 0.25}
     found |= {"value": "top1", "top1": 71.0}
     return {"expectation": {**found, "status": "published", "source": "a paper"}}
@@ -109,8 +109,8 @@ def expectation(spread: float | None, verdict: str) -> dict[str, Any]:
             "recipe    top1 71.25 %: within 71 +/- 0.5 (published, a paper)",
         ),
         (
-            expectation(None, "above"),
-            "recipe    top1 71.25 %: 0.25 above 71 (published, a paper, spread unknown)",
+            expectation(None, None),
+            "recipe    top1 71.25 %: +0.25 against 71 (published, a paper, spread unknown)",
         ),
     ],
 )
