@@ -201,7 +201,7 @@ def lines_of(
 def tuning_question(
     plan: Plan, world: World, train_fingerprint: str, step: int = 0
 ) -> dict[str, Any]:
-    """Return what the result of loader.workers=auto depends on; a `step` has a size of images."""
+    """Return what the result of loader.workers=auto depends on, with the image size of a step."""
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
     sizes = keys.pop("data.sizes")
     if sizes:  # a list, because JSON has no keys that are numbers

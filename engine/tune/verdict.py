@@ -67,9 +67,10 @@ class Verdict:
             period.append(timing)
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
-        """Judge a run, or the epoch since the last call for one, with reasons of `slowdowns`.
+        """Judge all of this start, or the intervals since the last call for an epoch. Collective.
 
-        An epoch below its SHORT seconds gets no sentence. Collective.
+        An epoch below its SHORT seconds gets no sentence. `slowdowns` says why this rank's GPU ran
+        below its maximum clock.
         """
         timings, own = self.timings[period], None
         if sum(timing.seconds for timing in timings) >= SHORT[period]:
