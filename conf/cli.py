@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import SECTIONS, load, to_yaml
+from conf.escape import printable
 from conf.hints import check_words, refuse_word
 from conf.optional import require_part
 from conf.overrides import CONFIG_DIR, read_override, split_config_dir
@@ -145,11 +146,6 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
                 refuse_word(path)
             raise UserError(f"{path}: no such file or folder; give {what}")
     return paths, overrides
-
-
-def printable(text: str) -> str:
-    """Escape what does not belong on a terminal; a file name may hold any character."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _PrintableLines(logging.Formatter):

@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from conf.escape import printable
 from conf.schema import RunError, UserError
 from engine import checkpoint
 from pipeline.decode import describe
@@ -84,7 +85,7 @@ def main() -> int:
     rows: list[Row] = []
     for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks)):
         rows.append(row)
-        print("\n".join(map(cli.printable, lines(row))), flush=True)
+        print("\n".join(map(printable, lines(row))), flush=True)
     counts = Counter(row.status for row in rows)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     if OPTIONS.json:

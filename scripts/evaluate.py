@@ -65,7 +65,6 @@ def read_options() -> argparse.Namespace:
 if __name__ == "__main__":
     OPTIONS = read_options()
 
-import csv
 import math
 import os
 import time
@@ -79,7 +78,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf import strict_json
+from conf import escape, strict_json
 from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.distributed import World, join_world
@@ -345,7 +344,7 @@ def write(found: Evaluated, folder: Path) -> None:
 
 def write_csv(path: Path, header: str, rows: list[list[Any]]) -> None:
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file).writerows([header.split(","), *rows])
+        escape.write_csv(file, [header.split(","), *rows])
 
 
 def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:

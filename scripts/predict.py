@@ -93,7 +93,6 @@ if __name__ == "__main__":
     except UserError as mistake:
         cli.fail(str(mistake), SCRIPT)
 
-import csv
 import warnings
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -108,6 +107,7 @@ from PIL import Image
 from torch import Tensor
 
 import train
+from conf.escape import printable, write_csv
 from conf.files import LARGEST_IMAGE, read_bytes
 from engine.distributed import resolve_device
 from engine.scores import shown
@@ -317,14 +317,13 @@ class Output:
 
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder
-        self.name_width = max(len(cli.printable(readable(name))[:24]) for name in names)
+        self.name_width = max(len(printable(readable(name))[:24]) for name in names)
         self.width = 0  # of the first column of a table: the longest path so far
-        self.csv = csv.writer(file, lineterminator="\n")
         self.has_head = False
         self.masks = Counter[str]()  # of each name
 
     def write(self, results: list[Result]) -> None:
-        self.width = max([self.width, *(len(cli.printable(one.path)) for one in results)])
+        self.width = max([self.width, *(len(printable(one.path)) for one in results)])
         for result in results:
             values = dict(result.values)
             for name, value in values.items():
@@ -334,7 +333,8 @@ class Output:
                 cells = {"path": result.path}
                 for name, value in values.items():
                     cells |= columns(name, value)
-                self.csv.writerows([cells.values()] if self.has_head else [cells, cells.values()])
+                rows = [cells.values()] if self.has_head else [cells, cells.values()]
+                write_csv(self.file, rows)
                 self.has_head = True
             elif self.form == "jsonl":
                 for entry in values.get("predictions", ()):
@@ -342,7 +342,7 @@ class Output:
                 self.file.write(strict_json.dumps({"path": result.path, **values}) + "\n")
             else:
                 texts = "".join(self.text(name, value) for name, value in values.items())
-                self.file.write(f"{cli.printable(result.path):<{self.width}}{texts}\n")
+                self.file.write(f"{printable(result.path):<{self.width}}{texts}\n")
         self.file.flush()
 
     def text(self, name: str, value: Any) -> str:
@@ -356,8 +356,8 @@ class Output:
             return "  ".join(["", name, *numbers, *["..."] * (len(value) > MOST)])
         else:
             is_path = isinstance(value, str)
-            return f"  {name} {cli.printable(value)}" if is_path else f"  {shown(name, value)}"
-        return "".join(f"  {cli.printable(k)[:24]:<{self.name_width}} {text}" for k, text in pairs)
+            return f"  {name} {printable(value)}" if is_path else f"  {shown(name, value)}"
+        return "".join(f"  {printable(k)[:24]:<{self.name_width}} {text}" for k, text in pairs)
 
     def save(self, mask: np.ndarray, name: str) -> str:
         """Write a mask as a PNG file of 8 or 16 bits; return its path."""

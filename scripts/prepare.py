@@ -95,6 +95,7 @@ from typing import Any, NamedTuple
 import torch
 
 from conf import strict_json
+from conf.escape import printable
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.destination import Container, make_folder, open_destination, write_whole
@@ -353,7 +354,7 @@ def run(options: argparse.Namespace) -> int:
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",
         f"train with: {report['train_with']}",
-        *(cli.printable(f"unreadable: {line.replace(chr(9), ': ')}") for line in unreadable[:20]),
+        *(printable(f"unreadable: {line.replace(chr(9), ': ')}") for line in unreadable[:20]),
         sep="\n",
     )
     if len(unreadable) > 20:

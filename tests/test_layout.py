@@ -8,7 +8,7 @@ import sys
 from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> parts of this project that it may import, in addition to itself.
-LOW = ("conf.schema", "conf.files", "conf.optional", "conf.packages")
+LOW = ("conf.schema", "conf.files", "conf.optional", "conf.escape", "conf.packages")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),
     "pipeline": LOW,

@@ -6,13 +6,13 @@ loss for most of the training. The end of a run writes the images with the highe
 suspects.csv.
 """
 
-import csv
 import io
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from conf.escape import write_csv
 from engine.distributed import World
 from engine.losses import UNIT
 from pipeline.class_names import readable
@@ -91,11 +91,11 @@ class SampleLosses(nn.Module):
         # A stable sort: equal losses stay in the order of the images.
         order = means.sort(descending=True, stable=True).indices[:most]
         predicted = self.latest.cpu() % self.classes
-        file = io.StringIO()
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["path", "label", "mean_loss", "predicted", "label_name", "predicted_name"])
+        rows = [["path", "label", "mean_loss", "predicted", "label_name", "predicted_name"]]
         for index, mean in zip(known[order].tolist(), means[order].tolist(), strict=True):
             label, guess = classes[dataset.labels[index]], classes[int(predicted[index])]
             names = readable(label), readable(guess)
-            table.writerow([dataset.name(index), label, f"{mean:.3f}", guess, *names])
+            rows.append([dataset.name(index), label, f"{mean:.3f}", guess, *names])
+        file = io.StringIO()
+        write_csv(file, rows)
         return file.getvalue() if len(order) else ""
