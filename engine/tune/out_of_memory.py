@@ -31,12 +31,11 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
         image = activation_bytes(plan)
         fits = int((USABLE * min(free + own, allowed) - fixed) / max(1, image))
         images = plan.batch_size // world.size
-        fewer = min(fits, images // plan.micro_batches - 1)  # than now
-        size = images // micro_batches(images, max(1, fewer))
+        most = max(1, min(fits, images // plan.micro_batches - 1))  # fewer than now
         remedy = "use a smaller loader.batch_size, model.name or data.image_size"
-        if fewer >= size >= FEWEST_IMAGES:
+        if (part := images // micro_batches(images, most)) >= FEWEST_IMAGES:
             remedy = (
-                f"train.micro_batch={size} should fit, and keeps the batch and its learning rate"
+                f"train.micro_batch={part} should fit, and keeps the batch and its learning rate"
             )
         raise TrainingError(
             f"loader.batch_size={plan.batch_size}: out of memory on {world.device}; an image takes "

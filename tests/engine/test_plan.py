@@ -378,9 +378,7 @@ def test_lines() -> None:
     ("micro_batch", "sync_bn", "ranks", "steps", "group"),
     [
         (None, False, 1, " of 1024 images", 1024),
-        (None, False, 8, " (128 on each of 8 ranks)", 128),
         (None, True, 8, " (128 on each of 8 ranks)", 1024),
-        (128, False, 1, " of 1024 images in 8 micro-batches of 128", 128),
         (128, False, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 128),
         (128, False, 8, " (128 on each of 8 ranks)", 128),
         (128, True, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 256),
