@@ -106,7 +106,8 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return top1, and from six classes on top5: 100 for a hit, else 0, float32 [B].
 
     Computed from the rank of the label's logit, which the compiler can fuse with the loss, unlike a
-    top-k. Equal logits rank in the order of their classes. A label below 0 or a NaN is never a hit.
+    top-k. Equal logits rank in the order of their classes. A label below 0 is never a hit, nor is a
+    row whose highest logit is not finite: its softmax is NaN.
 
     Args:
         logits: float [B, classes].
@@ -115,7 +116,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
     rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
-    valid = (labels >= 0) & ~own[:, 0].isnan()
+    valid = (labels >= 0) & logits.amax(1).isfinite()
     counted = {"top1": 1, "top5": 5} if logits.shape[1] > 5 else {"top1": 1}
     return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}
 
@@ -134,19 +135,21 @@ def class_means(logits: Tensor, targets: Tensor, labels: Tensor) -> dict[str, Te
 def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the values of each image in the validation of a classifier, [B].
 
-    `prediction` is the first of equal logits, -1 if one is NaN; two classes have a `score` too.
+    `prediction` is the first of equal logits, -1 if the highest is not finite. Two classes have a
+    `score` too, which is NaN then.
 
     Args:
         logits: float32 [B, classes].
         labels: int64 [B].
     """
+    broken = ~logits.amax(1).isfinite()
     values = {
         "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
         **accuracy(logits, labels),
         "label": labels,
-        "prediction": logits.argmax(1).masked_fill(logits.isnan().any(1), -1),
+        "prediction": logits.argmax(1).masked_fill(broken, -1),
         "confidence": logits.softmax(1).amax(1).nan_to_num(),
     }
     if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
-        values["score"] = logits[:, 1] - logits[:, 0]
+        values["score"] = (logits[:, 1] - logits[:, 0]).masked_fill(broken, math.nan)
     return values

@@ -169,14 +169,15 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     [
         (torch.eye(6)[:4], [0, 1, EMPTY_ROW, EMPTY_ROW], (2, 2)),
         (torch.eye(6)[:4], [0, 1, 5, 4], (2, 3)),
-        (torch.tensor([[-math.inf] * 10, [math.inf] * 10]), [0, 5], (1, 1)),
+        (torch.tensor([[-math.inf] * 10, [math.inf] * 10]), [0, 5], (0, 0)),
+        (torch.tensor([[1, math.nan, 0], [3, 2, -math.inf]]), [0, 0], (1,)),
         # A constant network has a top-1 accuracy of 1 / classes, not 1.
         (torch.zeros(10, 10), list(range(10)), (1, 5)),
         (torch.full((2, 6), math.nan), [4, 0], (0, 0)),
-        (torch.tensor([[0.0, math.nan, 1], [0, 1, math.nan]]), [2, 2], (1,)),
+        (torch.tensor([[0.0, math.nan, 1], [0, 1, math.nan]]), [2, 2], (0,)),
     ],
 )
 def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int, ...]) -> None:
-    """Padding and NaN are no hits; equal logits rank in the order of their classes."""
+    """Padding, NaN and inf are no hits; equal logits rank in the order of their classes."""
     found = accuracy(logits, torch.tensor(labels))
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
