@@ -14,14 +14,14 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from pipeline.augment import NAMES
-from pipeline.gpu.augment import MOVED
 
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
 # The first number of a row. All operations that are not among the next five have tables.
-NEAREST = tl.constexpr(MOVED + Resampling.NEAREST)  # three for all that move pixels by a matrix
-BILINEAR = tl.constexpr(MOVED + Resampling.BILINEAR)
-BICUBIC = tl.constexpr(MOVED + Resampling.BICUBIC)
+# As `pipeline.gpu.augment.MOVED`, which imports this file: three for all that move pixels.
+NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
+BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
+BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)
 COLOR = tl.constexpr(NAMES.index("color"))
 SHARPNESS = tl.constexpr(NAMES.index("sharpness"))
 BRIGHTNESS = tl.constexpr(NAMES.index("brightness"))

@@ -87,7 +87,7 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
     [
         (
             "recipe=imagenet_rn50_tuned optim=adamw",
-            "optim=adamw replaces values of the recipe: optim.lr 1.024 -> 0.001, optim.momentum ",
+            "optim=adamw replaces values of the recipe: optim.lr 2.048 -> 0.001, optim.momentum ",
         ),
         (
             "recipe=demo schedule=cosine",
@@ -97,7 +97,7 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
         ("optim=sgd", ""),
         (
             "recipe=imagenet_rn50_tuned optim.name=adamw optim.weight_decay=0",
-            "optim.name=adamw keeps optim.lr=1.024 of sgd; write optim=adamw to use its own def",
+            "optim.name=adamw keeps optim.lr=2.048 of sgd; write optim=adamw to use its own def",
         ),
         ("optim.name=adamw optim.lr=1e-3 optim.weight_decay=0.1", ""),
         ("model.name=timm/deit_small_patch16_224 optim.name=adamw optim.lr=1", "optim.name=adamw "),
