@@ -4,11 +4,12 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Reads config.yaml, metrics.jsonl, summary.json, verdict.json and tensorboard/ of each run directory.
-Files may be missing: a run may be in progress, killed, or of another version. A folder of runs,
-such as that of a sweep, stands for its runs. The report is one self-contained file. Without --out
-it is report.html in the given folder, or for several folders in the current one. Every numeric key
-of metrics.jsonl gets a chart, including metrics that a fork adds.
+Reads config.yaml, metrics.jsonl, summary.json, verdict.json, per_class.json and tensorboard/ of
+each run directory. Files may be missing: a run may be in progress, killed, or of another version.
+A folder of runs, such as that of a sweep, stands for its runs. The report is one self-contained
+file. Without --out it is report.html in the given folder, or for several folders in the current
+one. Every numeric key of metrics.jsonl gets a chart, including metrics that a fork adds, unless it
+is always 0. Values of a run that are far above those of other runs do not extend an axis.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -20,6 +21,7 @@ import math
 import re
 import sys
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -51,6 +53,8 @@ FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has 
 SPLITS = ("train", "val")
 LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
+MOST_CLASSES = 20
+FAR = 20.0  # times the values of the other runs: such values do not extend an axis
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
 # Neither HTML nor XML can contain these, or they change the direction of the text after them.
 UNSAFE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u2069]")
@@ -76,6 +80,7 @@ class Run:
         config: dotted key -> value.
         rows: of metrics.jsonl, by split, in ascending order of their steps.
         verdict: the sentences of the run's own verdict.
+        classes: name -> value of train.best_by.
         pictures: (tag, data URL), the last of each tag.
         notes: what cannot be read, and changes of the config.
     """
@@ -88,6 +93,7 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)
+    classes: dict[str, float] = field(default_factory=dict)
     pictures: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -153,6 +159,11 @@ def read_run(folder: Path) -> Run:
     verdict = (run.summary if ended else read_object(run, "verdict.json")).get("verdict")
     run.verdict = [str(sentence) for sentence in verdict] if isinstance(verdict, list) else []
     read_rows(run)
+    if (folder / "per_class.json").exists():  # of a classifier
+        found = read_object(run, "per_class.json").get("classes")
+        for row in found if isinstance(found, list) else []:
+            if isinstance(row, dict):
+                run.classes[str(row.get("class"))] = number_in(row.get(run.best_by))
     run.pictures = read_pictures(folder / "tensorboard")
     return run
 
@@ -244,6 +255,24 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return compared(configs, only_different=True)
 
 
+def class_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return MOST_CLASSES classes with their values: those that differ most, or are the worst."""
+    table = [
+        (name, [run.classes.get(name, math.nan) for run in runs])
+        for name in dict.fromkeys(name for run in runs for name in run.classes)
+    ]
+
+    def order(row: tuple[str, list[float]]) -> tuple[float, float]:
+        known = [value for value in row[1] if math.isfinite(value)] or [0.0]
+        sign = -1 if str(runs[0].config.get("train.best_by")).startswith("-") else 1
+        return min(known) - max(known), sign * min(known)
+
+    return [
+        [name, *(rounded(value) if math.isfinite(value) else UNKNOWN for value in values)]
+        for name, values in sorted(table, key=order)[:MOST_CLASSES]
+    ]
+
+
 def time_breakdown(run: Run) -> list[tuple[str, float]]:
     """Return the parts of the run's time and their shares, which add up to 1.
 
@@ -271,8 +300,10 @@ Point = tuple[float, float, float, float]
 """x, y, and the minimum and maximum there."""
 
 
-def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Return the charts of each section: one for each numeric key, with a curve per run and split.
+
+    Also return the keys whose values are all 0, which have no chart.
 
     `KEY_min` and `KEY_max` are the band around the curve of KEY, and `reference_KEY`, the curve of
     earlier runs of the recipe, is drawn with it.
@@ -284,34 +315,78 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     drawn_with |= {f"reference_{key}" for key in known}
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
     validated = {key for run in runs for row in run.rows["val"] for key in row}
+    zero = []
     for key in known:
-        curves = {}
-        for number, run in enumerate(runs, 1):
-            for name in (key, f"reference_{key}"):
-                for split in SPLITS:
-                    label = LABELS[split] if name == key else "earlier runs of the recipe"
-                    label = f"{number}, {label}" if len(runs) > 1 else label
-                    points = thinned([point_of(row, name, place) for row in run.rows[split]])
-                    if points:
-                        curves[label] = points
-        if curves and key not in drawn_with:
-            section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
-            section = "Learning" if key in validated else section
-            found[section].append({"title": key, "place": place, **draw(curves)})
-    return {section: drawn for section, drawn in found.items() if drawn}
+        curves = [curves_of(run, key, place) for run in runs]
+        if key in drawn_with or not any(curves):
+            continue
+        section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
+        section = "Learning" if key in validated else section
+        # Learning rates and speeds may be far apart.
+        ends = extent(curves if section == "Learning" and key != "lr" else [labelled(curves)])
+        if not any(ends):
+            zero.append(key)
+        else:
+            drawn = draw(labelled(curves), ends)
+            found[section].append({"title": key, "place": place, **drawn})
+    return {section: drawn for section, drawn in found.items() if drawn}, zero
 
 
-def draw(curves: dict[str, list[Point]]) -> dict[str, Any]:
-    """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text)."""
+Curves = dict[str, list[Point]]
+"""Label -> curve."""
+
+
+def curves_of(run: Run, key: str, place: str) -> Curves:
+    """Return the curves of a key in a run."""
+    curves = {}
+    for name in (key, f"reference_{key}"):
+        for split in SPLITS:
+            label = LABELS[split] if name == key else "earlier runs of the recipe"
+            points = thinned([point_of(row, name, place) for row in run.rows[split]])
+            if points:
+                curves[label] = points
+    return curves
+
+
+def labelled(runs: Sequence[Curves]) -> Curves:
+    """Return the curves of all runs, whose labels begin with the number of the run."""
+    if len(runs) == 1:
+        return runs[0]
+    return {f"{i}, {label}": c for i, run in enumerate(runs, 1) for label, c in run.items()}
+
+
+def extent(runs: Sequence[Curves]) -> tuple[float, float]:
+    """Return the ends of a vertical axis, which leaves out the values of a run that diverged.
+
+    These are FAR times as large as those of the run with the median range.
+    """
+    points = [[point for curve in curves.values() for point in curve] for curves in runs if curves]
+    ends = [(min(p[2] for p in found), max(p[3] for p in found)) for found in points]
+    low, high = sorted(ends, key=lambda end: end[1] - end[0])[(len(ends) - 1) // 2]
+    far = FAR * max(abs(low), abs(high)) or math.inf
+    return (
+        min(least for least, _ in ends if low - least <= far),
+        max(most for _, most in ends if most - high <= far),
+    )
+
+
+def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
+    """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text).
+
+    Args:
+        ends: of the vertical axis; values outside are drawn on its ends, and listed in `outside`.
+    """
     points = [point for drawn in curves.values() for point in drawn]
     low, high, step_x = axis(min(p[0] for p in points), max(p[0] for p in points))
-    least, most, step_y = axis(min(p[2] for p in points), max(p[3] for p in points))
+    least, most, step_y = axis(*ends)
+    extremes = min(p[2] for p in points), max(p[3] for p in points)
+    outside = [rounded(y) for y in extremes if not least <= y <= most]
 
     def right(x: float) -> float:
         return round(WIDTH * (x - low) / (high - low), 1)
 
     def down(y: float) -> float:
-        return round(HEIGHT * (most - y) / (most - least), 1)
+        return round(HEIGHT * (most - min(max(y, least), most)) / (most - least), 1)
 
     def path(pairs: Iterable[tuple[float, float]]) -> str:
         return "M" + "L".join(f"{right(x)} {down(y)}" for x, y in pairs)
@@ -332,7 +407,7 @@ def draw(curves: dict[str, list[Point]]) -> dict[str, Any]:
         )
     x = [(right(place), f"{place:.4g}") for place in ticks(low, high, step_x)]
     y = [(down(place), f"{place:.4g}") for place in ticks(least, most, step_y)]
-    return {"curves": drawn, "x": x, "y": y}
+    return {"curves": drawn, "x": x, "y": y, "outside": outside}
 
 
 def point_of(row: dict[str, Any], key: str, place: str) -> Point:
@@ -367,6 +442,11 @@ def build(runs: Sequence[Run]) -> str:
     for run in runs:
         if names.count(run.name) > 1:
             run.name = str(run.folder)
+    sections, zero = charts(runs)
+    pictures = defaultdict[str, list[tuple[Run, str]]](list)
+    for run in runs:
+        for tag, url in run.pictures:
+            pictures[tag].append((run, url))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "lib"),
         autoescape=True,
@@ -379,7 +459,10 @@ def build(runs: Sequence[Run]) -> str:
         results=compared([run.results() for run in runs]),
         differences=differences(runs),
         breakdowns=[time_breakdown(run) for run in runs],
-        sections=charts(runs),
+        classes=class_rows(runs),
+        sections=sections,
+        zero=zero,
+        pictures=pictures,
         width=WIDTH,
         height=HEIGHT,
         now=datetime.now().strftime("%Y-%m-%d %H:%M"),

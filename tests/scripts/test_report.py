@@ -135,6 +135,44 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
+def test_classes_and_pictures_are_compared(runs: Path, copied: Path, tmp_path: Path) -> None:
+    """The class whose accuracy differs most comes first; pictures are side by side."""
+    path = copied / "per_class.json"
+    classes = json.loads(path.read_text())["classes"]
+    classes[-1]["top1"] += 200.0
+    path.write_text(json.dumps({"classes": [*classes, {"class": "new"}, None, 3]}))
+    shutil.copytree(runs / "first" / "tensorboard", copied / "tensorboard")
+    page = made(runs / "first", copied, out=tmp_path / "both.html")
+    at = page.said.index("top1 of each class")
+    assert [page.said[at + i] for i in (1, 2, 3)] == ["1", "2", classes[-1]["class"]]
+    assert ["new", report.UNKNOWN, report.UNKNOWN] in page.rows
+    place = page.pictures.index("val/worst")
+    assert page.pictures[place : place + 2] == ["val/worst"] * 2 and page.pictures.count("lr") == 0
+    assert [row[0] for row in made(runs / "first").rows].count(classes[0]["class"]) == 1
+
+
+def test_a_diverged_run_leaves_the_others_readable(tmp_path: Path) -> None:
+    """The axis ends where those of the other runs do; the last value is still printed."""
+    losses = {"good": [3.0, 2, 1], "better": [3.0, 1.5, 0.5], "diverged": [3.0, 40_000, 900_000]}
+    folders = [
+        synthetic(tmp_path / name, [step_row(i, loss=y, lr=y) for i, y in enumerate(values)])
+        for name, values in losses.items()
+    ]
+    page = made(*folders, out=tmp_path / "page.html")
+    assert page.titles[:2] == ["loss", "lr"] and "900,000" in page.said
+    heights = [[float(y) for y in re.findall(r" ([\d.]+)", line)] for line in page.lines]
+    good, _, diverged, small, *_ = heights
+    assert good[-1] - good[0] > report.HEIGHT / 2 and 0 in diverged
+    assert small[-1] - small[0] < 1  # the learning rate is drawn in full
+    assert "The axis ends before 900,000." in page.said
+
+
+def test_values_that_are_always_zero_have_no_chart(tmp_path: Path) -> None:
+    rows = [step_row(i, loss=1.0, late_fraction=0.0, host_pinned_gib=0) for i in range(3)]
+    page = made(synthetic(tmp_path / "run", rows))
+    assert page.titles == ["loss"] and "Always 0: late_fraction, host_pinned_gib." in page.said
+
+
 def test_runs_of_one_name(runs: Path, copied: Path, tmp_path: Path) -> None:
     page = made(runs / "first", copied, out=tmp_path / "page.html")
     assert "Only the names and folders of the runs differ." in page.said
