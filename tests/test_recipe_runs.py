@@ -12,6 +12,7 @@ RECIPES = [
     "imagenet_rn50_a3",
     "imagenet_rn50_a2",
     "imagenet_rn50_modern",
+    "imagenet_rn50_fast",
     "imagenet_convnext_t",
     "imagenet_vit_s16",
 ]
@@ -21,13 +22,14 @@ RECIPES = [
 @pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
-    """All of it but the sizes: two steps, then a validation."""
+    """All of it but the numbers of pixels: two steps, then a validation."""
     overrides = [
         f"recipe={recipe}",
         f"data.root={image_root}",
         f"run.dir={tmp_path / 'run'}",
         "data.image_size=32",
         "data.val_size=48",
+        *(["data.sizes={0: 24, 1: 32}"] if recipe.endswith("fast") else []),
         "loader.batch_size=8",
         "loader.workers=0",
         "log.every_steps=1",

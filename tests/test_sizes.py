@@ -69,36 +69,6 @@ def test_each_size_matters(image_root: Path, tmp_path: Path) -> None:
     assert losses["grows"][5] != losses["small"][5]
 
 
-@pytest.mark.slow
-def test_fast_recipe_trains(
-    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All of it, with small images and few of them."""
-    config = cli.load(
-        [
-            "recipe=imagenet_rn50_fast",
-            f"data.root={image_root}",
-            f"run.dir={tmp_path / 'run'}",
-            "data.image_size=48",
-            "data.sizes={0: 32, 1: 48}",
-            "data.val_size=64",
-            "loader.batch_size=8",
-            "loader.workers=0",
-            "train.micro_batch=4",
-            "train.epochs=2",
-            "optim.lr=1e-3",
-            "log.every_steps=1",
-            "log.trackers=[]",
-            "train.device=cpu",
-        ]
-    )
-    summary = train.train(config)
-    assert (summary["status"], summary["step"]) == ("finished", 9)
-    assert all(0.3 < row["loss"] < 9 for row in rows(tmp_path / "run", "train"))
-    out = capsys.readouterr().out
-    assert "sizes    trained at 32 px from epoch 0 (step 0), 48 px from epoch 1 (step 5)" in out
-
-
 def test_fast_recipe_is_that_of_its_source() -> None:
     """FFCV's rn50_16_epochs.yaml: resolution by epoch, and 7/8 of the short side at 256 px."""
     config = cli.load(["recipe=imagenet_rn50_fast", "data.root=/nowhere"])

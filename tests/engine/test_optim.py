@@ -129,21 +129,6 @@ def test_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> 
     assert {name: group[name] for name in options} == options
 
 
-def test_a_step_of_sgd_by_hand() -> None:
-    """Velocity = momentum * velocity + gradient + decay * weight; weight -= lr * velocity."""
-    weight = nn.Parameter(torch.tensor([[2.0]]))
-    model = nn.Module()
-    model.weight = weight
-    optimizer = build_optimizer(model, Optim(lr=0.5, momentum=0.9, weight_decay=0.1))
-    expected, velocity = 2.0, 0.0
-    for gradient in (1.0, -2.0):
-        weight.grad = torch.tensor([[gradient]])
-        optimizer.step()
-        velocity = 0.9 * velocity + gradient + 0.1 * expected
-        expected -= 0.5 * velocity
-    assert weight.item() == pytest.approx(expected)
-
-
 def curve(
     name: str, *, warmup: int = 0, total: int = 100, per_epoch: float = 10, **options: float
 ) -> Curve:

@@ -137,33 +137,6 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
                 assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:
-    """Count top-1 hits, top-5 hits and images with torch.topk, row by row."""
-    hits1 = hits5 = images = 0
-    for row, label in zip(logits, labels.tolist(), strict=True):
-        if label >= 0:
-            best = row.topk(min(5, len(row))).indices.tolist()
-            hits1, hits5, images = hits1 + (label == best[0]), hits5 + (label in best), images + 1
-    return hits1, hits5, images
-
-
-@pytest.mark.parametrize("classes", [2, 6, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(classes)
-    logits = (
-        torch.stack([torch.randperm(classes, generator=generator) for _ in range(500)]).to(dtype)
-        - classes / 2
-    )  # no ties
-    labels = torch.randint(0, classes, (500,), generator=generator)
-    labels[torch.rand(500, generator=generator) < 0.1] = EMPTY_ROW
-    found, expected = accuracy(logits, labels), counted(logits, labels)
-    assert found["top1"].sum() == 100 * expected[0] and (labels >= 0).sum() == expected[2]
-    assert ("top5" in found) == (classes > 5)
-    assert "top5" not in found or found["top5"].sum() == 100 * expected[1]
-    assert 0 < expected[0] < expected[2] < 500
-
-
 @pytest.mark.parametrize(
     ("logits", "labels", "expected"),
     [
