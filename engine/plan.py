@@ -183,17 +183,16 @@ class Plan:
         steps += f", {self.steps_per_epoch:,.1f} per epoch, {self.config.train.epochs:g} epochs"
         if self.stop_step < self.schedule_steps:
             steps += f" are {self.schedule_steps:,} steps: stops early"
+        group = per_rank // parts * (ranks if self.config.model.sync_bn else 1)
+        norm = f"; BatchNorm over {group} images" if self.has_batch_norm else ""
         lines = [
             f"data     {self.train_images:,} training and {self.val_images:,} validation images, "
             f"{self.num_classes} {'classes' if 'label' in self.fields else 'outputs'}",
             f"steps    {steps}",
             f"model    {self.parameters / 1e6:.2f} M parameters, "
             f"{self.flops_by_size[self.image_size] / 1e9:.2f} GFLOP forward per {self.image_size} "
-            f"px image; validated at {self.val_size} px",
+            f"px image; validated at {self.val_size} px{norm}",
         ]
-        if self.has_batch_norm:
-            group = per_rank // parts * (ranks if self.config.model.sync_bn else 1)
-            lines[-1] += f"; BatchNorm over {group} images"
         if (decay := self.config.train.ema_decay) is not None:
             last = 1 - highest_share(self.schedule_steps - 1)
             warms_up = f" is not reached; its warm-up ends at {last:.4g}" if last < decay else ""

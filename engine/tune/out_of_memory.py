@@ -8,14 +8,13 @@ from torch import Tensor
 
 import models
 from engine.distributed import World
-from engine.plan import Plan, micro_batches
+from engine.plan import SMALL_BATCH, Plan, micro_batches
 from engine.state import TrainingError, TrainState, state_bytes, tensors, trained_bytes
 
 GIB = 2**30
 # Share of the memory: blocks leave gaps, and cuDNN needs workspaces. With 0.9, ResNet-18 at 224 px
 # did not fit into 8 GiB.
 USABLE = 0.8
-FEWEST_IMAGES = 8  # of a micro-batch: fewer are too few for batch normalisation
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
         images = plan.batch_size // world.size
         most = max(1, min(fits, images // plan.micro_batches - 1))  # fewer than now
         remedy = "use a smaller loader.batch_size, model.name or data.image_size"
-        if (part := images // micro_batches(images, most)) >= FEWEST_IMAGES:
+        if (part := images // micro_batches(images, most)) >= SMALL_BATCH:
             remedy = (
                 f"train.micro_batch={part} should fit, and keeps the batch and its learning rate"
             )
