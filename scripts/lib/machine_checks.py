@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import train
-from conf.files import open_regular
+from conf.files import LARGEST_IMAGE, open_regular
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
@@ -232,8 +232,9 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
         if time.perf_counter() - began > READ_SECONDS:
             return 0
         source, start, length = index.place(row)
-        path = source.path if isinstance(source, Container) else index.path(row)
-        with suppress(OSError), open_regular(path, LARGEST, buffering=0) as file:
+        stored = isinstance(source, Container)
+        path, largest = (source.path, LARGEST) if stored else (index.path(row), LARGEST_IMAGE)
+        with suppress(OSError), open_regular(path, largest, buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))

@@ -23,6 +23,7 @@ from PIL import Image
 from conf import cli
 from pipeline import decode, machine
 from pipeline.class_names import imagenet_names
+from pipeline.index import load_index
 from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
@@ -411,6 +412,20 @@ def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared.status == "warn" and shared.do.endswith("--ipc=host")
     loader.free_bytes, usage.free = 12 * GIB, GIB
     assert {row.status for row in machine_checks.memory(case)} == {"ok"}
+
+
+def test_storage_is_measured_on_large_files(image_root: Path, tmp_path: Path) -> None:
+    """A tar file that is larger than the memory; an image of 4 TB is not read."""
+    as_tar(image_root / "train", tmp_path / "train.tar")
+    os.truncate(tmp_path / "train.tar", 2**42)
+    rate, each = machine_checks.read_rate(
+        load_index(tmp_path / "train", key="data.root"), [0, 1], 1
+    )
+    assert rate > 0 and each > 1000
+    shutil.copytree(image_root / "val", tmp_path / "val")
+    index = load_index(tmp_path / "val", key="data.root")
+    os.truncate(index.path(0), 2**42)
+    assert machine_checks.read_rate(index, [0, 1], 1)[0] > 0
 
 
 @pytest.mark.parametrize(
