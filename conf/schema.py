@@ -222,7 +222,6 @@ NOT_OF_THE_RECIPE = {*DATA_FOLDERS, *LEFT_TO_USER}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 STEP = {"schedule.name": ("step",)}
-BCE = {"train.loss": ("bce",)}
 HAS_MOMENTUM = all_but("optim", "adamw", "lamb")
 HAS_BETAS = all_but("optim", "sgd")
 
@@ -401,11 +400,9 @@ class Train:
     loss: str = key("cross_entropy", BOTH)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""
-    bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)), when=BCE)
+    bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)))
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(
-        None, RESULT, WEIGHTS, when={"train.loss": ("cross_entropy",)}, alike=_in_any_order
-    )
+    class_weights: Any = key(None, RESULT, WEIGHTS, alike=_in_any_order)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
     {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
     label_smoothing: float = key(0.0, BOTH, FRACTION)

@@ -1,15 +1,17 @@
 """The loss functions of training. Validation always measures the cross-entropy.
 
-To add a loss, add a function to LOSSES.
+To add a loss, add a function to LOSSES. It takes the keys of `train` that are among its parameters.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conf.schema import Train, UserError
+from conf.schema import Train, UserError, show
 
 # The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
 UNIT, LIMIT = 1024, 16.0
@@ -23,17 +25,30 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 def build_criterion(config: Train, class_weights: Tensor | None = None) -> Criterion:
-    """Return the loss function that train.loss names.
+    """Return the loss function that train.loss names, with the keys of `train` that it takes.
 
     Args:
         class_weights: float32 [classes] on the device; None: all alike.
 
     Raises:
-        UserError: there is no such loss.
+        UserError: there is no such loss, or it does not take a key of another loss that is set.
     """
     if config.loss not in LOSSES:
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
-    return LOSSES[config.loss](config, class_weights)
+    taken, default = keys_of(config.loss), Train()
+    for name in sorted(set().union(*map(keys_of, LOSSES)) - taken):
+        if (value := getattr(config, name)) != (unset := getattr(default, name)):
+            raise UserError(
+                f"train.{name}={show(value)}: train.loss={config.loss} does not take it; give "
+                f"train.{name}={show(unset)}, or another loss"
+            )
+    given = {**vars(config), "class_weights": class_weights}
+    return partial(LOSSES[config.loss], **{name: given[name] for name in taken})
+
+
+def keys_of(loss: str) -> set[str]:
+    """Return the names of the keys of `train` that a loss takes."""
+    return inspect.signature(LOSSES[loss]).parameters.keys() & vars(Train()).keys()
 
 
 def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
@@ -44,45 +59,39 @@ def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
     return tuple(sum(class_counts) / (len(class_counts) * max(1, n)) for n in class_counts)
 
 
-def cross_entropy(config: Train, class_weights: Tensor | None) -> Criterion:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float, class_weights: Tensor | None
+) -> Tensor:
     """Cross-entropy with class weights, divided by the number of images."""
-
-    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
-        if class_weights is not None and targets.ndim == 1:
-            # For class numbers, torch divides by the sum of their weights: then the loss of a batch
-            # would not be the mean of those of its micro-batches or ranks.
-            targets = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
-        return F.cross_entropy(
-            logits, targets, weight=class_weights, label_smoothing=config.label_smoothing
-        )
-
-    return criterion
+    if class_weights is not None and targets.ndim == 1:
+        # For class numbers, torch divides by the sum of their weights: then the loss of a batch
+        # would not be the mean of those of its micro-batches or ranks.
+        targets = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    return F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=label_smoothing)
 
 
-def bce(config: Train, class_weights: Tensor | None) -> Criterion:
+def bce(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float, bce_threshold: float | None
+) -> Tensor:
     """Binary cross-entropy of every class, as of "ResNet strikes back" (arXiv 2110.00476).
 
     The mean over classes and images, as timm's --bce-loss. Smoothing, also of mixed targets, comes
-    before the threshold. There are no class weights: train.class_weights needs cross_entropy.
+    before the threshold.
     """
-    smoothing, threshold = config.label_smoothing, config.bce_threshold
-
-    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
-        classes = logits.shape[1]
-        if targets.ndim == 1:
-            targets = F.one_hot(targets, classes).to(logits.dtype)
-        targets = targets * (1 - smoothing) + smoothing / classes
-        if threshold is not None:
-            targets = (targets > threshold).to(logits.dtype)
-        return F.binary_cross_entropy_with_logits(logits, targets)
-
-    return criterion
+    classes = logits.shape[1]
+    if targets.ndim == 1:
+        targets = F.one_hot(targets, classes).to(logits.dtype)
+    targets = targets * (1 - label_smoothing) + label_smoothing / classes
+    if bce_threshold is not None:
+        targets = (targets > bce_threshold).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, targets)
 
 
-LOSSES: dict[str, Callable[[Train, Tensor | None], Criterion]] = {
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
     "bce": bce,
 }
+"""Name -> function of logits and targets, as of `Criterion`, and of keys of `train`."""
 
 
 def image_losses(logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:

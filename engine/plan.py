@@ -11,10 +11,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import models
-from conf.schema import FIELDS, Config, Data, UserError, did_you_mean, in_effect, show
+from conf.schema import Config, Data, UserError, did_you_mean, show
 from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
-from engine.losses import balanced, build_criterion
+from engine.losses import balanced, build_criterion, keys_of
 from engine.optim import Curve, build_optimizer
 from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, highest_share, state_bytes
@@ -417,7 +417,7 @@ def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
     """Return advice if the largest class has more than UNEQUAL times the images of the smallest."""
     keys = []
     weights = config.train.class_weights
-    if weights is None and in_effect(config, FIELDS["train.class_weights"]):
+    if weights is None and "class_weights" in keys_of(config.train.loss):
         keys.append("train.class_weights=balanced")
     if not config.train.best_by.startswith("macro_"):
         keys.append("train.best_by=macro_f1")

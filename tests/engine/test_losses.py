@@ -30,6 +30,34 @@ def test_unknown_loss() -> None:
         build_criterion(Train(loss="polly"))
 
 
+def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> Tensor:
+    losses = torch.nn.functional.cross_entropy(logits, targets, class_weights, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "loss", "unset"),
+    [
+        ("label_smoothing", 0.1, "focal", "0"),
+        ("bce_threshold", 0.2, "focal", "null"),
+        ("bce_threshold", 0.2, "cross_entropy", "null"),
+        ("class_weights", "balanced", "bce", "null"),
+    ],
+)
+def test_a_loss_gets_the_keys_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: object, loss: str, unset: str
+) -> None:
+    """A key that it does not take is not ignored."""
+    monkeypatch.setitem(LOSSES, "focal", focal)
+    weights = torch.linspace(0.5, 2, CLASSES)
+    criterion = build_criterion(Train(loss="focal", class_weights="balanced"), weights)
+    expected = focal(logits(), labels(), class_weights=weights)
+    assert torch.equal(criterion(logits(), labels()), expected)
+    message = f"train.{key}={value}: train.loss={loss} does not take it; give train.{key}={unset}, "
+    with pytest.raises(UserError, match=f"^{message}"):
+        build_criterion(Train(**{"loss": loss, key: value}))
+
+
 def check_halves(criterion: Criterion) -> None:
     """The loss of a batch is the mean of its halves: micro-batches and ranks rely on it."""
     for targets in (labels(), mixed()):
