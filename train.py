@@ -9,6 +9,9 @@ and the model. Fork it: no module that it imports depends on it.
 
 if __name__ == "__main__":
     # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
+    import sys
+
+    sys.path[:0] = [__file__.removesuffix("train.py")]  # missing with PYTHONSAFEPATH=1
     from conf.start import start
 
     CONFIG = start(__doc__)

@@ -9,11 +9,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from errno import ELOOP, ENAMETOOLONG
 from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import SECTIONS, load, to_yaml
 from conf.escape import printable
+from conf.files import described
 from conf.hints import check_words, refuse_word
 from conf.optional import require_part
 from conf.overrides import CONFIG_DIR, read_override, split_config_dir
@@ -38,10 +40,13 @@ options:
   --help            print this text"""
 
 
-def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
+def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Config:
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
     With --multirun, train.py runs the jobs of a sweep and exits.
+
+    Args:
+        purpose: its first line is that of --help.
 
     Raises:
         SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
@@ -54,12 +59,15 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     try:
         options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
-            _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
+            about = (purpose or script).splitlines()[0]
+            _show(help_text(script, about, split_config_dir(words)[0]) + "\n")
         check_words(split_config_dir(words)[1])
         if options.multirun:
             _run_sweep(words, script, options)
         config = load(words, runnable=options.cfg is None)
-    except (UserError, argparse.ArgumentError) as error:
+    except BrokenPipeError:
+        raise
+    except (UserError, argparse.ArgumentError, OSError) as error:  # of --config-dir
         fail(str(error), script)
     if options.cfg is not None:
         _show(to_yaml(config, options.package))
@@ -188,22 +196,28 @@ def exit_status(
     Args:
         script: name to print before the line.
         limits: explains an error that is a limit of the machine, such as the number of open files;
-            None for other errors, which are raised.
+            None for other errors. Those of the system get `described`; the others are raised.
 
     Returns:
-        2 after a mistake of the user, 1 after another expected error, 130 after Ctrl-C.
+        2 after a mistake of the user, such as a path that is too long; 1 after another expected
+        error; 130 after Ctrl-C.
     """
     try:
         return main()
     except UserError as error:
         complain(str(error), script, once=True)
         return 2
+    except BrokenPipeError:
+        raise
     except (OSError, RuntimeError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
+        if message is None and isinstance(error, OSError):
+            message = described(error)
         if message is None:
             raise
         complain(message, script)
-        return 1
+        is_mistake = isinstance(error, OSError) and error.errno in (ENAMETOOLONG, ELOOP)
+        return 2 if is_mistake else 1
     except KeyboardInterrupt:
         return 130
 

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import tempfile
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -65,6 +66,20 @@ def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bytes(path).decode("utf-8-sig", errors)
+
+
+def described(error: OSError) -> str:
+    """Return a message for an error that no other place of the program expects.
+
+    Returns:
+        The reason and the path, as Python says them; what to check; and the file and line of this
+        program where it happened.
+    """
+    root = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(root)] or frames
+    place = f" ({os.path.relpath(own[-1].filename, root)}:{own[-1].lineno})" if own else ""
+    return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a){place}"
 
 
 def default_cache_dir() -> Path:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -159,7 +158,7 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     except Exception:
         if not active_children():
             raise
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     if status <= 128 and not active_children():
         sys.exit(status)

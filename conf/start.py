@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from conf.escape import printable
+from conf.files import described
 from conf.launch import ranks_of_srun, stop_with_parent
 from conf.schema import UserError
 
@@ -32,11 +34,11 @@ PACKAGES = {
 }
 
 
-def start(doc: str) -> "Config":
+def start(doc: str | None) -> "Config":
     """Set up the process of train.py and return the config of its command line.
 
     Args:
-        doc: the docstring of the program, whose first line --help prints.
+        doc: the docstring of the program, whose first line --help prints; None with `python -OO`.
 
     Raises:
         SystemExit: after --help, --cfg job, a sweep or a mistake.
@@ -45,7 +47,7 @@ def start(doc: str) -> "Config":
     from conf import cli  # Hydra may be missing
 
     script = Path(sys.argv[0]).name
-    return cli.parse(sys.argv[1:], script=script, purpose=doc.splitlines()[0])
+    return cli.parse(sys.argv[1:], script=script, purpose=doc or "")
 
 
 def set_up_process() -> None:
@@ -81,8 +83,10 @@ def _refuse(problem: str) -> NoReturn:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an unexpected error."""
-    if not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
+    """Print an unexpected error: one of the system as one line, another one with its traceback."""
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        print(f"{Path(sys.argv[0]).name}: {printable(described(error))}", file=sys.stderr)
+    elif not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
         sys.__excepthook__(kind, error, trace)
 
 

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     parser.add_argument("--highest", type=float, help="last learning rate (3000 x optim.lr)")
     parser.add_argument("--out", type=Path, default=Path(), help="output folder (the current one)")
     OPTIONS, OVERRIDES = parser.parse_known_args()
-    CONFIG = cli.parse(OVERRIDES, script="lr_find.py", purpose=__doc__.split("\n")[0])
+    CONFIG = cli.parse(OVERRIDES, script="lr_find.py", purpose=__doc__)
     # The loss rises again at about 10 times the best learning rate with SGD, at 100 with AdamW.
     OPTIONS.lowest = OPTIONS.lowest or CONFIG.optim.lr * 0.03
     OPTIONS.highest = OPTIONS.highest or CONFIG.optim.lr * 3000

@@ -570,10 +570,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def explain(error: BaseException) -> str | None:
-    return str(error) if isinstance(error, OSError) else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.option_parser(__doc__)
     add = parser.add_argument
@@ -581,7 +577,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, metavar="FILE", help="output file (report.html)")
     add("--reference", action="store_true", help="print the node `expect` instead")
     options = parser.parse_args(arguments)
-    return cli.exit_status(partial(run, options), "report.py", limits=explain)
+    return cli.exit_status(partial(run, options), "report.py")
 
 
 if __name__ == "__main__":

@@ -152,10 +152,8 @@ def exit_status(command: Callable[[], int], script: str) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
 
     def explain(error: BaseException) -> str | None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return "the GPU has no memory left; lower loader.batch_size"
-        expected = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
-        return str(error) if expected else None
+        is_full = isinstance(error, torch.OutOfMemoryError)
+        return "the GPU has no memory left; lower loader.batch_size" if is_full else None
 
     cli.log_to_stderr()
     return cli.exit_status(command, script, limits=explain)

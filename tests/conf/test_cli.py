@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -138,6 +139,9 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+LONG = "/" + 300 * "a"
+
+
 def test_a_reader_that_stops(tmp_path: Path) -> None:
     """As in `python train.py --help | head`."""
     read, write = os.pipe()
@@ -146,6 +150,42 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("variable", "words", "status", "message"),
+    [
+        ("PYTHONOPTIMIZE=2", ["train.py", "--help"], 0, ""),
+        ("PYTHONSAFEPATH=1", ["train.py", "--help"], 0, ""),
+        ("A=", ["train.py", "--config-dir", LONG], 2, f"{LONG}/augment'"),
+        ("A=", ["scripts/report.py", LONG], 2, f"File name too long: '{LONG}/"),
+    ],
+)
+def test_surroundings(
+    variable: str, words: list[str], status: int, message: str, tmp_path: Path
+) -> None:
+    """Python without docstrings, or without the script's folder; and a path that is too long."""
+    line = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    environment = os.environ | dict([variable.split("=")])
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.count("\n") == bool(message) and message in done.stderr
+
+
+def test_an_unexpected_error_of_the_system_is_one_line(tmp_path: Path) -> None:
+    """With the path, and the place in this program; after the start and outside of `main`, too."""
+    for program in (
+        "import conf.start as s; s.set_up_process(); from conf.files import read_text; {}",
+        "from conf.cli import exit_status; from conf.files import read_text; "
+        "import sys; sys.exit(exit_status(lambda: {}))",
+    ):
+        line = [sys.executable, "-c", program.format("read_text('nowhere')")]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        (printed,) = done.stderr.splitlines()
+        assert "No such file or directory: 'nowhere'; check the path" in printed
+        assert re.search(r" \(conf/files\.py:\d+\)$", printed)
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
