@@ -53,6 +53,8 @@ FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has 
 SPLITS = ("train", "val")
 LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
+# Errors of a file that holds something else.
+WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 MOST_CLASSES = 20
 FAR = 20.0  # times the values of the other runs: such values do not extend an axis
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
@@ -146,7 +148,7 @@ def read_run(folder: Path) -> Run:
     run.config_text = read_text(run, "config.yaml")
     try:
         run.config = dict(leaves(yaml.safe_load(run.config_text)))
-    except (yaml.YAMLError, AttributeError):
+    except (yaml.YAMLError, *WRONG):
         run.notes.append("config.yaml is not a config")
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = read_object(run, "summary.json")
@@ -179,7 +181,7 @@ def read_text(run: Run, name: str) -> str:
 def read_object(run: Run, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads(read_text(run, name) or "{}"))
-    except (ValueError, TypeError):
+    except WRONG:
         run.notes.append(f"{name} is not a JSON object")
         return {}
 
@@ -191,7 +193,7 @@ def read_rows(run: Run) -> None:
             row = json.loads(line)
             step, split = number_in(row["step"], -1), row["split"]
             before = run.rows[split]
-        except (ValueError, LookupError, TypeError):
+        except WRONG:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
             continue
         for rows in run.rows.values():

@@ -212,12 +212,13 @@ def test_files_may_be_missing(
         b"",
         b"\xff\xfe\x00",
         b"null",
+        b"[" * 100_000,
         b'{"step": "x", "split": "train", "loss": "x"}\n{"step": null}\n[1]\n{"step": 1}',
         b'{"status": ["a"], "verdict": 3, "seconds_lost": [1], "total_seconds": "x"}',
     ],
 )
 def test_a_file_may_hold_anything(copied: Path, content: bytes) -> None:
-    for name in report.FILES:
+    for name in (*report.FILES, "per_class.json"):
         before = (copied / name).read_bytes()
         (copied / name).write_bytes(content)
         made(copied)
