@@ -1,6 +1,8 @@
 """What surrounds the program: make, the container, the hooks and the workflow."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,37 @@ def test_make_uses_what_every_system_has() -> None:
     assert not re.search(r"^\.(ONESHELL|SHELLFLAGS)|!=|\$\(file", text, re.MULTILINE)
     for script in ("env", "lock"):
         subprocess.run(["sh", "-n", ROOT / ".ci" / script], check=True)
+
+
+PYTHON = """#!/bin/sh
+case "$*" in
+    *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    *"pip install"*) echo "Collecting numpy==2 (from -r requirements.lock)"; [ ! -e offline ] ;;
+    *"import torchvision"*) exit 1 ;;
+esac
+"""
+
+
+def test_make_env_says_what_it_installs_and_what_does_not_fit(tmp_path: Path) -> None:
+    """With a script in place of Python: pip gets one package, and torchvision's import fails."""
+    (tmp_path / ".ci").mkdir()
+    for path in (".ci/env", "Makefile", *(path.name for path in ROOT.glob("*.lock"))):
+        shutil.copy(ROOT / path, tmp_path / path)
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    for status in (1, 0):
+        (tmp_path / "offline").touch() if status else (tmp_path / "offline").unlink()
+        done = subprocess.run(
+            [tmp_path / ".ci" / "env"],
+            env=os.environ | {"PYTHON": str(tmp_path / "python")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, (tmp_path / ".venv" / "complete").exists()) == (status, not status)
+        assert "    numpy==2\n" in done.stdout, done.stderr
+    version = re.findall(r"^torchvision==(\S+)", (ROOT / "requirements.lock").read_text(), re.M)
+    assert f"install --no-deps torchvision=={version[0]}+cpu" in done.stdout
 
 
 def test_make_env_tries_every_version_that_the_workflow_tests() -> None:
