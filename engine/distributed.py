@@ -203,7 +203,8 @@ def average_gradients(network: nn.Module) -> None:
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
         return
     parameters = [each for each in network.parameters() if each.requires_grad]
-    # A parameter without a gradient may have one on another rank.
+    # A parameter without a gradient may have one on another rank: to know would take a wait for the
+    # device. So if no rank has one, weight decay and momentum change it here, not on a single rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = gradients[0].new_empty(sum(each.numel() for each in gradients))
     views, offset = [], 0
