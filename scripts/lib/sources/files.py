@@ -111,7 +111,9 @@ def tree_of_file(path: str) -> Tree:
 def tree_of_zip(path: str) -> Tree:
     with open_regular(path, LARGEST) as file:
         return {
-            inside(info.filename): Place(path, 0, info.file_size, info.filename)
+            os.path.normpath(info.filename).lstrip("/"): Place(
+                path, 0, info.file_size, info.filename
+            )
             for info in zip_headers(file)
             if not info.is_dir()
         }
@@ -125,18 +127,13 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
     found: Tree = {}
     for member, place in members.items():
-        name = inside(os.fsdecode(member))
+        name = os.fsdecode(member)
         if name.endswith(".tar"):
             inner = tree_of_tar(path, place[0])
             found |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
         else:
             found[name] = Place(path, *place)
     return found
-
-
-def inside(name: str) -> str:
-    """Return the name of a member of a tar or zip file as a path below the root of the file."""
-    return os.path.normpath(name).lstrip("/")
 
 
 @cache

@@ -166,11 +166,10 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
 
 def record_label(key: str, parts: Tree) -> str:
     """Return the label in key.cls or key.json; "" if there is none of them."""
-    extension = next((name for name in ("cls", "json") if name in parts), "")
-    if not extension:
+    if not (place := parts.get("cls", parts.get("json"))):
         return ""
-    content = read_place(parts[extension], LARGEST_LABEL)
-    if extension == "cls":
+    content = read_place(place, LARGEST_LABEL)
+    if "cls" in parts:
         return content.decode(errors="replace").strip()
     try:
         record = json.loads(content)
