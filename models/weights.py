@@ -132,26 +132,22 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin)
     weights, named = weights_in(content, origin=origin), _classes_in(content, path)
-    if named and named != list(classes):
+    if named not in ("[]", json.dumps(list(classes))):
         weights = {name: value for name, value in weights.items() if name not in head_of(model)}
     initial = fit_weights(model, weights, origin=origin, new_head=True)
-    if not named and not initial:
+    if named == "[]" and not initial:
         logger.info(
             "%s: does not name its classes: check that they are those of the training, in order",
             origin,
         )
 
 
-def _classes_in(content: Any, path: Path) -> Any:
-    """Return the names of the classes that a checkpoint or an exported file states."""
+def _classes_in(content: Any, path: Path) -> str:
+    """Return the names of the classes that a checkpoint or an exported file states, as JSON."""
+    if path.suffix == ".safetensors":
+        return safetensors_metadata(path).get("classes", "[]")
     plan = content.get("plan")
-    if path.suffix != ".safetensors":
-        return plan.get("classes") if isinstance(plan, dict) else None
-    text = safetensors_metadata(path).get("classes", "[]")
-    try:
-        return json.loads(text)
-    except ValueError:  # of another program
-        return text
+    return json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [], default=str)
 
 
 def fit_weights(

@@ -75,30 +75,27 @@ class Expectation:
         Args:
             previous: the row of the validation before; empty if there was none.
         """
+        name, side = self._value.name, 2 if self._value.lower else 1
         band = self._band(row["step"], SIGMAS)
         if band is None:
             return {}, None
-        name, (mean, low, high) = self._value.name, band
-        column = f"reference_{name}"
+        column, (mean, low, high) = f"reference_{name}", band
         columns = {column: mean, f"{column}_min": low, f"{column}_max": high}
-        before = self._band(int(previous.get("step", 0)), CONFIRMING_SIGMAS)
-        worst, side = (high, 2) if self._value.lower else (low, 1)
-        if self._warned or before is None or name not in previous:
-            return columns, None
-        bounds = {name: worst}, {name: before[side]}
-        rows = row, previous
-        if not all(self._value.prefers(b, r) for b, r in zip(bounds, rows, strict=True)):
+        before = self._band(previous.get("step", 0), CONFIRMING_SIGMAS)
+        pairs = ((band, row), (before, previous)) if before and name in previous else ()
+        worse = [self._value.prefers({name: limits[side]}, r) for limits, r in pairs]
+        if self._warned or not worse or not all(worse):
             return columns, None
         self._warned = True
         assert self._curve is not None
         epoch = self._plan.epochs_ended(row["step"])
-        check = "the labels, the learning rate and your code changes"
-        if self._changed:
-            changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
-            check = f"the labels and what differs from the recipe ({changed})"
+        changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
+        check = f"the labels and what differs from the recipe ({changed})"
+        if not changed:
+            check = "the labels, the learning rate and your code changes"
         return columns, (
             f"{shown(name, row[name])} after epoch {epoch} is worse than the {SIGMAS} sigma limit "
-            f"of this recipe, {worst:.4g} ({self._curve['runs']} runs reached {mean:.4g} +/- "
+            f"of this recipe, {band[side]:.4g} ({self._curve['runs']} runs reached {mean:.4g} +/- "
             f"{self._curve['std'][epoch - 1]:.2g}), and so was the previous validation, "
             f"{shown(name, previous[name])}: check {check}; training continues, Ctrl-C stops it"
         )
