@@ -338,13 +338,16 @@ def test_numbers_as_labels_keep_their_order(tmp_path: Path) -> None:
 # Parquet.
 
 
-def parquet(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None) -> None:
+def parquet(
+    path: Path, columns: dict[str, Any], features: dict[str, Any] | str | None = None
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     table = pyarrow.table(columns)
     if features:
-        stored = json.dumps({"info": {"features": features}})
+        is_text = isinstance(features, str)
+        stored = features if is_text else json.dumps({"info": {"features": features}})
         table = table.replace_schema_metadata({"huggingface": stored})
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=2)
@@ -414,6 +417,23 @@ def test_damaged_and_unclear_parquet(tmp_path: Path) -> None:
     assert "several datasets (320px, data); give the folder of" in refused(source)
     parquet(tmp_path / "x.parquet", {"image": image, "caption": ["a"]})
     assert "has 0 columns of labels in image, caption; write" in refused(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata"),
+    [
+        (0, "{"),
+        (0, "[]"),
+        (0, "[" * 100_000),
+        (0, '{"info": {"features": {"label": 3}}}'),
+        (7, json.dumps({"info": {"features": label_feature("a", "b")}})),
+        ("a", json.dumps({"info": {"features": label_feature("a", "b")}})),
+    ],
+)
+def test_odd_metadata_of_parquet(tmp_path: Path, label: int | str, metadata: str) -> None:
+    image = [{"bytes": jpeg(1), "path": None}] * 2
+    parquet(tmp_path / "a.parquet", {"image": image, "label": [label] * 2}, metadata)
+    assert "a.parquet: is damaged or incomplete (" in refused(tmp_path / "a.parquet")
 
 
 # A split.

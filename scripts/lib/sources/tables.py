@@ -9,6 +9,7 @@ from typing import Any
 
 from conf.schema import UserError
 from pipeline.containers import csv_rows
+from pipeline.decode import describe
 from scripts.lib.sources.files import Place, Sample, damaged, is_image, split_of
 
 LISTS = (".csv", ".tsv")
@@ -30,7 +31,6 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
         UserError: pyarrow is not installed, the file is damaged, or its columns are not clear.
     """
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError:
         message = "Parquet files need pyarrow; run pip install pyarrow and start again"
@@ -53,8 +53,10 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                     Sample(split, classes[value] if classes else str(value), name, place)
                 )
             count += len(rows)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise damaged(file, str(error).partition("\n")[0]) from None
+    except UserError:
+        raise
+    except Exception as error:  # of pyarrow, and of metadata and labels that are something else
+        raise damaged(file, describe(error).partition("\n")[0]) from None
     return samples
 
 
