@@ -20,11 +20,19 @@ from tests.processes import HANGS_SECONDS
 SIZE = 32  # side of the images in pixels
 
 
+class Blocking(FolderDataset):
+    """Also reads a FIFO in place of an image: it waits, as a network file system may."""
+
+    def read(self, index: int) -> bytes:
+        path = Path(self.name(index))
+        return path.read_bytes() if path.is_fifo() else super().read(index)
+
+
 def crops(split: Path) -> FolderDataset:
     """The images of a split, as random crops."""
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
     transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
-    return FolderDataset(load_index(split, key="data.train"), transform, seed=7)
+    return Blocking(load_index(split, key="data.train"), transform, seed=7)
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> dict[str, Tensor]:
