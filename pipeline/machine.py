@@ -64,6 +64,9 @@ def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
     return quota
 
 
+OPENED = 100  # files that this process has probably opened, for a system without /proc
+
+
 def free_memory(
     proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")
 ) -> int:
@@ -93,7 +96,8 @@ def spare_files() -> int:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
                 break
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
+    opened = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(OPENED)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(opened)
 
 
 def reached_limit(error: BaseException) -> str | None:
