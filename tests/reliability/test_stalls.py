@@ -1,7 +1,7 @@
 """Input or a disk that does not answer: it is named, and a signal still saves the finished steps.
 
-Faults come from outside: stopped workers, FIFOs in place of images, and stall.c, a library that is
-preloaded and never returns from open, read or fsync, as on a stuck mount.
+Faults come from outside: stopped workers, FIFOs that images are read from, and stall.c, a library
+that is preloaded and never returns from open, read or fsync, as on a stuck mount.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import train
+from pipeline.dataset import FolderDataset
 from tests.processes import (
     HANGS_SECONDS,
     compiled_preload,
@@ -79,9 +80,22 @@ def check_saved(folder: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("workers", "number"), [(0, signal.SIGTERM), (1, signal.SIGHUP)], ids=["in process", "worker"]
 )
-def test_signal_during_a_read(workers: int, number: int, image_root: Path, tmp_path: Path) -> None:
+def test_signal_during_a_read(
+    workers: int,
+    number: int,
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     needs_linux()
     root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
+    read = FolderDataset.read
+
+    def read_or_wait(dataset: FolderDataset, index: int) -> bytes:
+        path = Path(dataset.name(index))
+        return path.read_bytes() if path.is_fifo() else read(dataset, index)
+
+    monkeypatch.setattr(FolderDataset, "read", read_or_wait)
 
     def stall() -> None:
         wait_until(lambda: len(steps_of(folder)) >= 2)
@@ -109,7 +123,7 @@ class Stall:
     """What does not answer.
 
     Attributes:
-        how: `stop` the workers of the last rank, replace the images by a `fifo`, or `preload`.
+        how: `stop` the workers of the last rank, or `preload`.
         where: part of the path of the files, or `fsync`.
         options: overrides of the run.
         ranks: number of ranks.
@@ -131,9 +145,7 @@ STALLS = {
     "stopped workers": Stall("stop"),
     "stopped workers, fork": Stall("stop", options=("loader.start_method=fork",)),
     "mount": Stall("preload", "/train/"),
-    "FIFO": Stall("fifo"),
     "mount, validation": Stall("preload", "/val/", VALIDATES),
-    "FIFO, validation": Stall("fifo", "val", VALIDATES),
     "mount, measurement": Stall("preload", "/train/", MEASURES, named=r"still reading \S+\.jpg"),
     "stopped workers of a rank": Stall("stop", ranks=2, signalled=0),
     "mount, ranks": Stall("preload", "/train/", ranks=2, signalled=None),
@@ -210,10 +222,6 @@ class Stalled:
             if not self.measures:
                 self.when.touch()
             wait_until(Path(f"{self.when}.reached").exists, self.process)
-        elif self.stall.how == "fifo":
-            replace_by_fifos(self.root / self.stall.where)
-            fifos = list((self.root / self.stall.where).rglob("*.jpg"))
-            wait_until(lambda: any(map(has_reader, fifos)), self.process)
         else:
             for worker in self._workers(self.trainers[-1]):
                 os.kill(worker, signal.SIGSTOP)
