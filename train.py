@@ -295,7 +295,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
         plan.best_by.check(value_names(state.model, validation_values, example))
-    datasets.prepare()  # draws the images of data=demo if they are missing
+    world.on_all_ranks(datasets.prepare)  # draws the images of data=demo if they are missing
     return datasets, plan, state
 
 

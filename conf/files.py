@@ -97,10 +97,8 @@ def default_cache_dir() -> Path:
 @cache
 def _writable(folder: Path) -> Path:
     other = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
-    problem = "there is no home folder"
     with contextlib.suppress(OSError):
-        if folder.is_absolute():
-            problem = "it cannot be created or written"
+        if folder.is_absolute():  # else there is no home folder
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
@@ -108,7 +106,7 @@ def _writable(folder: Path) -> Path:
         other.mkdir(mode=0o700, exist_ok=True)
         info = other.lstat()
         if info.st_uid == os.geteuid() and not info.st_mode & 0o022 and other.is_dir():
-            logger.info("cache %s: %s; %s is used", folder, problem, other)
+            logger.info("cache %s: cannot be written; %s is used", folder, other)
             return other
-    logger.warning("cache %s: %s; set XDG_CACHE_HOME. Nothing is cached", folder, problem)
+    logger.warning("cache %s: cannot be written; set XDG_CACHE_HOME. Nothing is cached", folder)
     return Path(os.devnull) / folder.name

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
+from conf.files import described
 from conf.launch import Launch, read_launch
 from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, show
 from engine.heartbeat import Heartbeat
@@ -101,13 +102,15 @@ class World:
         """Call a function on every rank; return the result of this one. Collective.
 
         Raises:
-            UserError: on every rank, if one rank raised it.
+            UserError: on every rank, if one rank raised it or could not use a file.
         """
         result = mistake = None
         try:
             result = function()
         except UserError as error:
             mistake = error
+        except OSError as error:
+            mistake = UserError(described(error))
         self.raise_on_all_ranks(mistake)
         return cast("T", result)
 

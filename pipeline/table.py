@@ -27,17 +27,12 @@ class TableDataset(FolderDataset):
         transform, options: as of FolderDataset.
 
     Raises:
-        UserError: the file cannot be read, or is not of this form.
+        OSError: the file cannot be read.
+        UserError: it is not of this form.
     """
 
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
-        try:
-            lines = [cells for _, cells in csv_rows(path)]
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}); data=table needs it"
-            ) from None
-        head, *rows = lines or [[]]
+        head, *rows = [cells for _, cells in csv_rows(path)] or [[]]
         if head[:1] != ["path"] or len(head) < 2 or not rows:
             raise UserError(
                 f"{path}: write path,NAME,... into the first line, and the path of an image and a "

@@ -199,10 +199,7 @@ class DemoDataset(FolderDataset):
         return MEAN_BYTES
 
     def prepare(self) -> None:
-        try:
-            draw_dataset(self.root)
-        except OSError as error:
-            raise UserError(f"data.root={self.root}: {error}") from None
+        draw_dataset(self.root)
 
 
 def _marker() -> str:
@@ -215,15 +212,13 @@ def is_drawn(root: Path) -> bool:
     """Return whether `root` holds the demo dataset.
 
     Raises:
-        UserError: it holds anything else, or cannot be read.
+        UserError: it holds anything else.
+        OSError: it cannot be read.
     """
-    try:
-        if not root.exists() or not any(root.iterdir()):
-            return False
-        if (root / MARKER).is_file() and read_text(root / MARKER) == _marker():
-            return True
-    except OSError as error:
-        raise UserError(f"data.root={root}: {error}") from None
+    if not root.exists() or not any(root.iterdir()):
+        return False
+    if (root / MARKER).is_file() and read_text(root / MARKER) == _marker():
+        return True
     raise UserError(
         f"data.root={root}: holds files that the demo did not draw; to train on your own images "
         "write data=folder, or pass another data.root"

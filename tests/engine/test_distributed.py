@@ -38,6 +38,8 @@ def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
     with join_world("cpu") as world:
         assert world == ALONE and world.is_main
         assert world.broadcast(lambda: 5) == world.on_all_ranks(lambda: 5) == 5
+        with pytest.raises(UserError, match=r"No such file .*: 'nowhere'; check the path"):
+            world.on_all_ranks(lambda: os.stat("nowhere"))
         with pytest.raises(UserError, match="own"):
             world.broadcast(lambda: (_ for _ in ()).throw(UserError("own")))
         assert world.all_gather("own") == ["own"]

@@ -92,7 +92,7 @@ def test_other_files_are_refused_and_untouched(
     (root / "train" / "cat.jpg").write_bytes(b"mine")
     with pytest.raises(UserError, match=f"data.root={root}: .*pass another data.root"):
         draw_dataset(root)
-    with pytest.raises(UserError, match=r"cat\.jpg: .*Not a directory"):
+    with pytest.raises(NotADirectoryError, match=r"cat\.jpg"):
         draw_dataset(root / "train" / "cat.jpg")
     assert contents(root) == {"train/cat.jpg": b"mine"}
     monkeypatch.setattr(demo, "COUNTS", {"train": 50, "val": 20})
@@ -107,7 +107,7 @@ def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return draw_image(label, rng)
 
     monkeypatch.setattr(demo, "draw_image", full_disk)
-    with pytest.raises(UserError, match=r"data.root=.*: .*No space left"):
+    with pytest.raises(OSError, match=r"No space left"):
         split(tmp_path / "demo").prepare()
     assert names(tmp_path) == []
 
