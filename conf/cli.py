@@ -9,13 +9,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from errno import ELOOP, ENAMETOOLONG
 from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import SECTIONS, load, to_yaml
 from conf.escape import printable
-from conf.files import described
 from conf.hints import check_words, refuse_word
 from conf.optional import require_part
 from conf.overrides import CONFIG_DIR, read_override, split_config_dir
@@ -43,10 +41,8 @@ options:
 def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Config:
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
-    With --multirun, train.py runs the jobs of a sweep and exits.
-
-    Args:
-        purpose: its first line is that of --help.
+    With --multirun, train.py runs the jobs of a sweep and exits. `purpose`: its first line is that
+    of --help.
 
     Raises:
         SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
@@ -65,9 +61,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
         if options.multirun:
             _run_sweep(words, script, options)
         config = load(words, runnable=options.cfg is None)
-    except BrokenPipeError:
-        raise
-    except (UserError, argparse.ArgumentError, OSError) as error:  # of --config-dir
+    except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
     if options.cfg is not None:
         _show(to_yaml(config, options.package))
@@ -135,11 +129,7 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
     --config-dir belongs to the overrides, which `load` takes. An existing path is a path even if it
-    contains `=`, as the default names of runs do.
-
-    Args:
-        words: the arguments that are no options of the script.
-        what: the kind of path, for the message.
+    contains `=`, as the default names of runs do. `what`: the kind of path, for the message.
     """
     words = with_config_dir(words)
     overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
@@ -170,11 +160,8 @@ def log_to_stderr(*, force: bool = False) -> None:
 
 
 def complain(message: str, script: str = "train.py", *, once: bool = False) -> None:
-    """Print one line on stderr, even if a path in it contains a line break.
-
-    Args:
-        once: only local rank 0 prints it. Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
-    """
+    """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
+    # Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
     is_other = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("WORLD_SIZE") is not None
     if not (once and is_other):
         print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
@@ -196,28 +183,22 @@ def exit_status(
     Args:
         script: name to print before the line.
         limits: explains an error that is a limit of the machine, such as the number of open files;
-            None for other errors. Those of the system get `described`; the others are raised.
+            None for other errors, which are raised.
 
     Returns:
-        2 after a mistake of the user, such as a path that is too long; 1 after another expected
-        error; 130 after Ctrl-C.
+        2 after a mistake of the user, 1 after another expected error, 130 after Ctrl-C.
     """
     try:
         return main()
     except UserError as error:
         complain(str(error), script, once=True)
         return 2
-    except BrokenPipeError:
-        raise
     except (OSError, RuntimeError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
-        if message is None and isinstance(error, OSError):
-            message = described(error)
         if message is None:
             raise
         complain(message, script)
-        is_mistake = isinstance(error, OSError) and error.errno in (ENAMETOOLONG, ELOOP)
-        return 2 if is_mistake else 1
+        return 1
     except KeyboardInterrupt:
         return 130
 

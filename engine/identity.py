@@ -35,8 +35,6 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     """
     replaced = (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
-    if not config.data.sizes:
-        del keys["data.sizes"]  # checkpoints of earlier versions do not have it
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
             digest = checkpoint.sha256(checkpoint.find(Path(keys[name])))

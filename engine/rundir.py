@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -280,13 +279,6 @@ def _checkpoint_to_resume(run: Path, resume: str) -> tuple[Path, dict[str, Any]]
 def _refuse_foreign(path: Path, config: Config) -> None:
     """Refuse a folder that holds something else than a run, or is inside a split."""
     refuse_inside(path, config.data, f"run.dir={path}")
-    digest = path.name.rpartition(",")[2]
-    if re.fullmatch("[0-9a-f]{8}", digest) and not path.exists():  # of a default name
-        for other in path.parent.glob(f"*,{digest}"):
-            raise UserError(
-                f"run.dir={path}: {other.name} holds this training under an earlier version's "
-                f"name; rename it to {path.name} to continue it, or give another run.name"
-            )
     content = {each.name for each in path.iterdir()} if path.exists() else set()
     if content and not content & {"config.yaml", "checkpoints", ".lock"}:
         raise UserError(

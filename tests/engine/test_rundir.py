@@ -48,18 +48,6 @@ def test_new_folder_with_its_parents(tmp_path: Path) -> None:
         assert set(tree(path)) == CREATED
 
 
-def test_a_run_under_an_earlier_default_name_is_not_begun_anew(tmp_path: Path) -> None:
-    """Names of more than 100 characters were shorter; their hash has not changed."""
-    old, new = tmp_path / "demo,a=1,0123abcd", tmp_path / "demo,b=2,a=1,0123abcd"
-    open_run(old)
-    checkpoint_path = add_checkpoint(old, 10)
-    with pytest.raises(UserError, match=f"{old.name} holds .*; rename it to {new.name} to "):
-        open_run(new)
-    assert not new.exists()
-    assert open_run(tmp_path / "demo,b=2,a=1,0123abce") is None
-    assert open_run(old.rename(new)) == new / checkpoint_path.relative_to(old)
-
-
 def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
     before = tree(run)
     (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"partial")
