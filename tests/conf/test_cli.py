@@ -198,14 +198,6 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
         assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
 
 
-def test_a_typo_on_the_real_command_line(tmp_path: Path) -> None:
-    done = command("recipe=demo", "optm.lr=0.3", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    line = "train.py: optm.lr=0.3: there is no key optm.lr; write optim.lr=0.3"
-    assert done.stderr.splitlines()[-1] == line and "| torch" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 # override -> a part of the error message
 MISTAKES = {
     # an unknown key

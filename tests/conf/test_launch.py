@@ -132,25 +132,13 @@ def test_a_variable_of_srun_that_is_wrong(wrong: str) -> None:
         ranks_of_srun(STEP | {name: value})
     assert name in str(error.value) and str(error.value).endswith(REMEDY)
     assert len(str(error.value)) < 300 and str(error.value).isprintable()
+    with pytest.raises(UserError, match=r"^SLURM_\w+=: must be "):
+        ranks_of_srun({name: STEP[name] for name in ("SLURM_STEP_NUM_TASKS",)})
 
 
 def test_the_nodes_of_a_step_are_not_written_out() -> None:
     many = STEP | {"SLURM_STEP_TASKS_PER_NODE": "3(x3000000000)"}
     assert ranks_of_srun(many)["LOCAL_WORLD_SIZE"] == "3"
-
-
-def test_one_line_if_a_variable_of_srun_is_alone() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "train.py", "--help"],
-        cwd=ROOT,
-        env=environment | {"SLURM_STEP_NUM_TASKS": "2"},
-        capture_output=True,
-        start_new_session=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert re.fullmatch(r"train\.py: SLURM_\w+=: must be .*\n", done.stderr)
 
 
 def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:

@@ -165,33 +165,6 @@ def test_draws_depend_on_seed_and_step_and_nothing_else(name: str) -> None:
     assert len({images.numpy().tobytes() for images, _ in first.values()}) == len(keys)
 
 
-def spread(weights: list[Tensor]) -> float:
-    """The standard deviation, over the steps, of a batch's mean weight of the dominant class."""
-    return torch.stack(weights).mean(1).std().item()
-
-
-def test_weights_vary_from_step_to_step_as_on_torchvisions_8_gpus() -> None:
-    """Each of them draws once for its 128 images. One draw for all varies 2.8 times as much."""
-    assert import_torchvision()
-    from torchvision.transforms import v2
-
-    steps, total, side = 200, 1024, 16
-    images, targets = torch.zeros(total, 1, side, side), torch.eye(4).repeat(total // 4, 1)
-
-    def ours(group: int) -> float:
-        transform = one("mixup_or_cutmix", group=group)
-        drawn = (transform(images, targets, part(0, step, total=total)) for step in range(steps))
-        return spread([targets.amax(1) for _, targets in drawn])
-
-    torch.manual_seed(0)
-    gpu = v2.RandomChoice([v2.MixUp(alpha=0.2, num_classes=4), v2.CutMix(num_classes=4)])
-    share = images[:4], torch.arange(4)  # the weight does not depend on the number of images
-    theirs = spread([torch.cat([gpu(*share)[1].amax(1) for _ in range(8)]) for _ in range(steps)])
-    assert theirs == pytest.approx(0.059, rel=0.2)
-    assert ours(128) == pytest.approx(theirs, rel=0.2)
-    assert ours(total) == pytest.approx(0.16, rel=0.2)
-
-
 @pytest.mark.parametrize(
     ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import itertools
 import os
 import re
@@ -26,7 +25,7 @@ from pipeline.containers import Folder
 from pipeline.dataset import LABEL, BadImageError, Dataset, Field, FolderDataset, image_field
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
-from pipeline.index import Index, load_index
+from pipeline.index import load_index
 from pipeline.loader_plan import choose_decoders
 from pipeline.shared import SharedArray
 from tests.loader_plans import loader_plan, world_of
@@ -51,33 +50,6 @@ def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
 def changeable(image_root: Path, tmp_path: Path) -> Path:
     """A copy of the training split that a test may damage."""
     return shutil.copytree(image_root / "train", tmp_path / "train")
-
-
-class InMemory(Folder):
-    """Another storage."""
-
-    content: ClassVar[dict[str, bytes]] = {}
-
-    def where(self, name: str) -> str:
-        return f"memory: {name}"
-
-    def read(self, name: str, start: int, length: int) -> bytes:
-        return self.content[name]
-
-
-def test_files_may_be_stored_elsewhere(image_root: Path) -> None:
-    """Samples, their names and the fingerprint are those of the same files in folders."""
-    files = open_dataset(image_root / "train")
-    names = [files.index.name(i) for i in range(len(files))]
-    InMemory.content.update({name: files.read(i) for i, name in enumerate(names)})
-    classes = files.index.classes
-    listed = {c: [n.encode() for n in names if n.startswith(c)] for c in classes}
-    dataset = FolderDataset(Index.of_files(InMemory("/"), listed), files.transform)
-    for number in range(0, len(names), 5):
-        np.testing.assert_array_equal(dataset[number]["image"], files[number]["image"])
-    assert dataset.name(0) == f"memory: {names[0]}"
-    assert dataset.fingerprint() == files.fingerprint()
-    assert dataset.mean_bytes() == np.mean([len(data) for data in InMemory.content.values()])
 
 
 def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
@@ -146,27 +118,6 @@ def test_bad_file_is_named_with_the_reason(changeable: Path) -> None:
         path.unlink(missing_ok=True)
     dataset.load(0, 6)  # its neighbours are fine
     dataset.load(0, 8)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
-    """Bits flipped anywhere in a PNG and a TIFF file: pixels or BadImageError."""
-    dataset, rng = open_dataset(changeable), np.random.default_rng(0)
-    path = Path(dataset.name(0))
-    image, refused = Image.open(path).resize((60, 60)), 0
-    for kind in ("PNG", "TIFF"):
-        buffer = io.BytesIO()
-        image.save(buffer, kind)
-        good = np.frombuffer(buffer.getvalue(), np.uint8)
-        for _ in range(60):
-            bad = good.copy()
-            bad[rng.integers(0, min(len(bad), 700), 3)] ^= rng.integers(1, 256, 3).astype(np.uint8)
-            path.write_bytes(bad.tobytes())
-            try:
-                assert dataset[0]["image"].shape == (48, 48, 3)
-            except BadImageError:
-                refused += 1
-    assert refused > 20
 
 
 def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> None:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from conf import cli
 from conf.packages import import_torchvision
 from conf.schema import UserError
 from pipeline.augment import TRANSFORMS, build
-from pipeline.build import build_datasets
 from pipeline.decode import Picture, open_picture
 from pipeline.torchvision_transforms import NAMES
 
@@ -94,23 +92,3 @@ def test_a_list_is_sent_to_a_worker_without_the_imported_transform() -> None:
 def test_wrong_parameter_is_refused(name: str, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^augment.train: {message}"):
         one(name, **parameters)
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        ("{v2.RandAugment: {magnitude: 99}}", "fails on an image: "),
-        (
-            "{v2.RandomRotation: {degrees: 30, expand: true}}",
-            "the list does not end in",
-        ),
-    ],
-)
-def test_list_that_does_not_fit_the_image_size_is_refused(
-    last: str, message: str, image_root: Path
-) -> None:
-    """Before the training starts, and not as an unreadable image."""
-    transforms = f"augment.train=[{{random_resized_crop: {{size: 16}}}},{last}]"
-    config = cli.load([f"data.root={image_root}", "data.image_size=16", transforms])
-    with pytest.raises(UserError, match=f"^augment.train: {message}"):
-        build_datasets(config)

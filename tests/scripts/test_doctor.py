@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,8 +27,9 @@ from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
 from tests.drawings import draw_image
+from tests.reliability.odd_images import encoded
 from tests.small_run import SMALL
-from tests.stored import as_tar, as_zip
+from tests.stored import as_tar
 
 ROOT = Path(__file__).parents[2]
 TWICE = ("data", "readable")  # a row for each split
@@ -39,12 +39,6 @@ Rows = dict[str, list[Row]]
 
 def drawn(mode: str = "RGB", *, seed: int = 0) -> Image.Image:
     return draw_image("plaid", np.random.default_rng(seed)).convert(mode)
-
-
-def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -164,20 +158,6 @@ def test_classes_of_different_sizes(root: Path) -> None:
     train, val = look(root)["data"]
     assert (train.status, val.status) == ("warn", "ok")
     assert train.found.endswith(", 1 to 12 each") and "train.class_weights" in train.do
-
-
-def test_a_tar_and_a_zip_file(root: Path, image_root: Path) -> None:
-    shutil.rmtree(root)
-    root.mkdir()
-    as_tar(image_root / "train", root / "train.tar")
-    as_zip(image_root / "val", root / "val.zip")
-    found = look(root)
-    assert [re.findall(r"(\d+) images in (\d)", row.found) for row in found["data"]] == [
-        [("36", "3")],
-        [("15", "3")],
-    ]
-    names = (*TWICE, "odd files", "duplicates", "plan", "storage")
-    assert {row.status for name in names for row in found[name]} == {"ok"}
 
 
 def test_files_that_cannot_be_read(root: Path) -> None:

@@ -2,10 +2,8 @@
 
 import logging
 import os
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +15,10 @@ import torch
 
 from engine.log import telemetry
 from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
-from tests.processes import needs_linux
+from tests.processes import needs_linux, wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    """The limit of a minute only detects a hang."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def threads() -> list[str]:
@@ -220,24 +210,6 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 10 < found["gpu/power_watts"] < 2000 and 0 <= found["gpu/utilization"] <= 100
     assert 0 <= found["gpu/throttled_fraction"] <= 1
-
-
-@pytest.mark.gpu
-def test_cuda_visible_devices() -> None:
-    """The last GPU of the machine is the first one in torch."""
-    pynvml = pytest.importorskip("pynvml")
-    pynvml.nvmlInit()
-    last = pynvml.nvmlDeviceGetCount() - 1
-    uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(last))
-    code = (
-        "import pynvml, torch; from engine.log.telemetry import find_gpu; pynvml.nvmlInit(); "
-        "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0))))"
-    )
-    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(last)}
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[3]
-    done = subprocess.check_output(command, env={**os.environ, **variables}, cwd=root, text=True)
-    assert done.strip() == uuid
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ import train
 from conf.compose import load
 from conf.schema import UserError
 from engine.log.tracker import Tracker
-from tests.small_run import command, compose
+from tests.small_run import compose
 
 # A module in place of wandb: it appends each call to a file, and fails in one of them.
 FAKE = """
@@ -122,20 +120,3 @@ def test_wandb_is_not_installed(
     with pytest.raises(UserError, match=r"^log.trackers=\[tensorboard,wandb\]: wandb is not inst"):
         train.train(config)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_offline(image_root: Path, tmp_path: Path) -> None:
-    """The real package, without a login or a network."""
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    done = subprocess.run(
-        command(image_root, tmp_path / "run", "log.trackers=[wandb]"),
-        env={**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    content = written.read_bytes()
-    assert b"throughput/images_per_second" in content and b"recipe" in content
-    assert list((written.parent / "files" / "media").rglob("*.jpeg"))

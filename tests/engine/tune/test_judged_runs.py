@@ -162,16 +162,6 @@ def verdict_of_steps(
     return " ".join(verdict.sentences("run"))
 
 
-@judged_at_once
-def test_heavy_step_is_compute_bound(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only the step advances: on a busy machine workers may be slower."""
-    clock = FakeClock()
-    monkeypatch.setattr("pipeline.clock.time", clock)
-    with open_run(image_root, "train.device=cpu", "loader.workers=1") as (feed, verdict):
-        text = verdict_of_steps(feed, verdict, lambda batch: clock.passes(computing=0.1))
-    assert text.startswith("compute-bound")
-
-
 SYNTHETIC = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.workers=4")
 
 

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from conf import cli
 from engine.tune import prices
-from engine.tune.benchmark import time_worker
 from engine.tune.measured import WAITS, Figures, Measured, figures_of
 from engine.tune.prices import (
     SHRINK,
@@ -21,9 +19,7 @@ from engine.tune.prices import (
 )
 from pipeline.build import build_datasets
 from pipeline.decode import DECODERS, installed
-from pipeline.feed import open_feed
 from tests.engine.tune.sweeps import SWEEPS
-from tests.loader_plans import loader_plan, world_of
 
 
 def waits(rate: float, step: float, alone: float, ranks: int = 1, **values: float) -> Figures:
@@ -88,13 +84,6 @@ def test_more_workers_in_recorded_sweeps() -> None:
     assert np.median(np.abs(errors)) < 0.02
 
 
-@pytest.mark.parametrize(("rate", "more", "found"), [(3317, 14, 6525), (4484, 15, 8857)])
-def test_more_workers_where_cores_share_more(rate: float, more: int, found: float) -> None:
-    """A host on which 15 workers supply twice as much as 6 (ResNet-18 on an H200)."""
-    predicted = predicted_rate(waits(rate, 23_000, 23_000), workers=more / 6)
-    assert predicted == pytest.approx(found, rel=0.125)
-
-
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_s16"])
 def test_shrinking_in_recorded_sweeps(model: str) -> None:
     """To 256 px, after which a core decodes 2.6 times as many images (prepare.py --side 256)."""
@@ -151,34 +140,3 @@ def test_unreadable_file_and_no_files(tmp_path: Path) -> None:
         (tmp_path / split / name / "x.jpg").write_bytes(b"")
     assert remedies_of(tmp_path, "pillow") == ()
     assert measure_remedies(build_datasets(cli.load(["data=fake"])).train) == ()
-
-
-def cpu_ms_of(root: Path, decoder: str) -> float:
-    options = [f"loader.decoder={decoder}", "loader.batch_size=8", "train.device=cpu"]
-    config = cli.load([f"data.root={root}", *options])
-    datasets, world = build_datasets(config), world_of(torch.device("cpu"))
-    plan = loader_plan(config, datasets, world, workers=1)
-    with open_feed(config, datasets, plan, world) as feed:
-        return time_worker(feed.train.loader, 0)[0].cpu_ms
-
-
-@pytest.mark.slow
-def test_predicted_speed_of_a_worker(tmp_path: Path) -> None:
-    """By its CPU time, with another decoder, with smaller files and with both."""
-    from scripts import prepare
-
-    large = photos(tmp_path / "large", 700)
-    small = tmp_path / "small"
-    for path in large.rglob("*.jpg"):
-        target = small / path.relative_to(large)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(prepare.reencoded(path.read_bytes(), path.name, side=352))
-    (_, smaller), (_, faster) = remedies_of(large, "pillow")
-    best = installed()[0]
-    now = waits(1e3 / cpu_ms_of(large, "pillow"), 1e9, 1e9)
-    for cpu, after in (
-        (smaller["cpu"], cpu_ms_of(small, "pillow")),
-        (faster["cpu"], cpu_ms_of(large, best)),
-        (smaller["cpu"] * faster["cpu"], cpu_ms_of(small, best)),
-    ):
-        assert predicted_rate(now, cpu=cpu) == pytest.approx(1e3 / after, rel=0.3)

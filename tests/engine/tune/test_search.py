@@ -147,32 +147,6 @@ def tune(
     )
 
 
-@pytest.mark.parametrize("cores", [4, 16, 64])
-def test_search_finds_the_knee(cores: int) -> None:
-    """At least 0.98 of the best rate, with at most one worker more than the fewest that reach it.
-
-    With 64 cores, of which five trials leave many numbers untried: 0.97, and one in sixteen.
-    """
-    hosts = itertools.product(
-        [2000, 4000, 7350, 22000],  # images/s of the step
-        [120, 400, 600, 1600, 2500],  # and of a worker
-        [(0, 2), (0.02, 2), (0.1, 2), (0.1, 4), (0.1, 6), (0.05, 8)],
-        [0, 0.1, 0.25],
-        [0.7, 1, 1.3],  # error factor of the probe
-        range(3),
-    )
-    # A seventh of all combinations has every pair of values.
-    for demand, per_worker, (slow, threads), contention, misjudged, seed in list(hosts)[::7]:
-        host, cap = Host(demand, per_worker, 1, cores, slow, threads, contention, 0), cores - 1
-        rates = {n: host.run("simplejpeg", n)[0] for n in range(1, cap + 1)}
-        best = max(rates.values())
-        knee = min(workers for workers, rate in rates.items() if rate >= 0.98 * best)
-        _, found, trials = tune(host, misjudged, seed, ("simplejpeg",))
-        assert rates[found] >= (0.97 if cores == 64 else 0.98) * best, host
-        assert found <= knee + max(1, cores // 16), host
-        assert max(workers for _, workers in trials) <= cap and len(trials) <= ROUNDS
-
-
 @pytest.mark.parametrize("name", SWEEPS)
 def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
     demand, probed, cells = SWEEPS[name]

@@ -153,25 +153,6 @@ def test_slow_network_among_gpus(two_gpus: Callable[..., str]) -> None:
     assert verdict.startswith("communication-bound: averaging the gradients")
 
 
-@pytest.mark.gpu
-def test_step_of_gpus(two_gpus: Callable[..., str]) -> None:
-    verdict = two_gpus("step", "loader.batch_size=128", "train.max_steps=1500")
-    assert verdict.startswith("compute-bound: ")
-
-
-@pytest.mark.gpu
-def test_too_few_cores_for_gpus(two_gpus: Callable[..., str]) -> None:
-    """Both ranks and their workers have two cores.
-
-    At first, only the ranks lack a core: the workers have decoded batches during the start.
-    """
-    needs_linux()
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    prefix = ["taskset", "-c", ",".join(map(str, cores))]
-    verdict = two_gpus("cores", "train.max_steps=1500", prefix=prefix)
-    assert verdict.startswith(("core-bound: ", "input-bound by CPU cores: "))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
 def test_slow_input(tmp_path: Path, device: str) -> None:
     """Decoding the images takes many times as long as the step."""

@@ -1,6 +1,5 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
-import io
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +31,7 @@ from pipeline.prefetcher import ImageFormat, Prefetcher
 from pipeline.shared import Pinned
 from tests.drawings import draw_image
 from tests.engines import PillowEngines
+from tests.reliability.odd_images import encoded
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -45,12 +45,6 @@ LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "squash": SQUASH}
 
 def transform(entries: list[Any]) -> Compose:
     return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"), 48)
-
-
-def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
