@@ -1,6 +1,7 @@
 """Trained models from files of every kind; nothing in a file is executed or resolved."""
 
 import argparse
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import models
 from conf.schema import UserError
 from engine import checkpoint
+from engine.checkpoint import CheckpointError
 from scripts.lib.trained import open_trained
 from tests.conftest import CLASSES
 
@@ -160,6 +162,16 @@ def test_checkpoint_of_another_version(
 ) -> None:
     found = open_trained(rewritten(folder, tmp_path, change))
     assert (found.classes, found.num_classes, found.image_size) == (classes, 3, 32)
+
+
+def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
+    path = checkpoint.find(folder)
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    copy.with_suffix(".json").write_text(json.dumps(manifest | {"sha256": "0" * 64}))
+    with pytest.raises(CheckpointError, match="damaged: its SHA-256 differs"):
+        open_trained(copy)
 
 
 def test_size_of_the_training_images_is_fixed(folder: Path) -> None:
