@@ -4,6 +4,7 @@ docs/fork.md has the command.
 """
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -57,9 +58,11 @@ def test_environment_variables() -> None:
                 and isinstance(node.ctx, ast.Load)
             ):
                 read.add(ast.literal_eval(node.slice))
+    read |= set(re.findall(r'_(?:number|host)\(\w+, "(\w+)"', PROGRAM["conf.launch"].read_text()))
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        "TORCHELASTIC_RUN_ID",
+        *(f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID")),
+        *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "TORCHELASTIC_RUN_ID"),
         *("XDG_CACHE_HOME", "PYTHONPATH"),
     }
 
