@@ -17,32 +17,17 @@ from pipeline.decode import Picture, as_tensor
 
 # Transforms that need only one image and their own draws, and keep the size and uint8.
 NAMES = (
-    "AugMix",
-    "AutoAugment",
-    "ColorJitter",
-    "ElasticTransform",
-    "GaussianBlur",
-    "RandAugment",
-    "RandomAdjustSharpness",
-    "RandomAffine",
-    "RandomAutocontrast",
-    "RandomChannelPermutation",
-    "RandomEqualize",
-    "RandomErasing",
-    "RandomGrayscale",
-    "RandomInvert",
-    "RandomPerspective",
-    "RandomPhotometricDistort",
-    "RandomPosterize",
-    "RandomRotation",
-    "RandomSolarize",
-    "RandomVerticalFlip",
-    "TrivialAugmentWide",
+    *("AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur"),
+    *("RandAugment", "RandomAdjustSharpness", "RandomAffine", "RandomAutocontrast"),
+    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
+    *("RandomInvert", "RandomPerspective", "RandomPhotometricDistort", "RandomPosterize"),
+    *("RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"),
 )
 # Those that move pixels.
-MOVING: tuple[str, ...] = ("ElasticTransform", "RandomAffine", "RandomPerspective", "AugMix")
-MOVING += ("RandomRotation", "RandomVerticalFlip", "AutoAugment", "RandAugment")
-MOVING += ("TrivialAugmentWide",)
+MOVING = (
+    *("ElasticTransform", "RandomAffine", "RandomPerspective", "AugMix", "RandomRotation"),
+    *("RandomVerticalFlip", "AutoAugment", "RandAugment", "TrivialAugmentWide"),
+)
 
 
 class TorchvisionTransform:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from conf.schema import RunError
-from pipeline import machine
+from pipeline import gpu_part, machine
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
 from pipeline.dataset import IMAGE, BadImageError, Dataset
@@ -67,7 +67,7 @@ class Source:
         """This source with images of one of the sizes of `smaller`; itself for any other size."""
         if side not in self.smaller:
             return self
-        encoded = self.encoded and self.encoded.of_size(side)
+        encoded = self.encoded and replace(self.encoded, size=side)
         return replace(self, dataset=self.smaller[side], encoded=encoded)
 
     def batch(self, slot: int) -> dict[str, np.ndarray]:
@@ -122,7 +122,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     rows = range(task.row, task.row + len(task.samples))
     files = None
     if source.encoded is not None:
-        files = source.encoded.writer(source.dataset, source.operations, task.slot, rows)
+        files = gpu_part().FileWriter(source, task.slot, rows)
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     write = partial(_write_sample, source, source.batch(task.slot), task.slot)
     skipped: list[tuple[int, str]] = []

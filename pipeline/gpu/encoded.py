@@ -3,13 +3,12 @@
 Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes import this module.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.augment import Compose, as_rows, sample_rng
-from pipeline.dataset import FolderDataset
 from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_size
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
@@ -25,6 +24,7 @@ from pipeline.gpu.geometry import (
     write_geometry,
 )
 from pipeline.shared import SharedArray
+from pipeline.worker import Source
 
 
 def first_on_pixels(transform: Compose) -> int | None:
@@ -82,38 +82,19 @@ class EncodedRows:
         geometry[..., [CLIP_RIGHT, CLIP_BOTTOM]] = self.size
         geometry[..., [SCALE_X, SCALE_Y]] = 1.0
 
-    def of_size(self, size: int) -> "EncodedRows":
-        """The same buffers for images of another size, in pixels."""
-        return replace(self, size=size)
-
-    def writer(
-        self, dataset: FolderDataset, operations: SharedArray | None, slot: int, rows: range
-    ) -> "FileWriter":
-        """Return what copies the files of a task."""
-        return FileWriter(self, dataset, operations, slot, rows)
-
 
 class FileWriter:
     """Copies files into the rows of one task.
-
-    Args:
-        operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
-            workers apply them.
 
     Attributes:
         count: rows that hold a file.
     """
 
-    def __init__(
-        self,
-        buffers: EncodedRows,
-        dataset: FolderDataset,
-        operations: SharedArray | None,
-        slot: int,
-        rows: range,
-    ) -> None:
-        self.dataset, self.size, self.count = dataset, buffers.size, 0
-        self._operations = None if operations is None else operations.array[slot]
+    def __init__(self, source: Source, slot: int, rows: range) -> None:
+        buffers: EncodedRows = source.encoded
+        self.dataset: Any = source.dataset  # a FolderDataset
+        self.size, self.count = buffers.size, 0
+        self._operations = None if source.operations is None else source.operations.array[slot]
         self._geometry, self._files = buffers.geometry.array[slot], buffers.files.array[slot]
         row_bytes = len(self._files) // len(self._geometry)
         self._offset, self._end = rows.start * row_bytes, rows.stop * row_bytes  # free bytes

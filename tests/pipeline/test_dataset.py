@@ -28,6 +28,7 @@ from pipeline.feed import open_feed
 from pipeline.index import load_index
 from pipeline.loader_plan import choose_decoders
 from pipeline.shared import SharedArray
+from pipeline.worker import Source
 from tests.loader_plans import loader_plan, world_of
 from tests.stored import as_shards, as_tar, as_zip
 
@@ -146,7 +147,8 @@ def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -
         dataset.load(0, 0)
     rings = gpu_part().file_buffers(1, 8, 1 << 20)
     rows = gpu_part().EncodedRows(*(SharedArray(*ring) for ring in rings.values()), 48)
-    writer = rows.writer(dataset, None, 0, range(8))
+    source = Source(dataset, {}, SharedArray((1, 8, 2), np.int64), rows)
+    writer = gpu_part().FileWriter(source, 0, range(8))
     assert writer.write(0, 0, 0) is None
     assert dataset.labels is None  # a number, and no class
 
