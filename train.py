@@ -267,8 +267,7 @@ def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) ->
 def resolve_config(config: Config, world: World) -> Config:
     """Add what fine-tuning decides, and check that all ranks have the same config.
 
-    Raises:
-        UserError: a key differs between the ranks; or weights or images cannot be read.
+    Raises UserError if a key differs between the ranks, or if weights or images cannot be read.
     """
     if config.adapt:
         require_part("engine.extras.finetune", f"recipe={config.recipe}")
@@ -281,8 +280,7 @@ def resolve_config(config: Config, world: World) -> Config:
 def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, Plan, TrainState]:
     """Find the images, plan the run and build the model.
 
-    Raises:
-        UserError: something the user must change; nothing has been created.
+    Raises UserError for something that the user must change; nothing has been created.
     """
     world.broadcast(lambda: check_log(config))
     resumed = world.broadcast(run.stored)
@@ -302,10 +300,8 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
 def build_state(plan: Plan, world: World) -> TrainState:
     """Build model, optimiser and moving average on the device.
 
-    Every rank and every kind of device gets the same initial weights.
-
-    Raises:
-        UserError: the weights to start from are missing or do not fit.
+    Every rank and every kind of device gets the same initial weights. Raises UserError if the
+    weights to start from are missing or do not fit.
     """
     config, weights = plan.config, plan.config.model.weights
     torch.manual_seed(config.train.seed)

@@ -42,10 +42,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
     With --multirun, train.py runs the jobs of a sweep and exits. `purpose`: its first line is that
-    of --help.
-
-    Raises:
-        SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
+    of --help. Raises SystemExit: status 0, 2 after a mistake, and that of a sweep.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -181,7 +178,6 @@ def exit_status(
     """Call `main` and return its status; print an error that is not a bug as one line.
 
     Args:
-        script: name to print before the line.
         limits: explains an error that is a limit of the machine, such as the number of open files;
             None for other errors, which are raised.
 

@@ -23,7 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
 from conf.hints import what_to_write
-from conf.overrides import allowed_values, quoted, read_override, read_yaml, split_config_dir
+from conf.overrides import (
+    DEFAULTS,
+    allowed_values,
+    quoted,
+    read_override,
+    read_yaml,
+    split_config_dir,
+)
 from conf.schema import (
     FIELDS,
     FOLDER,
@@ -101,7 +108,7 @@ def load(
     upper = [_group(group, choice, config_dir) for group, choice in choices.items()]
     upper += [Layer(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
-    planned = _merge(lower, _defaults())  # what the recipe gives
+    planned = _merge(lower, DEFAULTS)  # what the recipe gives
     tree = _merge(upper, planned)
     _check_functions(_flat(tree))
     try:
@@ -124,11 +131,6 @@ def load(
     config.recipe, config.typed, config.notes = recipe, list(overrides), notes + warmup
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     return config
-
-
-@cache
-def _defaults() -> DictConfig:
-    return OmegaConf.structured(Config)
 
 
 def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:

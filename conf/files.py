@@ -56,24 +56,18 @@ def read_bytes(path: str | os.PathLike[str], largest: int = LARGEST_TEXT) -> byt
 
 
 def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
-    """Return the text of a regular file in UTF-8 of at most LARGEST_TEXT bytes.
+    """Return the text of a regular file in UTF-8; `errors` as of `bytes.decode`.
 
-    Args:
-        errors: how bytes that are not UTF-8 are read, as of `bytes.decode`.
-
-    Raises:
-        OSError: as `open_regular`.
-        UnicodeDecodeError: it is not UTF-8.
+    Raises OSError as `read_bytes`, and UnicodeDecodeError.
     """
     return read_bytes(path).decode("utf-8-sig", errors)
 
 
 def described(error: OSError) -> str:
-    """Return a message for an error that no other place of the program expects.
+    """Return a message for an error that no other place of the program expects, on one line.
 
-    Returns:
-        The reason and the path, as Python says them; what to check; and the file and line of this
-        program where it happened.
+    It has the reason and the path, as Python says them; what to check; and the file and line of
+    this program where it happened.
     """
     root = str(Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)

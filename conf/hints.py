@@ -74,11 +74,7 @@ def what_to_write(name: str) -> str:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Check that each word is `key=value`.
-
-    Raises:
-        UserError: names the words that are not, and says what to write instead.
-    """
+    """Refuse words that are not `key=value` with a UserError that says what to write instead."""
     if any(word.startswith("-") for word in words):
         _refuse_flags(words)
     for before, word in pairwise(["", *words]):

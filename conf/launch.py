@@ -42,8 +42,7 @@ class Launch:
 def read_launch() -> Launch:
     """Read the variables that torchrun sets; without them, this is the only rank.
 
-    Raises:
-        UserError: they do not fit each other: most likely, they are left over in the shell.
+    Raises UserError if they do not fit each other: most likely, they are left over in the shell.
     """
     given = os.environ
     size = _number(given, "WORLD_SIZE", "1", least=1)
@@ -59,12 +58,9 @@ def read_launch() -> Launch:
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this task of a job step.
 
-    Returns:
-        Nothing if torchrun has set them, if the step has one task, or in the shell of
-        `srun --pty bash`, the only task that has a terminal. A batch script itself is no step.
-
-    Raises:
-        UserError: names the variable that is missing or wrong.
+    None if torchrun has set them, if the step has one task, or in the shell of `srun --pty bash`,
+    the only task that has a terminal. A batch script itself is no step. Raises UserError for a
+    variable that is missing or wrong.
     """
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1)
     if tasks == 1 or "RANK" in environment or _has_terminal():

@@ -46,13 +46,12 @@ MAXIMISE = {
 class Sweep:
     """The jobs of a command line. Each value is checked, and up to MOST jobs are composed.
 
+    Raises UserError if a job is not allowed, or if two have the same run directory.
+
     Attributes:
         columns: for each key that varies, its overrides, such as optim.lr=0.1 and optim.lr=0.2.
         jobs: the overrides of a composed job that vary -> its config; of another sweeper than
             Hydra's basic one only the first one.
-
-    Raises:
-        UserError: a job is not allowed, or two have the same run directory.
     """
 
     def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
@@ -177,8 +176,7 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
 def _run_job(script: str, overrides: Sequence[str]) -> float:
     """Run one job, unless its run has finished; return its score, see `_result`.
 
-    Raises:
-        SystemExit: after a mistake or a signal, which end the sweep: the status of the job.
+    A mistake or a signal ends the sweep: SystemExit with the status of the job.
     """
     GlobalHydra.instance().clear()  # `load` uses Hydra, too, with the content of the groups
     store = ConfigStore.instance()

@@ -15,11 +15,7 @@ def has_part(name: str) -> bool:
 
 
 def require_part(name: str, asked_for: str) -> None:
-    """Check that this copy of the program has the part that a value asks for.
-
-    Raises:
-        UserError: names the value, such as `loader.decoder=gpu`, and the part.
-    """
+    """Refuse a value such as `loader.decoder=gpu` with a UserError if its part is missing here."""
     if not has_part(name):
         path = name.replace(".", "/")
         raise UserError(f"{asked_for}: not offered, because this copy has no {path}; leave it out")

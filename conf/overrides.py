@@ -10,7 +10,6 @@ import io
 import re
 import shlex
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_origin
 
@@ -39,6 +38,7 @@ from conf.schema import (
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 WORDS |= {"data.root", "data.classes"}
 CONFIG_DIR = "--config-dir="
+DEFAULTS: DictConfig = OmegaConf.structured(Config)
 # Of a YAML file of the user; the longest here has 1.7 kB and no alias.
 LARGEST_FILE, MOST_ALIASES = 100_000, 20
 
@@ -46,8 +46,7 @@ LARGEST_FILE, MOST_ALIASES = 100_000, 20
 def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the folder of `--config-dir=DIR`, None without one, and the overrides.
 
-    Raises:
-        UserError: a YAML file in the folder is not allowed.
+    Raises UserError if a YAML file in the folder is not allowed.
     """
     given = [word for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if word not in given]
@@ -65,11 +64,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file.
-
-    Raises:
-        UserError: it is too large, or does not hold keys.
-    """
+    """Return the content of a YAML file; UserError if it is too large, or does not hold keys."""
     try:
         text = read_text(path)
         tokens = yaml.scan(text) if "*" in text else ()
@@ -86,14 +81,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_override(text: str, config_dir: Path | None = None) -> Override:
-    """Parse an override and check its key and its value.
+    """Parse an override as typed; raise UserError if its key or its value is not allowed.
 
-    Args:
-        text: as typed. `+` and `++` before the key mean nothing.
-        config_dir: a folder with more choices of groups.
-
-    Raises:
-        UserError: names the override and what to write instead.
+    `+` and `++` before the key mean nothing. `config_dir`: a folder with more choices of groups.
     """
     if re.search(r"[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]", text):
         raise UserError(f"{text}: is not text; rename the file, or use a symbolic link to it")
@@ -157,7 +147,7 @@ def _allows(name: str, value: Any) -> bool:
     if "${" in str(value):  # composing resolves it
         return True
     section, _, last = name.partition(".")
-    tree = copy.deepcopy(_typed(section))
+    tree = copy.deepcopy(DEFAULTS[section])
     try:
         OmegaConf.update(tree, last, value)
     except OmegaConfBaseException:
@@ -168,11 +158,6 @@ def _allows(name: str, value: Any) -> bool:
     node = tree[last]
     found = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     return bool(FIELDS[name].metadata["check"].allows(found))
-
-
-@cache
-def _typed(section: str) -> DictConfig:
-    return OmegaConf.structured(getattr(Config(), section))
 
 
 def allowed_values(name: str) -> str:

@@ -523,9 +523,7 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
 def in_effect(config: Any, f: Any) -> bool:
     """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd.
 
-    Args:
-        config: a Config, or a composed tree of the same structure.
-        f: the key's dataclass field.
+    `config` may be a composed tree of the structure of a Config; `f` is the key's dataclass field.
     """
     return all(attrgetter(name)(config) in values for name, values in f.metadata["when"].items())
 
@@ -564,15 +562,11 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
 
 
 def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
-    """Refuse values that the types accept but the program does not.
+    """Refuse values that the types accept but the program does not with a UserError.
 
     Args:
-        config: composed config.
         runnable: also refuse a missing data.root.
         complete: a recipe with `adapt` has got the values that the program decides.
-
-    Raises:
-        UserError: names the key, the value and the allowed values.
     """
     for name, f, value in walk(config):
         if not f.metadata["check"].allows(value):

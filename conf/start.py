@@ -23,25 +23,15 @@ if TYPE_CHECKING:
     from conf.schema import Config
 
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
-PACKAGES = {
-    "hydra": "hydra-core",
-    "numpy": "numpy",
-    "omegaconf": "omegaconf",
-    "PIL": "pillow",
-    "safetensors": "safetensors",
-    "torch": "torch",
-    "torchvision": "torchvision",
-}
+PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
+PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch", "torchvision")}
 
 
 def start(doc: str | None) -> "Config":
     """Set up the process of train.py and return the config of its command line.
 
-    Args:
-        doc: the docstring of the program, whose first line --help prints; None with `python -OO`.
-
-    Raises:
-        SystemExit: after --help, --cfg job, a sweep or a mistake.
+    Raises SystemExit after --help, --cfg job, a sweep or a mistake. `doc`: the docstring of the
+    program, whose first line --help prints; None with `python -OO`.
     """
     set_up_process()
     from conf import cli  # Hydra may be missing

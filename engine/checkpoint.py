@@ -46,9 +46,6 @@ class Writer:
 
     Training pauses only for the copy from the device to the host memory, which is reused for every
     checkpoint. With a GPU, this memory is page-locked: the host does not wait for the copy either.
-
-    Args:
-        device: the device on which the model is trained.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,9 +181,8 @@ def files(folder: Path) -> list[Path]:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
-    Raises:
-        CheckpointError: the file is missing, damaged, or not a checkpoint.
-        UserError: the file has another format.
+    Raises CheckpointError if it is missing, damaged or something else, UserError if it has
+    another format.
     """
     try:
         verify(path)
@@ -230,10 +226,7 @@ def find(path: str | Path) -> Path:
 
     The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
     none was validated; `best.json`, `last.json` or a manifest for the file that it names; any other
-    file for itself.
-
-    Raises:
-        UserError: there is none.
+    file for itself. Raises UserError if there is none.
     """
     path = Path(path)
     if path.is_dir():
@@ -254,11 +247,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return path and content of the newest intact checkpoint, and warn about newer damaged ones.
 
     A file lacks its manifest after a kill, or if only the .pt files were copied. Returns None if
-    there is no checkpoint.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
-        UserError: the checkpoint has another format.
+    there is no checkpoint. Raises CheckpointError if all are damaged, UserError for another format.
     """
     damaged = []
     for path in reversed(files(folder)):

@@ -53,9 +53,6 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
     """Return the images/s of training at the peak rate of all GPUs, or None if it is not known.
 
     A step takes three times the operations of a forward pass: the backward pass takes two.
-
-    Args:
-        device: name of the GPU.
     """
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     if peak is None or precision != "bf16":
@@ -121,7 +118,6 @@ def resolve_compile(
     Args:
         resumed: step and identity of the checkpoint to resume. The identity names the mode if the
             checkpoint was written with train.deterministic=true.
-        stop_step: where training ends.
     """
     choice, repeatable = config.model.compile, config.train.deterministic
     first_step, stored = resumed

@@ -101,8 +101,7 @@ class World:
     def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Call a function on every rank; return the result of this one. Collective.
 
-        Raises:
-            UserError: on every rank, if one rank raised it or could not use a file.
+        If one rank raises a UserError or cannot use a file, every rank raises that UserError.
         """
         result = mistake = None
         try:

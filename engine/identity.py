@@ -55,15 +55,10 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
 def accepted_changes(
     path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool, stop_step: int
 ) -> dict[str, str]:
-    """Compare a checkpoint's identity with that of this start; refuse changes not accepted.
+    """Return how a checkpoint's identity differs from that of this start, name -> sentence.
 
-    Args:
-        path, content: the checkpoint to resume.
-        accept: checkpoint.accept_changes.
-        stop_step: where training ends. From there on, changes would have no effect.
-
-    Returns:
-        The changes: name -> sentence.
+    Raises UserError for changes that are not accepted, and at `stop_step`, where training ends:
+    they would have no effect.
     """
     stored, now = dict(content["identity"]), dict(identity)
     if "model.compile" not in stored or "model.compile" not in now:

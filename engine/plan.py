@@ -1,7 +1,6 @@
 """What one run will do, derived once from the config, the data and the machine."""
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,7 @@ FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
 # On a CPU, FEW_IMAGES take a network of BIG_FLOPS hours. Tried instead: SMALL with 480 images of
 # CIFAR-10, in batches of 16 and with a learning rate of 0.0125: 42 and 45 %, in two minutes.
 FEW_IMAGES, BIG_FLOPS = 10_000, 1e9
-SMALL = ["model=resnet_tiny", "data.image_size=32", "schedule=cosine", "train.epochs=30"]
-KEPT = ("data=", "data.root=", "data.train=", "data.val=", "data.val_fraction=", "data.classes=")
+SMALL = "model=resnet_tiny data.image_size=32 schedule=cosine train.epochs=30"
 UNEQUAL = 10  # images of the largest class by those of the smallest, above which a note says so
 
 
@@ -217,8 +215,7 @@ def make_plan(
 ) -> Plan:
     """Derive what the run will do on this rank, or refuse what is impossible.
 
-    Args:
-        resumed: step and identity of the checkpoint to resume.
+    `resumed`: step and identity of the checkpoint to resume.
     """
     images, size = len(datasets.train), config.loader.batch_size
     check_batch(config, images, world)
@@ -384,8 +381,7 @@ def suited_batch(train_images: int) -> int:
 def setup_notes(config: Config, datasets: Datasets, world: World, flops: int = 0) -> list[str]:
     """Return notes on values that are allowed, but probably not what the user wants.
 
-    Args:
-        flops: operations of a forward pass of one training image.
+    `flops`: operations of a forward pass of one training image.
     """
     notes = precision_note(config.train.precision, world.device)
     notes += unequal_classes(config, datasets)
@@ -435,18 +431,16 @@ def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
 
 
 def few_images(config: Config, datasets: Datasets, world: World, flops: int) -> list[str]:
-    """Return the command of a small network for few images on a CPU, if a large one is planned."""
+    """Return advice for few images on a CPU: a small network, if a large one is planned."""
     images, weights, labels = len(datasets.train), config.model.weights, datasets.train.labels
     is_large = flops >= BIG_FLOPS and world.device.type == "cpu" and images <= FEW_IMAGES
     if not is_large or weights is not None or labels is None:
         return []
     batch = min(16, suited_batch(images))
-    kept = [word for word in config.typed if word.startswith(KEPT)]
-    small = [*kept, *SMALL, f"loader.batch_size={batch}", f"optim.lr={0.0125 * batch / 16:g}"]
     return [
         f"a network of {flops / 1e9:.1f} GFLOP per image learns slowly from {images:,} images on a "
-        f"CPU; try `python train.py {shlex.join(small)}`, or recipe=finetune "
-        "model.weights=pretrained"
+        f"CPU; try {SMALL} loader.batch_size={batch} optim.lr={0.0125 * batch / 16:g}, or "
+        "recipe=finetune model.weights=pretrained"
     ]
 
 

@@ -103,9 +103,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     ) -> tuple[Path | None, dict[str, str], dict[str, Any], dict[str, Any] | None]:
         """Open the folder on rank 0, which reads the checkpoint before it creates anything.
 
-        Returns:
-            The checkpoint, the accepted changes, the config in it, and the summary if the run is
-            finished. Then nothing is written.
+        Return the checkpoint, the accepted changes, the config in it, and the summary if the run is
+        finished. Then nothing is written.
         """
         path: Path | None = None
         changes: dict[str, str] = {}
@@ -162,16 +161,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._content["identity"]["pixels"] = pixels
 
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
-        """Copy the state and write a checkpoint in a thread. Collective.
+        """Copy the state and write a checkpoint in a thread, which calls `flush` first. Collective.
 
-        Also stores the kernels that were compiled since the previous one.
-
-        Args:
-            flush: called in the thread, before it writes.
-
-        Raises:
-            TrainingError, CheckpointError: the weights in the previous checkpoint were not finite,
-                or it could not be written.
+        Also stores the kernels that were compiled since the previous one. Raises TrainingError or
+        CheckpointError if the previous one had weights that are not finite or was not written.
         """
         self.world.broadcast_buffers(state.model)
         if state.sample_losses is not None:
@@ -201,11 +194,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.step_on_disk = self.last_saved_step
 
     def write(self, name: str, content: str) -> None:
-        """Replace a file of the folder.
-
-        Raises:
-            CheckpointError: it cannot be written; the earlier file is untouched.
-        """
+        """Replace a file of the folder; CheckpointError leaves the earlier one untouched."""
         path = self.path / name
         try:
             checkpoint.replace_file(path, content)
@@ -239,8 +228,7 @@ def _load_state(
 ) -> None:
     """Load the state of a checkpoint, without the losses of images that have changed.
 
-    Raises:
-        UserError: it does not fit the model or the optimiser.
+    Raises UserError if it does not fit the model or the optimiser.
     """
     stored = content["state"]
     try:

@@ -43,10 +43,9 @@ class Validation:
 
 
 def gather_rows(batches: Rows, names: Sequence[str], world: World) -> dict[str, Tensor]:
-    """Return rows of the whole split in its order, on the CPU of rank 0. Collective.
+    """Return rows of the whole split in its order, on the CPU of rank 0: name -> [N, ...].
 
-    Returns:
-        name -> [N, ...]; nothing on other ranks.
+    Nothing on other ranks. Collective.
     """
     own = {}
     for name in names if batches else ():

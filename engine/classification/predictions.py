@@ -82,13 +82,9 @@ class Predictions:
         return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
 
     def draw(self, classes: Sequence[str], dataset: Dataset) -> dict[str, Image.Image]:
-        """Draw the worst images, the confusions, the accuracy of each class and the calibration.
+        """Draw the worst images of the split, the confusions, the accuracies and the calibration.
 
-        Args:
-            dataset: the split, from which the worst images are loaded.
-
-        Returns:
-            TensorBoard's tag -> picture.
+        Return TensorBoard's tag -> picture.
         """
         per_class = self.per_class(classes)
         names = [row["name"] for row in per_class]

@@ -77,12 +77,7 @@ class SampleLosses(nn.Module):
             self.sums.zero_()
 
     def csv(self, dataset: Dataset, classes: Sequence[str]) -> str:
-        """Return a table of the suspects, the worst first; "" if no loss has counted.
-
-        Args:
-            dataset: the training split, which knows its labels.
-            classes: names of the classes.
-        """
+        """Return a table of the suspects, the worst first; "" if no loss has counted."""
         assert dataset.labels is not None
         total, count = self.sums.cpu().double().unbind(1)
         known = count.nonzero()[:, 0]

@@ -43,11 +43,8 @@ class Expectation:
     """What the recipe of a run is expected to reach, if the run can be compared with it.
 
     Args:
-        expect: the node of the recipe.
+        expect: the node of the recipe; UserError if it lacks an entry.
         continues: the run continues another one, or had other values at first. It is not compared.
-
-    Raises:
-        UserError: the node lacks an entry.
     """
 
     def __init__(self, expect: Mapping[str, Any], plan: Plan, *, continues: bool) -> None:
@@ -69,11 +66,8 @@ class Expectation:
     ) -> tuple[dict[str, float], str | None]:
         """Return the columns to add to a validation's row, and perhaps a warning.
 
-        A start warns once, about a validation worse than the limit for 3 sigma after one worse than
-        that for 2 sigma.
-
-        Args:
-            previous: the row of the validation before; empty if there was none.
+        A start warns once, about a validation worse than the limit for 3 sigma after a previous
+        one worse than that for 2 sigma. The `previous` row is empty if there was none.
         """
         name, side = self._value.name, 2 if self._value.lower else 1
         band = self._band(row["step"], SIGMAS)
@@ -103,8 +97,7 @@ class Expectation:
     def compare(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        Args:
-            row: the last validation, which may be that of an earlier epoch than the last one.
+        `row` is the last validation, which may be that of an earlier epoch than the last one.
         """
         if self._final is None or row.get("step") != self._plan.schedule_steps:
             return None

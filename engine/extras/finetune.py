@@ -43,12 +43,7 @@ def adapt(config: Config, world: World) -> Config:
 def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
     """Return the values that the program decides, by the reason to print: a layer of the config.
 
-    Args:
-        images: number of training images.
-        ranks: the batch is a multiple of it.
-
-    Raises:
-        UserError: the weights are missing or cannot be read.
+    The batch is a multiple of the ranks. Raises UserError if there are no weights that can be read.
     """
     if config.model.weights is None:
         raise UserError(
@@ -84,11 +79,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
 
 
 def of_weights(config: Config, typed: set[str]) -> Values:
-    """Return the model's name and preprocessing, as far as the file or its library states them.
-
-    Raises:
-        UserError: the file is missing or cannot be read.
-    """
+    """Return the model's name and preprocessing, as far as the file or its library states them."""
     path, content = Path(str(config.model.weights)), {}
     if config.model.weights != "pretrained":
         path = checkpoint.find(path)

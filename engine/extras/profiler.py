@@ -15,14 +15,7 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Profiles the steps first ... last, numbered from 0. Other steps cost nothing.
 
-    A profile that an error interrupts is not written.
-
-    Args:
-        steps: [first, last].
-        stop_step: number of steps of the run, which may end the profile earlier.
-        folder: where trace and table go.
-        device: its kernels are in the profile as well.
-        tracker: prints where the profile is.
+    A profile that an error interrupts is not written. The run may end it earlier, at `stop_step`.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class BadFiles:
     def share(self) -> None:
         """List those that the ranks have met in this start. Collective.
 
-        Raises:
-            TrainingError: more than the limit are unreadable; on every rank.
+        Raises TrainingError, on every rank, if more than the limit are unreadable.
         """
         found: dict[int, str] = {}
         for own in self.world.all_gather(dict(self.loader.pool.unreadable)):

@@ -62,8 +62,7 @@ def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
     """Return the results of a run, where its files are and where the time went, as lines.
 
-    Args:
-        resumes: the same command resumes an interrupted run.
+    `resumes`: the same command resumes an interrupted run.
     """
     steps = f"{summary['step']:,} steps, {summary['epoch']:.4g} epochs"
     lines = [

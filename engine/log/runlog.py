@@ -164,8 +164,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
         """Add the values of a step, float [] on the device. Nothing here waits for the GPU.
 
-        Args:
-            send: this step is the last one of a log row.
+        `send`: this step is the last one of a log row.
         """
         step = self.state.step
         self._report()  # of an earlier step: its values have arrived while this one was launched
@@ -195,13 +194,10 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     @contextmanager
     def pause(self, kind: str, *, last: bool = False) -> Iterator[None]:
-        """Count the block neither in images/s nor in the time of a step, but in the seconds lost.
+        """Count the block as seconds lost of a kind, but not in images/s nor in the time of a step.
 
-        Waits for the current step.
-
-        Args:
-            kind: of the seconds; "training" counts as no loss.
-            last: no step follows, so the steps since the last log row get a row, too.
+        Waits for the current step. "training" counts as no loss. With `last`, no step follows:
+        the steps since the last log row get a row, too.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
@@ -306,10 +302,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
-        A signal may still arrive during that checkpoint.
-
-        Raises:
-            TrainingError, CheckpointError: it could not be written, or too many images are bad.
+        A signal may still arrive during that checkpoint. Raises CheckpointError or TrainingError if
+        it could not be written, or if too many images are bad.
         """
         state, plan, run = self.state, self.plan, self.run
         # Not what follows: wandb may take longer than the disk.

@@ -138,10 +138,7 @@ def measure_remedies(
 ) -> tuple[Remedy, ...]:
     """Decode some files as they are, shrunk, and with the fastest CPU decoder, in half a second.
 
-    Args:
-        dataset: the training dataset.
-        images: number of files.
-        draw_only: leave out the operations of RandAugment, because the GPU applies them.
+    `draw_only` leaves out the operations of RandAugment, because the GPU applies them.
 
     Returns:
         Smaller files and, if there is one, a faster decoder; nothing for a dataset without files.

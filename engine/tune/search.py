@@ -62,8 +62,7 @@ def search(
         deadline: no trial begins after this time, in seconds of time.perf_counter().
 
     Returns:
-        The trials, and whether there were any: if the steps are too long, the figures follow from
-        the step and the worker.
+        The trials, and whether there were any: for very long steps, the figures are estimates.
     """
     plan, world = benchmark.plan.loader, benchmark.world
     own = worker_candidate(benchmark, plan.decoder, demand, alone)

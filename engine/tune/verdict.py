@@ -126,9 +126,6 @@ def cause_of(figures: Figures) -> Cause:
     return launch_bound if on_gpu and idle else compute_bound
 
 
-# Causes within a rank
-
-
 def input_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The device waits for images, and neither copies nor launches explain it."""
     rank, stage = figures.slowest, _input_stage(figures)
@@ -211,9 +208,6 @@ def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     return finding, ["check the GPUs' clocks and links, and which other processes use them"]
 
 
-# Causes between ranks
-
-
 def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """All ranks wait until one of them has computed its gradients."""
     slow, lost = figures.straggler, figures.straggling
@@ -245,9 +239,6 @@ def communication_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]
     ]
 
 
-# Parts of the sentences
-
-
 def _waited(figures: Figures) -> str:
     device = "GPU" if figures.slowest.on_gpu else "CPU"
     others = " or for other ranks" if figures.saturated else ""
@@ -264,9 +255,6 @@ def _slower_than_alone(figures: Figures) -> str:
         f"the step processed {figures.alone:,.0f} img/s alone and {figures.step:,.0f} while the "
         f"workers run, {figures.step / figures.alone:.0%} of it"
     )
-
-
-# Which cause
 
 
 def _copies(figures: Figures) -> float:
