@@ -114,11 +114,7 @@ def test_a_choice_whose_name_is_a_number(folder: Path) -> None:
             "recipe=mine: log.every_steps=six: not",
         ),
         ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
-        (
-            "recipe/mine",
-            "# @package _global_\n# \udce4",
-            "mine.yaml: cannot be read as YAML",
-        ),
+        ("recipe/mine", "# @package _global_\n# \udce4", "mine.yaml: cannot be read as YAML"),
         ("recipe/mine", "# @package _global_\ndefaults: foo", "'recipe/mine', defaults must be a"),
         ("model/wide", "model: {name: resnet18}", "wide.yaml: there is no key model.model; "),
         ("model/wide", "a: &a [1]\nb: [" + "*a," * 21 + "]", "has too many aliases (*name)"),

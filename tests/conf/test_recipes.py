@@ -67,10 +67,7 @@ def test_recipe_builds(recipe: str) -> None:
     assert train.image_size == config.data.image_size
     with torch.device("meta"):
         model = models.build(
-            config.model.name,
-            num_classes=10,
-            image_size=train.image_size,
-            args=config.model.args,
+            config.model.name, num_classes=10, image_size=train.image_size, args=config.model.args
         )
     for side in {train.image_size, val.image_size}:
         assert count_flops(model, (3, side, side)) > 0

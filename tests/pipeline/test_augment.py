@@ -60,7 +60,7 @@ def test_generator_depends_only_on_seed_epoch_and_index() -> None:
     assert sample_rng(1, 2, 3).random() == 0.7449706389329016
 
 
-def test_crop_lies_within_the_image_and_reaches_every_corner() -> None:
+def test_crop_lies_within_the_image() -> None:
     for size in [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]:
         for scale in [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)]:
             for ratio in [(3 / 4, 4 / 3), (0.1, 10.0), (2.0, 2.0)]:
@@ -68,13 +68,6 @@ def test_crop_lies_within_the_image_and_reaches_every_corner() -> None:
                 for _ in range(30):
                     left, top, right, bottom = crop.box(*size, rng)
                     assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
-    crop, rng = RandomResizedCrop(size=8, scale=(0.2, 0.5)), random.Random(0)
-    boxes = np.array([crop.box(400, 300, rng) for _ in range(3000)])
-    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    area = width * height / (400 * 300)
-    assert 0.195 < area.min() < 0.21 and 0.49 < area.max() < 0.505
-    assert boxes.min(axis=0)[:2].tolist() == [0, 0]
-    assert boxes.max(axis=0)[2:].tolist() == [400, 300]
 
 
 def test_crop_is_distributed_as_torchvision_draws_it(transforms: ModuleType) -> None:
@@ -172,20 +165,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     **{name: {"size": 40} for name in ("random_resized_crop", "resize", "center_crop")},
     "random_crop": {"size": 40},
 }
-
-
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("v2.")])
-def test_every_transform_repeats_itself_and_makes_images_of_the_right_size(name: str) -> None:
-    transform = one(name, **PARAMETERS.get(name, {}))
-    for seed, image in enumerate((PHOTO, PHOTO.resize((41, 200)), PHOTO.resize((40, 40)))):
-        before, pixels = image.tobytes(), made(transform, image, seed)
-        assert (pixels.dtype, pixels.shape[2:]) == (np.uint8, (3,))
-        np.testing.assert_array_equal(pixels, made(transform, image, seed))
-        assert image.tobytes() == before
-        if name == "resize":
-            assert min(pixels.shape[:2]) == 40
-        else:
-            assert pixels.shape[1::-1] == ((40, 40) if name in PARAMETERS else image.size)
 
 
 # Strong augmentation.

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.packages import import_torchvision
 from pipeline.augment import TRANSFORMS, Compose, build, follow
 from pipeline.decode import JpegFile, Picture
 from pipeline.torchvision_transforms import MOVING
@@ -79,23 +78,9 @@ def test_a_mask_follows_every_transform(entries: list[Any]) -> None:
     assert min(wrong) < 0.8  # the test has the power to tell
 
 
-@pytest.mark.parametrize("name", MOVING)
-def test_a_mask_follows_as_torchvision_moves_masks(name: str) -> None:
-    """Of AutoAugment and its like, torchvision refuses masks."""
-    import_torchvision()
-    import torch
-    from torchvision import tv_tensors
-    from torchvision.transforms import v2
-
-    picture = chain([{f"v2.{name}": V2.get(name, {})}])(Picture(IMAGE), random.Random(3))
-    if name == "AugMix":
-        with pytest.raises(ValueError, match="no mask can follow"):
-            follow(MASK, picture)
-    elif "Augment" not in name:
-        torch.manual_seed(random.Random(3).getrandbits(63))
-        both = tv_tensors.Image(IMAGE.transpose(2, 0, 1)), tv_tensors.Mask(MASK)
-        theirs = getattr(v2, name)(**V2.get(name, {}))(*both)[1]
-        np.testing.assert_array_equal(follow(MASK, picture), theirs)
+def test_no_mask_follows_a_mean_of_several_images() -> None:
+    with pytest.raises(ValueError, match="no mask can follow"):
+        follow(MASK, chain(["v2.AugMix"])(Picture(IMAGE), random.Random(3)))
 
 
 @pytest.mark.parametrize("mask", [MASK.astype(np.uint8), np.stack([MASK, MASK + 5], axis=-1)])

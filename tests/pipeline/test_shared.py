@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from conf.schema import UserError
-from pipeline.index import load_index
 from pipeline.shared import Pinned, SharedArray, page_locked_bytes
 from tests.processes import needs_linux
 
@@ -43,17 +42,6 @@ def test_child_reads_and_writes_the_same_memory(start_method: str) -> None:
         start_method, "assert shared.array[2, 3] == 11; shared.array[1] *= 10", shared=shared
     )
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_sample_table_reaches_a_child_without_being_copied(
-    start_method: str, image_root: Path
-) -> None:
-    index = load_index(image_root / "train", key="data.train")
-    names = [index.path(i) for i in range(len(index))]
-    code = "assert [index.path(i) for i in range(len(index))] == names; index.labels.array[:] = 7"
-    run_in_child(start_method, code, index=index, names=names)
-    assert set(index.labels.array.tolist()) == {7}  # the child read this memory
 
 
 def test_memory_has_no_name_and_ends_with_the_last_array() -> None:

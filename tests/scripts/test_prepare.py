@@ -519,14 +519,6 @@ def test_labels_of_any_size_are_not_read(tmp_path: Path) -> None:
     assert "more than 67,108,864); download" in refused(source)
 
 
-@pytest.mark.parametrize("kept", [0, 5_000, -2048])
-def test_a_cut_training_tar_is_named(tmp_path: Path, kept: int) -> None:
-    source = official(tmp_path / "source")
-    path = source / "ILSVRC2012_img_train.tar"
-    path.write_bytes((path.read_bytes().rstrip(b"\0") + bytes(2048))[:kept])
-    assert refused(source).startswith(f"{path}: ")
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -813,10 +805,6 @@ def refused(source: Path, **options: Any) -> str:
             "1.jpg is not in a class folder; move it into one",
         ),
         (
-            {f"{s}/{c}/{i}.jpg": jpeg(1) for s in ("val", "test") for c in "ab" for i in range(2)},
-            "/ holds folders and looks like a split",
-        ),
-        (
             {f"{s}/{c}/{i}.jpg": b"" for s in ("train", "my-val") for c in "ab" for i in range(2)},
             "my-val/ holds folders and looks like a split; put train/ and val/ into one folder",
         ),
@@ -837,7 +825,6 @@ def refused(source: Path, **options: Any) -> str:
         ({"train.csv": "file,cls\nx.jpg,a\n"}, "line 2: no such file "),
         ({"train.csv": "file,cls\rx.jpg,a\r"}, "train.csv: line 2: no such file "),
         ({"train.csv": f"file,cls\n{'x' * 200_000},a\n"}, "line 2: field larger than field limit"),
-        ({"train.csv": "x" * 200_000}, "train.csv: line 1: field larger than field limit"),
         ({"train.tar": tar({f"{'é' * 128}/{i}.jpg": b"" for i in range(2)})}, "name of 256 bytes"),
         ({"train.csv": "file,cls\nx.jpg,\n"}, "line 2: is not a path and a label"),
         ({"train.csv": "file,cls\nx.jpg,a\nx.jpg,b\n", "x.jpg": b""}, "line 3: names x.jpg again"),

@@ -288,14 +288,6 @@ def test_time_breakdown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(7290.4, "7,290"), (76.129, "76.13"), (0.12345, "0.123"), (0, "0"), (2e20, "2.000e+20")],
-)
-def test_numbers(value: float, text: str) -> None:
-    assert report.rounded(value) == text
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("gone", "gone: no such folder; give a run directory, for example runs/demo"),

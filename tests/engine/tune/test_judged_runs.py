@@ -117,11 +117,7 @@ judged_at_once = pytest.mark.usefixtures("_judged_at_once")
     ("kind", "workers", "says"),
     [
         (SlowDisk, 0, "by storage ... process computes 1.0 ms, and waits 5.0 ms for storage"),
-        (
-            SlowDecoder,
-            1,
-            "by decode ... worker (1) computes 5.0 ms, and waits 1.0 ms for storage",
-        ),
+        (SlowDecoder, 1, "by decode ... worker (1) computes 5.0 ms, and waits 1.0 ms for storage"),
         (OneSlowFile, 1, "by single files ... took most of the workers' time, seconds each"),
         (Hiccup, 2, "by storage ... move the images to faster storage"),
     ],

@@ -70,11 +70,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({"wait_fraction": 0.9, "rate": 2200, "workers": 3, "core_ms": 0.0}, [], "with more CPU cores"),
     ({**WAITS, "rate": 2500, "workers": 0}, [], "by decode ... the training process computes 3.6"),
     ({**BUSY, "decoder": "hybrid"}, [shrink(1.5)], "by the GPU's JPEG engines ... use a machine"),
-    (
-        READERS,
-        [Remedy(SHRINK, {})],
-        f"by the GPU's JPEG engines ... 14,555. Remedies: {SHRINK}.",
-    ),
+    (READERS, [Remedy(SHRINK, {})], f"by the GPU's JPEG engines ... 14,555. Remedies: {SHRINK}."),
     ({**READERS, "cpu_ms": 0.5, "workers": 3}, [], "by decode ... use a machine with more CPU"),
     ({**WAITS, "decoder": "none"}, [], "by loading: the GPU waited 38.0% ... each worker (15)"),
     # Two workers would have a core.
@@ -88,11 +84,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({**WAITS, "core_ms": 6.0, "storage_ms": 7.0}, [], "input-bound by storage"),
     (ONE_FILE, [], "by single files: the GPU waited 83.0% ... /x/a.jpg took most ... copy these"),
     (SLOW_CPU, [], "by decode: the CPU waited 60.0% ... with about 4 CPU cores (about 113"),
-    (
-        {"wait_fraction": 0.38, "rate": 4150},
-        [],
-        "by the hand-off ... can supply 7,895. Rem",
-    ),
+    ({"wait_fraction": 0.38, "rate": 4150}, [], "by the hand-off ... can supply 7,895. Rem"),
     ({**WAITS, "core_ms": 6.0}, [shrink(1.5)], "by CPU cores ... : end other processes"),
     ({**WAITS, "core_ms": 6.0, "cores": 7}, [], ": use a machine with about 13 CPU cores (a"),
     (
@@ -101,11 +93,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
         "copy-bound: copying a batch takes 1.2 ms ... PCIe",
     ),
     (WAITS_MORE, [], "input-bound by decode"),
-    (
-        {**WAITS_MORE, "pinned": False},
-        [],
-        "copy-bound ... not page-locked ... pin_memory=true",
-    ),
+    ({**WAITS_MORE, "pinned": False}, [], "copy-bound ... not page-locked ... pin_memory=true"),
     (DRAINED, [], "launch-bound ... 90% of the steps ... Remedies: raise loader.batch_"),
     ({**DRAINED, "graph_refused": "two shapes"}, [], "graph, which failed: two shapes; raise"),
     ({"late_fraction": 0.2}, [], "launch-bound: the GPU was idle 20% of the time, and before 0%"),
@@ -122,11 +110,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({**SLOWER, "drained_fraction": 0.6, "decoder": "gpu"}, [], "launch-bound"),
     (SLOWER, [], "compute-bound: the step processed 7,500 img/s alone ... check the GPUs' clocks"),
     ({**SLOWER, "decoder": "gpu"}, [], "for images; decoding uses a part of the GPU."),
-    (
-        {**SLOWER, **HOT},
-        [],
-        "the GPU of rank 0 on node0, which lowered its clock: board limit",
-    ),
+    ({**SLOWER, **HOT}, [], "the GPU of rank 0 on node0, which lowered its clock: board limit"),
     (
         {**CPU, "core_fraction": 0.4},
         [],
@@ -144,11 +128,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({**LACKS_CORE, "core_fraction": 0.08}, [], "launch-bound"),  # too short to be the reason
     ({**LACKS_CORE, "graph_refused": "x"}, [], "launch-bound"),
     ({"on_gpu": False, "drained_fraction": 1.0}, [], "compute-bound"),
-    (
-        {**CPU, "rate": 100, "wait_fraction": 0.01, "copy_fraction": 0.1},
-        [],
-        "process 112 img/s",
-    ),
+    ({**CPU, "rate": 100, "wait_fraction": 0.01, "copy_fraction": 0.1}, [], "process 112 img/s"),
 ]
 
 
@@ -203,10 +183,7 @@ SEVERAL: list[tuple[list[Measured], str]] = [
     (ranks_of(OWN_50, {**OWN_60, **HOT}, **GPU), "its GPU lowered its clock (board limit)"),
     (ranks_of({"exchange_ms": 9.0}, {"exchange_ms": 8.0}, **GPU), "takes 8.0 of the 100.0 ms of"),
     (ranks_of({"core_fraction": 0.5}, {"core_fraction": 0.3}), "core-bound: rank 0 on node0 wait"),
-    (
-        ranks_of({"core_fraction": 0.3}, {}, **STALLS),
-        "30% of the time for a CPU core, and the GPU",
-    ),
+    (ranks_of({"core_fraction": 0.3}, {}, **STALLS), "30% of the time for a CPU core, and the GPU"),
     # Other threads of the processes lack a core.
     (ranks_of({}, {}, **{**STALLS, "core_ms": 2.0}), "core-bound"),
     (ranks_of({}, {}, **STALLS), "launch-bound: the GPU was idle 36% of the time"),
@@ -232,10 +209,7 @@ SEVERAL: list[tuple[list[Measured], str]] = [
     (ranks_of(*[{}] * 4, drained_fraction=0.04, **SLOW_STEP), "core-bound: the step proc"),
     (ranks_of(*[{}] * 4, late_fraction=0.02, **SLOW_STEP), "core-bound"),
     (ranks_of(*[{}] * 4, **SLOW_STEP), "alone and 1,004 while the workers run, 84% of it"),
-    (
-        ranks_of({}, HOT, step_alone=600.0, **GPU),
-        "compute-bound ... GPU of rank 1 on node0",
-    ),
+    (ranks_of({}, HOT, step_alone=600.0, **GPU), "compute-bound ... GPU of rank 1 on node0"),
 ]
 
 

@@ -11,10 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.processes import HANGS_SECONDS, needs_linux, wait_until
 from tests.ranks import ranks_environment
@@ -151,23 +149,3 @@ def test_slow_network_among_gpus(two_gpus: Callable[..., str]) -> None:
     prefix = ["env", *slow, "NCCL_SOCKET_IFNAME=lo", "NCCL_NVLS_ENABLE=0"]
     verdict = two_gpus("network", "train.max_steps=600", prefix=prefix)
     assert verdict.startswith("communication-bound: averaging the gradients")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
-def test_slow_input(tmp_path: Path, device: str) -> None:
-    """Decoding the images takes many times as long as the step."""
-    rng = np.random.default_rng(0)
-    for split, name, number in (
-        (split, name, number)
-        for split, count in (("train", 16), ("val", 2))
-        for name in "ab"
-        for number in range(count)
-    ):
-        folder = tmp_path / "large" / split / name
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    # A verdict needs 3 s. On a GPU, only decoding takes time.
-    options = [f"train.device={device}", f"train.max_steps={14 if device == 'cpu' else 60}"]
-    verdict = verdict_of(tmp_path / "large", tmp_path / "input", *options)
-    assert verdict.startswith("input-bound by ")
