@@ -215,7 +215,7 @@ MISTAKES = {
     "train.epochs=0": "give a number > 0",
     "data.val_fraction=1": "give a number >= 0 and < 1",
     "optim.clip_norm=-1": "give a number > 0 or null",
-    "optim.weight_decay=nan": "give a number >= 0",
+    "optim.weight_decay=inf": "give a number >= 0",
     "data.std=[]": "give 1 or more values in brackets, each a number > 0",
     "data.mean=[-1]": "give 1 or more values in brackets, each a number >= 0 and <= 1",
     "profile.steps=[3,2]": "give two steps, the first not after the last",

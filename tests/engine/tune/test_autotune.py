@@ -21,6 +21,7 @@ from engine.tune import benchmark, search
 from engine.tune.autotune import Tuned, load_result, measure, save_result
 from engine.tune.benchmark import Benchmark
 from engine.tune.measured import Measured, worker_times
+from engine.tune.prices import AUTO_WORKERS, Remedy, find_remedies
 from pipeline import worker
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
@@ -31,6 +32,7 @@ from pipeline.worker import Reply
 from tests.conftest import Clock
 from tests.engine.tune.tuning import TUNED
 from tests.loader_plans import loader_plan, world_of
+from tests.pipeline.test_dataset import Grey
 
 CPU = torch.device("cpu")
 
@@ -113,6 +115,27 @@ def test_slow_disk_gets_more_workers_than_cores(image_root: Path) -> None:
     assert 1 < found.workers <= 4 and found.prefetch_factor == 1
     assert not found.pin_memory  # without a GPU no pages are locked
     assert any("input-bound by storage" in line for line in found.lines)
+
+
+class Sleepy(Grey):
+    def load(self, epoch: int, index: int) -> dict[str, Any]:
+        time.sleep(0.004)
+        return super().load(epoch, index)
+
+
+def test_dataset_without_files_is_measured() -> None:
+    """No remedy is about decoders or smaller files."""
+    images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
+    config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
+    datasets = replace(build_datasets(config), train=Sleepy(64, 32))
+    plan = loader_plan(config, datasets, world, workers=1, ceiling=2, decoder="none")
+    with open_feed(config, datasets, plan, world) as feed:
+        measured = benchmark_of(feed, lambda batch: time.sleep(0.001), cores=1, workers=1)
+        found = measure(measured)
+        remedies = find_remedies(feed, measured.plan, measured.stop)
+    assert (found.decoder, found.workers) == ("none", 2)
+    assert found.lines[-1].startswith("Remedies: move the images to faster storage (about ")
+    assert remedies == [Remedy(AUTO_WORKERS, {})]
 
 
 @pytest.fixture
