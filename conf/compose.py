@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -58,17 +58,8 @@ LONG_NAME, NAME_LENGTH = 100, 200
 NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
-
-
-class Layer(NamedTuple):
-    """Values that replace those of the layers below.
-
-    Attributes:
-        origin: where the values are from, for messages: an override as typed, a file, a reason.
-    """
-
-    origin: str
-    values: Values
+Layer = tuple[str, Values]
+"""Values for those of the layers below, after their origin: an override as typed, a file, ..."""
 
 
 def load(
@@ -78,19 +69,17 @@ def load(
     stored: Values | None = None,
     decided: Mapping[str, Values] | None = None,
 ) -> Config:
-    """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
+    """Compose and check a config from overrides as typed, perhaps with `--config-dir=DIR`.
+
+    Raises UserError for a key, group choice or value that is not allowed.
 
     Args:
-        overrides: as typed, perhaps with `--config-dir=DIR`.
         runnable: refuse a config without data.root, which has no default.
         stored: the values in a checkpoint, in place of groups and recipe. Nothing in them is
             resolved. Unknown keys are ignored, and missing ones have their default: another
             version wrote them. In augment.val, sizes that equal data.val_size follow this key.
         decided: values that replace the recipe's, by the reason to print. Other values of the
             recipe may refer to them.
-
-    Raises:
-        UserError: a key, group choice or value that is not allowed.
     """
     config_dir, words = split_config_dir(overrides)
     parsed = [read_override(text, config_dir) for text in words]
@@ -102,11 +91,11 @@ def load(
         raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
 
     base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
-    lower = [base, *(Layer(why, _with_val_size(own)) for why, own in (decided or {}).items())]
+    lower = [base, *((why, _with_val_size(own)) for why, own in (decided or {}).items())]
     if decided and "data.image_size" in typed:
-        lower.append(Layer("", {"data.val_size": "${data.image_size}"}))
+        lower.append(("", {"data.val_size": "${data.image_size}"}))
     upper = [_group(group, choice, config_dir) for group, choice in choices.items()]
-    upper += [Layer(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
+    upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
     planned = _merge(lower, DEFAULTS)  # what the recipe gives
     tree = _merge(upper, planned)
@@ -173,7 +162,7 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
         file = _file("recipe", name, config_dir)
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
-    return Layer(origin, _dotted(content))
+    return origin, _dotted(content)
 
 
 def _checkpoint(stored: Values) -> Layer:
@@ -182,7 +171,7 @@ def _checkpoint(stored: Values) -> Layer:
     for name, value in values.items():
         if "${" in str(value):
             raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
-    return Layer("the checkpoint", _with_val_size(values))
+    return "the checkpoint", _with_val_size(values)
 
 
 def _with_val_size(values: Values) -> Values:
@@ -204,7 +193,7 @@ def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
     values = _dotted({group: read_yaml(file)})
     if f"{group}.name" in FIELDS:
         values = _dotted({group: asdict(getattr(Config(), group))}) | values
-    return Layer(str(file), values)
+    return str(file), values
 
 
 def _dotted(nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,12 +247,8 @@ def _changes(tree: DictConfig, values: Values, before: Values, now: Values) -> d
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
     An expression of the recipe has its value in the new tree: that of data.val_size,
-    ${data.image_size}, is 64 after data.image_size=64.
-
-    Args:
-        tree: the recipe, and typed groups and keys.
-        values: of `tree`.
-        before, now: the expressions of the recipe, and of `tree`.
+    ${data.image_size}, is 64 after data.image_size=64. `before` and `now` are the expressions of
+    the recipe and of `tree`, which has typed groups and keys, too; `values` are those of `tree`.
     """
     changed = {}
     for name, f in FIELDS.items():

@@ -72,7 +72,6 @@ def key(
     """A dataclass field with the metadata of a key. The sentence for --help is the string below it.
 
     Args:
-        default: the value if no group, recipe or override sets one.
         when: the key has an effect only if each of these keys has one of these values.
         alike: normalises a value. Values with the same normal form give the same training.
     """

@@ -120,14 +120,13 @@ class Writer:
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
     """Write a checkpoint, point `last` (and `best`) to it, and remove older checkpoints.
 
+    Raises CheckpointError if the disk is full or cannot be written; earlier ones are untouched.
+
     Args:
         folder: `checkpoints/` of a run.
         content: PARTS and more: plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
         best_step: step of the best checkpoint so far; may be the step of this one.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
     path = folder / file_name(content["step"])
     manifest = path.with_suffix(".json")

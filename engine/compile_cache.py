@@ -68,10 +68,8 @@ def _read_own(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return the content of a file, and what its manifest must hold.
 
     That includes the inode and the time of the last change, which the system sets: a manifest does
-    not fit a file that was copied or unpacked, even if somebody else has prepared the two.
-
-    Raises:
-        ValueError: another user can write the file or its folder.
+    not fit a file that was copied or unpacked, even if somebody else has prepared the two. Raises
+    ValueError if another user can write the file or its folder.
     """
     with open_regular(path, flags=os.O_NOFOLLOW) as file:
         status = os.fstat(file.fileno())

@@ -272,7 +272,6 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
     """Join the process group that torchrun describes in its environment variables, until exit.
 
     Args:
-        device_choice: train.device.
         timeout_seconds: loader.timeout_seconds: how long another rank may give no sign of life.
 
     Raises:

@@ -45,15 +45,11 @@ class Divergence(nn.Module):
 
     @torch.no_grad()
     def check(self, parameters: Iterable[Tensor], loss: Tensor) -> bool:
-        """Check the gradients of a step. Nothing here waits for a GPU.
+        """Check the gradients of a step with this loss, float [], of this rank.
 
-        Args:
-            parameters: of the model; the gradients keep their values.
-            loss: float [], of this step on this rank.
-
-        Returns:
-            Whether to update. On a GPU always True, because the host does not know: there, what
-            updates a tensor looks at `found`.
+        Nothing here waits for a GPU. The gradients keep their values. Return whether to update: on
+        a GPU always True, because the host does not know; there, what updates a tensor looks at
+        `found`.
         """
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # Part of torch.amp.GradScaler: multiplies by 1 and sets the flag, which it never clears.

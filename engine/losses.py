@@ -27,11 +27,8 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 def build_criterion(config: Train, class_weights: Tensor | None = None) -> Criterion:
     """Return the loss function that train.loss names, with the keys of `train` that it takes.
 
-    Args:
-        class_weights: float32 [classes] on the device; None: all alike.
-
-    Raises:
-        UserError: there is no such loss, or it does not take a key of another loss that is set.
+    `class_weights`: float32 [classes] on the device; None: all alike. Raises UserError if there is
+    no such loss, or if it does not take a key of another loss that is set.
     """
     if config.loss not in LOSSES:
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")

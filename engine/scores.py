@@ -105,9 +105,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     top-k. Equal logits rank in the order of their classes. A label below 0 is never a hit, nor is a
     row whose highest logit is not finite: its softmax is NaN.
 
-    Args:
-        logits: float [B, classes].
-        labels: int64 [B].
+    `logits`: float [B, classes]; `labels`: int64 [B].
     """
     own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
@@ -120,9 +118,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 def class_means(logits: Tensor, targets: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return what the training of a classifier logs: top1, top5, and `image_losses`.
 
-    Args:
-        logits: float32 [B, classes].
-        targets, labels: as of `image_losses`.
+    `logits`: float32 [B, classes]; `targets` and `labels` as of `image_losses`.
     """
     means = {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
     return {**means, "image_losses": image_losses(logits, targets, labels)}
@@ -132,11 +128,7 @@ def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the values of each image in the validation of a classifier, [B].
 
     `prediction` is the first of equal logits, -1 if the highest is not finite. Two classes have a
-    `score` too, which is NaN then.
-
-    Args:
-        logits: float32 [B, classes].
-        labels: int64 [B].
+    `score` too, which is NaN then. `logits`: float32 [B, classes]; `labels`: int64 [B].
     """
     broken = ~logits.amax(1).isfinite()
     values = {

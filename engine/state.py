@@ -39,15 +39,11 @@ def highest_share(updates: Any) -> Any:
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
-    The decay warms up as in TensorFlow's ExponentialMovingAverage(num_updates=t): update t, counted
-    from 0, uses min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of
-    the steps so far, so that of a short run forgets the initial weights. timm and torchvision have
-    no warm-up by default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are
-    copied.
-
-    Args:
-        model: the model to average; the average starts as a copy of it.
-        decay: the highest decay, in (0, 1].
+    It starts as a copy of the model. The decay, at most `decay` in (0, 1], warms up as in
+    TensorFlow's ExponentialMovingAverage(num_updates=t): update t, counted from 0, uses
+    min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of the steps so
+    far, so that of a short run forgets the initial weights. timm and torchvision have no warm-up by
+    default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are copied.
 
     Attributes:
         module: the averaged model.
@@ -68,9 +64,8 @@ class MovingAverage(nn.Module):
     def update_parameters(self, model: nn.Module, unless: Tensor | float = 0) -> None:
         """Update the average with the weights after an optimiser step.
 
-        Args:
-            unless: float32 [], 1 to keep the averaged weights as they are, else 0. Buffers that
-                are not finite are averaged all the same.
+        `unless`, float32 [], is 1 to keep the averaged weights as they are, else 0. Buffers that
+        are not finite are averaged all the same.
         """
         weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay) * (1 - unless)
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))

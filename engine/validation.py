@@ -66,13 +66,9 @@ def evaluate(
 ) -> list[Validation]:
     """Measure each network. Each batch is read once, for all networks. Collective.
 
-    Nothing waits for the device before the last batch.
-
-    Args:
-        networks: called in eval mode; left in the mode they were in.
-        measure: `train.validation_values`.
-        batches: each rank passes its own share and may pass fewer batches than another rank: only
-            the sums are exchanged.
+    Nothing waits for the device before the last batch. Each rank passes its own share of batches,
+    perhaps fewer than another rank: only the sums are exchanged. The networks are called in eval
+    mode, and left in the mode they were in.
     """
     modes = [network.training for network in networks]
     for network in networks:

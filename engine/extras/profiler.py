@@ -8,27 +8,22 @@ import torch
 from torch.profiler import profile
 
 from engine.log.tracker import Tracker
+from engine.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles the steps first ... last, numbered from 0. Other steps cost nothing.
+    """Profiles the steps of profile.steps. Other steps cost nothing.
 
-    A profile that an error interrupts is not written. The run may end it earlier, at `stop_step`.
+    A profile that an error interrupts is not written. The end of the run ends it.
     """
 
-    def __init__(
-        self,
-        steps: list[int],
-        stop_step: int,
-        folder: Path,
-        device: torch.device,
-        tracker: Tracker,
-    ) -> None:
-        self.first, self.last = steps[0], min(steps[1], stop_step - 1)
+    def __init__(self, plan: Plan, folder: Path, tracker: Tracker) -> None:
+        self.first, last = plan.config.profile.steps
+        self.last = min(last, plan.stop_step - 1)
         self.folder, self.tracker = folder, tracker
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = plan.device_type == "cuda"
         self._profile: Any = None
 
     def starts(self, step: int) -> bool:

@@ -19,10 +19,6 @@ class BadFiles:
     Each rank meets its own unreadable images and replaces them (pipeline/worker.py). Files may be
     repaired before the next start: data.max_bad_fraction limits those of one start.
 
-    Args:
-        loader: of the training images.
-        tracker: writes the file, on rank 0.
-
     Attributes:
         listed: path -> reason, of all ranks and starts, as of the last `share`.
     """

@@ -107,11 +107,8 @@ class RunTimes:
     """Seconds and numbers of images by kind, summed over all starts of a run.
 
     All time counts as `start`, with compilation, until the first step has ended, and as `training`
-    later, except in `lost`.
-
-    Args:
-        totals: `TrainState.totals`, kind -> sum. Modified; each checkpoint stores it.
-        began: time.monotonic() when the program began.
+    later, except in `lost`. The program began at `began`, as of time.monotonic(). The sums are
+    added to `totals`, those of `TrainState`, which each checkpoint stores.
     """
 
     def __init__(self, totals: dict[str, float], *, began: float) -> None:

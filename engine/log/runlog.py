@@ -124,10 +124,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if config.profile.steps and self.world.is_main:
             from engine.extras.profiler import StepProfiler
 
-            folder, device = run.path / "profile", self.world.device
-            self.profiler = StepProfiler(
-                config.profile.steps, plan.stop_step, folder, device, tracker
-            )
+            self.profiler = StepProfiler(plan, run.path / "profile", tracker)
 
     def __enter__(self) -> "RunLog":
         self._stack.enter_context(self.monitor)
@@ -252,8 +249,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _report(self, *, last: bool = False) -> None:
         """Write a log row if an interval of steps was sent, or with `last` if there were steps.
 
-        Raises:
-            TrainingError: a gradient or the mean loss is not finite.
+        Raises TrainingError if a gradient or the mean loss is not finite.
         """
         interval, found = self.meter.read(), self.state.divergence.read()
         if interval is None and self.meter.steps and (last or found is not None):
