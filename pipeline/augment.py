@@ -124,11 +124,7 @@ class Resize:
     """
 
     def __init__(
-        self,
-        *,
-        size: int | Sequence[int],
-        crop_ratio: float = 1.0,
-        interpolation: str = "bilinear",
+        self, *, size: int | Sequence[int], crop_ratio: float = 1.0, interpolation: str = "bilinear"
     ) -> None:
         ratio = number("crop_ratio", crop_ratio, 0.01, 1)
         sides = size if isinstance(size, list | tuple) else [size]
@@ -424,7 +420,8 @@ def follow(
         fill: value of the pixels from outside the mask.
 
     Raises:
-        ValueError: the mask has another size than the file, or v2.AugMix blended moved copies.
+        ValueError: the mask has another size than the file.
+        TypeError: torchvision does not move masks as one of its transforms has moved the image.
     """
     if picture.origin is not None:
         mask = follow(mask, *picture.origin, fill=fill)

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.parameters import number, positive, span, whole
+from pipeline.parameters import number, span, whole
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
 BLOCK = 4
+ALPHAS = 0.001, 1000  # the range of alpha
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Mixup:
     """
 
     def __init__(self, *, alpha: float = 0.2, p: float = 1.0) -> None:
-        self.alpha = positive("alpha", alpha)
+        self.alpha = number("alpha", alpha, *ALPHAS)
         self.p = number("p", p, 0, 1)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ class Cutmix:
     """
 
     def __init__(self, *, alpha: float = 1.0, p: float = 1.0) -> None:
-        self.alpha = positive("alpha", alpha)
+        self.alpha = number("alpha", alpha, *ALPHAS)
         self.p = number("p", p, 0, 1)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,8 @@ class MixupOrCutmix:
         switch_p: float = 0.5,
         group: int = 128,
     ) -> None:
-        self.alphas = positive("cutmix_alpha", cutmix_alpha), positive("mixup_alpha", mixup_alpha)
+        both = {"cutmix_alpha": cutmix_alpha, "mixup_alpha": mixup_alpha}
+        self.alphas = [number(name, alpha, *ALPHAS) for name, alpha in both.items()]
         self.p = number("p", p, 0, 1)
         self.switch_p = number("switch_p", switch_p, 0, 1)
         self.group = whole("group", group, 1, 10**6)

@@ -30,14 +30,7 @@ from pipeline.shared import SharedArray
 
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
 # Errors that the next start meets again. Others may be over then, and it must get the same hash.
-LASTING = {
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EACCES,
-    errno.EINVAL,
-    errno.ENAMETOOLONG,
-}
+FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL, errno.ENAMETOOLONG}
 
 
 class BadImageError(RuntimeError):
@@ -322,7 +315,7 @@ class FolderDataset(Dataset):
         try:
             data = self.index.read(row)
         except OSError as error:
-            if error.errno not in LASTING:
+            if error.errno not in FINAL:
                 raise UserError(
                     f"{self.name(row)}: cannot be read ({error.strerror or error}), so the images "
                     "cannot be identified; repair the storage, then start again"

@@ -3,7 +3,6 @@
 `augment.build` puts the config key and the transform's name before the message of a ValueError.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +18,6 @@ def number(name: str, value: Any, low: float, high: float) -> float:
     """Return `value` if it is a number in [low, high]."""
     if not (isinstance(value, (int, float)) and low <= value <= high):
         raise ValueError(f"{name}={value}: give a number from {low:g} to {high:g}")
-    return value
-
-
-def positive(name: str, value: Any) -> float:
-    """Return `value` if it is a finite number > 0."""
-    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-        raise ValueError(f"{name}={value}: give a number > 0")
     return value
 
 

@@ -78,9 +78,8 @@ def _nameless_file() -> int:
     """Return the descriptor of an empty file that ends with the last process that maps it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("batches", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix="batches-")
-    os.unlink(path)
-    return fd
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class Pinned(AbstractContextManager["Pinned"]):

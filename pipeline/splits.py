@@ -25,13 +25,9 @@ def roots_of(data: Data) -> list[str]:
     return [os.path.expanduser(root) for root in roots]
 
 
-def has_split(data: Data, split: str) -> bool:
-    """Return whether a folder of data.root holds a split, as a folder or in any other form."""
-    return any(_holds(root, split) for root in roots_of(data))
-
-
-def _holds(root: str | Path, split: str) -> bool:
-    return bool(find_storage(os.path.join(root, split)))
+def _holds(split: str, *roots: str | Path) -> bool:
+    """Return whether one of the folders holds a split, as a folder or in any other form."""
+    return any(find_storage(os.path.join(root, split)) for root in roots)
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -44,7 +40,7 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     if data.root is None or data.source == "fake":
         return
     splits = [data.train, data.val]
-    if data.val_fraction and not has_split(data, data.train):
+    if data.val_fraction and not _holds(data.train, *roots_of(data)):
         splits.append("")  # the root itself holds the class folders
     inner = Path(output).resolve()
     for place in (Path(root, split).resolve() for root in roots_of(data) for split in splits):
@@ -68,10 +64,10 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     if data.val_fraction:
         return hold_out(_with_val(roots, data), data.val_fraction)
     for root in roots:
-        if not _holds(root, data.train) and not _holds(root, data.val):
+        if not _holds(data.train, root) and not _holds(data.val, root):
             raise UserError(_missing(root, data.train, data))
     for split in (data.train, data.val):
-        if not has_split(data, split):
+        if not _holds(split, *roots):
             raise UserError(_missing(roots[0], split, data))
     train, val = (
         _of_classes(_united([os.path.join(root, split) for root in roots], key), data.classes)
@@ -91,12 +87,12 @@ def _with_val(roots: Sequence[str], data: Data) -> Index:
     """Scan all images, of which some are to be held out for validation."""
     given, places = f"data.val_fraction={data.val_fraction:g}", []
     for root in roots:
-        if _holds(root, data.val):
+        if _holds(data.val, root):
             raise UserError(
                 f"{given}: there is a validation split, {os.path.join(root, data.val)}; write "
                 "data.val_fraction=0 to use it, or move it away"
             )
-        if _holds(root, data.train):
+        if _holds(data.train, root):
             places.append(os.path.join(root, data.train))
         else:  # with a slash, a folder, even if there is a tar of the same name
             places.append(root if os.path.isfile(root) else os.path.join(root, ""))
@@ -224,7 +220,7 @@ def _missing(root: str, split: str, data: Data) -> str:
     # Kaggle's archive has the splits in ILSVRC/Data/CLS-LOC.
     near = (place for pattern in ("*", "*/*", "*/*/*") for place in Path(root).glob(pattern))
     for place in (Path(root).absolute().parent, *islice(near, 1000)):
-        if _holds(place, data.train) and _holds(place, data.val):
+        if _holds(data.train, place) and _holds(data.val, place):
             return f"data.root={root}: holds no {split}; write data.root={place}"
     key = "data.train" if split == data.train else "data.val"
     names = sorted(path.name for path in Path(root).iterdir() if path.name != data.train)

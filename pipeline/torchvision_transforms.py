@@ -50,19 +50,17 @@ class TorchvisionTransform:
         return Picture(pixels.permute(1, 2, 0).numpy(), origin=(picture, moves))
 
     def _move(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """Move int32 [H, W] as the image of this seed; a function of the kind `decode.Move`."""
-        if self.name == "AugMix":
-            raise ValueError("v2.AugMix blends moved copies of an image, so no mask can follow it")
+        """Move int32 [H, W] as the image of this seed; a function of the kind `decode.Move`.
+
+        Raises:
+            TypeError: torchvision does not move masks so: AugMix, AutoAugment and their like.
+        """
+        from torchvision import tv_tensors
+
         transform = copy.copy(self._transform)
-        transform.interpolation, transform._fill = 0, {torch.Tensor: 0}  # the nearest pixel
-        if apply := getattr(transform, "_apply_image_or_video_transform", None):
-            transform._apply_image_or_video_transform = lambda image, name, *how, **named: (
-                apply(image, name, *how, **named)
-                if name.startswith(("Shear", "Translate", "Rotate"))
-                else image
-            )
+        transform._fill = {"others": 0}  # not that of the image
         # torchvision computes with float32, which is exact up to 2**24: move the bytes in halves.
-        halves = torch.from_numpy(np.stack([places >> 16, places & 0xFFFF]))
+        halves = tv_tensors.Mask(torch.from_numpy(np.stack([places >> 16, places & 0xFFFF])))
         high, low = seeded(transform, halves, seed).numpy()
         return high << 16 | low
 

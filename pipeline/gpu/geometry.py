@@ -6,15 +6,7 @@ are those of the CPU path.
 
 import numpy as np
 
-from pipeline.decode import (
-    BASELINE,
-    SKIPPED,
-    START_OF_SCAN,
-    JpegFile,
-    Picture,
-    has_end,
-    segments,
-)
+from pipeline.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, has_end, segments
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row; LENGTH 0: the row holds pixels.

@@ -375,5 +375,5 @@ def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) 
 def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         load_table(tmp_path, train="path,a\n1.jpg,1\n", val=val)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(OSError, match="No such file"):
         load_table(tmp_path / "none")
