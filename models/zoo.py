@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from conf.optional import has_part
 from conf.packages import import_torchvision
@@ -204,7 +205,7 @@ def sizes_in(
     Raises:
         UserError: they have no head of the model that `config` names.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutNormal():
         model = build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
     sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
@@ -224,3 +225,15 @@ def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
             # In proportion, because a stem may see blocks of pixels.
             return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
     return RGB
+
+
+class _WithoutNormal(TorchFunctionMode):
+    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
