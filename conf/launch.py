@@ -58,9 +58,9 @@ def read_launch() -> Launch:
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this task of a job step.
 
-    None if torchrun has set them, if the step has one task, or in the shell of `srun --pty bash`,
-    the only task that has a terminal. A batch script itself is no step. Raises UserError for a
-    variable that is missing or wrong.
+    Nothing if torchrun has set them, if the step has one task, or in the shell of `srun --pty
+    bash`, the only task that has a terminal. A batch script itself is no step. Raises UserError for
+    a variable that is missing or wrong.
     """
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1)
     if tasks == 1 or "RANK" in environment or _has_terminal():

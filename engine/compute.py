@@ -52,7 +52,8 @@ SWITCH_SECONDS = 1e-4
 def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
     """Return the images/s of training at the peak rate of all GPUs, or None if it is not known.
 
-    A step takes three times the operations of a forward pass: the backward pass takes two.
+    `device` is the name of the GPU. A step takes three times the operations of a forward pass: the
+    backward pass takes two.
     """
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     if peak is None or precision != "bf16":

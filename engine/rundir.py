@@ -185,7 +185,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.step_on_disk = self.last_saved_step
 
     def write(self, name: str, content: str) -> None:
-        """Replace a file of the folder; CheckpointError leaves the earlier one untouched."""
+        """Replace a file of the folder. After a CheckpointError, the earlier one is intact."""
         path = self.path / name
         try:
             checkpoint.replace_file(path, content)

@@ -75,7 +75,7 @@ class BestBy:
 
     @classmethod
     def of(cls, text: str) -> "BestBy":
-        """Read train.best_by: `top1`, or `-loss` if lower is better; VALUES may refuse it."""
+        """Read train.best_by: `top1`, or `-loss` if lower is better. Raises UserError."""
         found = cls(text.removeprefix("-"), text.startswith("-"))
         value = VALUES.get(found.name)
         if value is not None and value.lower != found.lower:

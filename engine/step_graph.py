@@ -9,6 +9,7 @@ bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cud
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class _Captured(NamedTuple):
     values: Values
 
 
-class StepGraph:
+class StepGraph(AbstractContextManager["StepGraph"]):
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one.
@@ -75,9 +76,6 @@ class StepGraph:
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps_by_shape: Counter[Hashable] = Counter()
         self._captured: _Captured | None = None
-
-    def __enter__(self) -> "StepGraph":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Destroy the graph, even if a traceback still refers to it.

@@ -50,12 +50,12 @@ def predicted_rate(
 ) -> float:
     """Predict images/s of all ranks after a change; the arguments are relative to now.
 
-    These are the images per core, the time that a worker waits for storage per image, and the
-    number of workers. While the step waits, the workers have no pause, so the rate is what they
-    supply. It grows with their number to the power of SCALING, and inversely with their time per
-    image. Images from JPEG engines keep their rate. A step that does not wait is slowed by the
-    computing of the workers, in proportion. The rate is at most REACHED times that of the step, in
-    this run or alone.
+    `cpu` stands for the images per core, `storage` for the time that a worker waits for storage per
+    image, `workers` for their number. While the step waits, the workers have no pause, so the rate
+    is what they supply. It grows with their number to the power of SCALING, and inversely with
+    their time per image. Images from JPEG engines keep their rate. A step that does not wait is
+    slowed by the computing of the workers, in proportion. The rate is at most REACHED times that of
+    the step, in this run or alone.
     """
     rank, rate = figures.slowest, figures.rate
     if figures.waited < WAITS:

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from engine.tune.benchmark import MEASURE_SECONDS, MOST_STEPS, Benchmark
@@ -89,8 +88,15 @@ def run_trials(
     benchmark: Benchmark, candidates: Candidates, trials: Trials, demand: float, deadline: float
 ) -> None:
     """Add trials of the candidates to `trials`, until no other helps or the time is over."""
-    batch_size = benchmark.loader.batch_size
-    following = partial(next_trial, trials, candidates, demand, batch_size, deadline)
+
+    def following() -> tuple[str, int, int] | None:
+        setting = next_setting(trials, candidates, demand)
+        if setting is None or (trials and time.perf_counter() >= deadline):
+            return None
+        rate = candidates[setting[0]].expected_rate(setting[1], demand)
+        steps = round(MEASURE_SECONDS * rate / benchmark.loader.batch_size)
+        return *setting, max(FEWEST_STEPS, min(MOST_STEPS, steps))
+
     while (setting := benchmark.world.broadcast(following)) is not None:
         decoder, workers, steps = setting
         trial = benchmark.trial(decoder, workers, steps, demand)
@@ -135,19 +141,6 @@ def engine_candidates(
         "gpu": worker_candidate(benchmark, "gpu", demand, reading)._replace(bound=engines),
     }
     return {name: each for name, each in candidates.items() if name in decoders}
-
-
-def next_trial(
-    trials: Trials, candidates: Candidates, demand: float, batch_size: int, deadline: float
-) -> tuple[str, int, int] | None:
-    """Return decoder, number of workers and number of steps of the next trial, if any."""
-    setting = next_setting(trials, candidates, demand)
-    if setting is None or (trials and time.perf_counter() >= deadline):
-        return None
-    decoder, workers = setting
-    rate = candidates[decoder].expected_rate(workers, demand)
-    steps = round(MEASURE_SECONDS * rate / batch_size)
-    return decoder, workers, max(FEWEST_STEPS, min(MOST_STEPS, steps))
 
 
 def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple[str, int] | None:
