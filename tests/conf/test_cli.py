@@ -188,8 +188,6 @@ MISTAKES = {
     # an unknown key
     "+optm.lr=1": "there is no key optm.lr; write optim.lr=1",
     "batchsize=32": "did you mean loader.batch_size?",
-    "name=mine": "did you mean model.name or optim.name or schedule.name or run.name?",
-    "+foo=1": "there is no key foo",
     "optim@foo=sgd": "there is no key optim@foo; did you mean optim?",
     "~optim.lr": "is not key=value",
     "hydra/launcher=basic": "Hydra's own settings are for a sweep (-m)",
@@ -203,7 +201,6 @@ MISTAKES = {
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
     # a wrong type
     "optim.lr=abc": "give a number",
-    "optim.nesterov=0": "give true or false",
     "log.trackers=wandb": "give names among tensorboard, wandb, in brackets",
     "data.train=null": "give a name or a path",
     "augment.train=5": "give a list, in brackets",
@@ -220,7 +217,6 @@ MISTAKES = {
     "data.mean=[-1]": "give 1 or more values in brackets, each a number >= 0 and <= 1",
     "profile.steps=[3,2]": "give two steps, the first not after the last",
     "train.class_weights=even": "give balanced, null, or weights > 0 by class in braces, such as",
-    "train.class_weights={cat: 1, dog: 0}": "give balanced, null, or weights > 0 by class in br",
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
     "data.root=[a, 3]": "give a folder, or a list of folders",

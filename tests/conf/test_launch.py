@@ -133,7 +133,7 @@ def test_a_variable_of_srun_that_is_wrong(wrong: str) -> None:
     assert name in str(error.value) and str(error.value).endswith(REMEDY)
     assert len(str(error.value)) < 300 and str(error.value).isprintable()
     with pytest.raises(UserError, match=r"^SLURM_\w+=: must be "):
-        ranks_of_srun({name: STEP[name] for name in ("SLURM_STEP_NUM_TASKS",)})
+        ranks_of_srun({"SLURM_STEP_NUM_TASKS": "2"})
 
 
 def test_the_nodes_of_a_step_are_not_written_out() -> None:

@@ -324,14 +324,6 @@ def test_pixels_from_outside_have_the_fill(fill: Any, corner: list[int]) -> None
     assert {each.fill for each in drawn if each.name in MOVES} == {transform.fill}
 
 
-def test_rand_augment_applies_count_operations() -> None:
-    once, twice = (one("rand_augment", count=count, magnitude=12) for count in (1, 2))
-    for seed in range(20):
-        rng = random.Random(seed)
-        expected = once(once(Picture(np.asarray(IMAGE)), rng), rng).pixels()
-        np.testing.assert_array_equal(made(twice, IMAGE, seed), expected)
-
-
 @pytest.mark.parametrize("name", ["rand_augment", "trivial_augment"])
 def test_other_pixels_than_pillows_are_refused(name: str) -> None:
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):

@@ -134,16 +134,6 @@ def test_limit_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert free_memory(tmp_path, "0::/\n", files) == AVAILABLE
 
 
-def test_memory_of_this_machine() -> None:
-    """More than these tests need, less than the RAM."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 64 * MIB < machine.free_memory() <= total
-    assert machine.cpu_quota() > 0
-    assert 1 <= machine.threads_per_core() <= 8
-    if sys.platform == "linux":
-        assert machine.cores() == len(os.sched_getaffinity(0))
-
-
 def test_system_without_affinity_mask_and_meminfo(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

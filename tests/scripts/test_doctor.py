@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
 from tests.drawings import draw_image
+from tests.nvml import Nvml, NvmlError
 from tests.reliability.odd_images import encoded
 from tests.small_run import SMALL
 from tests.stored import as_tar
@@ -440,32 +441,22 @@ def test_storage_and_the_gpus(
 # GPUs.
 
 
-class FakeNvml(ModuleType):
-    """NVML of healthy GPUs; `change` adds faults. Other calls fail as on a GPU without support."""
+HEALTHY: dict[str, Any] = {
+    "HandleByUUID": lambda uuid: int(uuid.removeprefix(b"GPU-uuid")),
+    "MemoryInfo": SimpleNamespace(free=140 * GIB, total=141 * GIB),
+    "ComputeRunningProcesses": [],
+    "CurrPcieLinkWidth": 16,
+    "MaxPcieLinkWidth": 16,
+    "NvLinkState": 1,
+    "EnforcedPowerLimit": 700_000,
+    "PowerManagementDefaultLimit": 700_000,
+    "CurrentClocksThrottleReasons": 1,
+}
 
-    def __init__(self, **change: Any) -> None:
-        super().__init__("pynvml")
-        self.answers: dict[str, Any] = {
-            "MemoryInfo": SimpleNamespace(free=140 * GIB, total=141 * GIB),
-            "ComputeRunningProcesses": [],
-            "CurrPcieLinkWidth": 16,
-            "MaxPcieLinkWidth": 16,
-            "NvLinkState": 1,
-            "EnforcedPowerLimit": 700_000,
-            "PowerManagementDefaultLimit": 700_000,
-            "CurrentClocksThrottleReasons": 1,
-        } | change
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> int:  # noqa: N802
-        return int(uuid.removeprefix(b"GPU-uuid"))
-
-    def __getattr__(self, name: str) -> Any:
-        # A KeyError is as good as an NVMLError.
-        answer = self.answers[name.removeprefix("nvmlDeviceGet")]
-        return lambda handle, *arguments: answer(handle, *arguments) if callable(answer) else answer
+def nvml_of(answers: dict[str, Any], **more: Any) -> Nvml:
+    """Other calls fail, as on a GPU without support."""
+    return Nvml(**{f"nvmlDeviceGet{name}": answer for name, answer in answers.items()}, **more)
 
 
 See = Callable[..., list[Row]]
@@ -485,7 +476,7 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def see(*overrides: str, nvml: Any = None, ranks: int = 2, **change: Any) -> list[Row]:
-        monkeypatch.setitem(sys.modules, "pynvml", nvml or FakeNvml(**change))
+        monkeypatch.setitem(sys.modules, "pynvml", nvml or nvml_of(HEALTHY | change))
         return list(machine_checks.gpu(case_of(root, "train.device=auto", *overrides, ranks=ranks)))
 
     return see
@@ -541,10 +532,10 @@ def test_a_faulty_gpu(see: See, change: dict[str, Any], status: str, text: str) 
 
 
 def test_a_gpu_that_reports_little_and_no_nvml(see: See) -> None:
-    nvml = FakeNvml()
-    nvml.answers = {"CurrentClocksThrottleReasons": 0x8}
+    little = {"HandleByUUID": HEALTHY["HandleByUUID"], "CurrentClocksThrottleReasons": 0x8}
+    nvml = nvml_of(little)
     assert see(nvml=nvml)[1].found == "GPU 0, 1: clocks reduced by hardware slowdown"
-    nvml.nvmlInit = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    nvml = nvml_of(HEALTHY, nvmlInit=NvmlError("no driver"))
     first, row = see(nvml=nvml)
     assert (first.status, row.status, row.do) == ("ok", "warn", "pip install nvidia-ml-py")
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.log import telemetry
 from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
+from tests.nvml import Nvml, NvmlError
 from tests.processes import needs_linux, wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,43 +26,24 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "telemetry"]
 
 
-class NvmlError(Exception):
-    pass
+ANSWERS: dict[str, Any] = {
+    "nvmlDeviceGetHandleByUUID": "gpu",
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
+    "nvmlDeviceGetPowerUsage": 650_000,
+    "nvmlDeviceGetTemperature": 61,
+    "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 3201}[clock],
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
+}
 
 
-class Nvml:
-    """Replaces NVML and the driver. An answer may be an error or a function."""
+def nvml_with(**answers: Any) -> Nvml:
+    return Nvml(**ANSWERS | answers)
 
-    NVMLError = NvmlError
 
-    def __init__(self, **answers: Any) -> None:
-        self.calls: list[str] = []
-        self.answers: dict[str, Any] = {
-            "nvmlInit": None,
-            "nvmlDeviceGetHandleByUUID": "gpu",
-            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
-            "nvmlDeviceGetPowerUsage": 650_000,
-            "nvmlDeviceGetTemperature": 61,
-            "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 3201}[clock],
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
-            **answers,
-        }
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            self.calls.append(name)
-            answer = self.answers[name]
-            answer = answer(*arguments) if callable(answer) else answer
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return ask
-
-    def wait(self) -> None:
-        """Wait until a query that never fails here has been asked 20 times more."""
-        after = self.calls.count("nvmlDeviceGetTemperature") + 20
-        wait_until(lambda: self.calls.count("nvmlDeviceGetTemperature") >= after)
+def wait_for_samples(nvml: Nvml) -> None:
+    """Wait until a query that never fails here has been asked 20 times more."""
+    after = nvml.calls.count("nvmlDeviceGetTemperature") + 20
+    wait_until(lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
 
 
 EVERYTHING = {
@@ -93,8 +75,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     [
         (CPU, None, None),
         (CUDA, None, "pip install nvidia-ml-py"),
-        (CUDA, Nvml(nvmlInit=NvmlError("Driver Not Loaded")), "Driver Not Loaded"),
-        (CUDA, Nvml(nvmlDeviceGetHandleByUUID=NvmlError("Not Found")), "Not Found"),
+        (CUDA, nvml_with(nvmlInit=NvmlError("Driver Not Loaded")), "Driver Not Loaded"),
+        (CUDA, nvml_with(nvmlDeviceGetHandleByUUID=NvmlError("Not Found")), "Not Found"),
     ],
 )
 def test_without_nvml(
@@ -116,11 +98,11 @@ def test_without_nvml(
 def test_all_figures(install: Callable[[Nvml], Nvml], monkeypatch: pytest.MonkeyPatch) -> None:
     """Means since the last call. The end does not wait for the next sample."""
     values = iter(range(10**9))
-    nvml = install(Nvml(nvmlDeviceGetPowerUsage=lambda handle: 1000 * next(values)))
+    nvml = install(nvml_with(nvmlDeviceGetPowerUsage=lambda handle: 1000 * next(values)))
     watts = [0.0]
     with GpuMonitor(CUDA) as monitor:
         for _ in range(3):
-            nvml.wait()
+            wait_for_samples(nvml)
             found = monitor.read()
             watts.append(found["gpu/power_watts"])
             assert found == {**EVERYTHING, "gpu/power_watts": watts[-1]}
@@ -137,9 +119,9 @@ def test_a_failing_query_is_one_line(
     answer: Any, install: Callable[[Nvml], Nvml], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is not repeated; the others go on."""
-    nvml = install(Nvml(nvmlDeviceGetPowerUsage=answer))
+    nvml = install(nvml_with(nvmlDeviceGetPowerUsage=answer))
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        nvml.wait()
+        wait_for_samples(nvml)
         assert EVERYTHING.keys() - monitor.read().keys() == {"gpu/power_watts"}
     assert nvml.calls.count("nvmlDeviceGetPowerUsage") == 1
     (record,) = caplog.records
@@ -150,7 +132,7 @@ def test_a_failing_query_is_one_line(
 def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml], kind: str) -> None:
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"{kind}-{UUIDS[1]}".encode(): "gpu"}
-    nvml = install(Nvml(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
+    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
     assert find_gpu(nvml, torch.device("cuda", 1)) == "gpu"
 
 
@@ -166,7 +148,7 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
         return masks[min(number, 7)]
 
     query = "nvmlDeviceGetCurrentClocksThrottleReasons"
-    nvml = install(Nvml(**{query: mask}))
+    nvml = install(nvml_with(**{query: mask}))
     with GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.calls.count(query) == 9)
         assert monitor.read()["gpu/throttled_fraction"] == 4 / 8
@@ -176,7 +158,7 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
         others = ("thermal throttling by the hardware", "hardware slowdown")
         assert all(f"{other}, 12 % of the time" in text for other in others)
         release.set()
-        nvml.wait()
+        wait_for_samples(nvml)
         assert monitor.slowdowns("epoch") == "" != monitor.slowdowns("run")
         assert monitor.read()["gpu/throttled_fraction"] == 0
 

@@ -37,14 +37,6 @@ from tests.pipeline.test_dataset import Grey
 CPU = torch.device("cpu")
 
 
-class SlowDisk(FolderDataset):
-    """Reading takes 4 ms of waiting."""
-
-    def read(self, index: int) -> bytes:
-        time.sleep(0.004)
-        return super().read(index)
-
-
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The differences here are large, so short measurements show them."""
@@ -53,9 +45,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def open_slow(
-    kind: type[FolderDataset], root: Path, *, most: int = 8, workers: int = 1
-) -> Iterator[Feed]:
+def open_slow(kind: type[FolderDataset], root: Path, *, workers: int = 1) -> Iterator[Feed]:
     images = ["data.image_size=32", "loader.batch_size=32", "model=resnet_tiny"]
     options = ["loader.decoder=pillow", "train.device=cpu", f"data.root={root}"]
     config = cli.load([*images, *options, "loader.start_method=fork"])
@@ -64,7 +54,7 @@ def open_slow(
     assert isinstance(plain, FolderDataset)
     slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
     datasets = replace(datasets, train=slow)
-    plan = loader_plan(config, datasets, world, workers=workers, ceiling=most)
+    plan = loader_plan(config, datasets, world, workers=workers, ceiling=8)
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
@@ -105,18 +95,6 @@ def test_times_of_a_worker() -> None:
     assert worker_times([]) == {}
 
 
-def test_slow_disk_gets_more_workers_than_cores(image_root: Path) -> None:
-    """Workers that wait leave their core to others. Values in the config are kept."""
-    with open_slow(SlowDisk, image_root, most=4) as feed:
-        step = lambda batch: time.sleep(0.001)  # noqa: E731
-        found = tune(feed, step, cores=1, prefetch_factor=1, pin_memory=True)
-        pool = feed.train.loader.pool
-        assert (pool.active, pool.prefetch_factor) == (found.workers, found.prefetch_factor)
-    assert 1 < found.workers <= 4 and found.prefetch_factor == 1
-    assert not found.pin_memory  # without a GPU no pages are locked
-    assert any("input-bound by storage" in line for line in found.lines)
-
-
 class Sleepy(Grey):
     def load(self, epoch: int, index: int) -> dict[str, Any]:
         time.sleep(0.004)
@@ -124,16 +102,20 @@ class Sleepy(Grey):
 
 
 def test_dataset_without_files_is_measured() -> None:
-    """No remedy is about decoders or smaller files."""
+    """Workers that wait leave their core to others. No remedy is about decoders or files."""
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
     config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
     datasets = replace(build_datasets(config), train=Sleepy(64, 32))
     plan = loader_plan(config, datasets, world, workers=1, ceiling=2, decoder="none")
     with open_feed(config, datasets, plan, world) as feed:
-        measured = benchmark_of(feed, lambda batch: time.sleep(0.001), cores=1, workers=1)
+        given: dict[str, Any] = {"workers": 1, "prefetch_factor": 1, "pin_memory": True}
+        measured = benchmark_of(feed, lambda batch: time.sleep(0.001), cores=1, **given)
         found = measure(measured)
         remedies = find_remedies(feed, measured.plan, measured.stop)
-    assert (found.decoder, found.workers) == ("none", 2)
+        pool = feed.train.loader.pool
+        assert (pool.active, pool.prefetch_factor) == (found.workers, found.prefetch_factor)
+    assert (found.decoder, found.workers, found.prefetch_factor) == ("none", 2, 1)
+    assert not found.pin_memory  # without a GPU no pages are locked
     assert found.lines[-1].startswith("Remedies: move the images to faster storage (about ")
     assert remedies == [Remedy(AUTO_WORKERS, {})]
 

@@ -400,33 +400,3 @@ def test_batches_agree_with_the_cpu_path(
                     assert np.percentile(difference, 99) < 25, (batch.step, row)
             # The engines do not support the progressive files, the CMYK file and the PNG.
             assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
-
-
-@pytest.mark.gpu
-def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
-    image_root: Path, tmp_path: Path
-) -> None:
-    """A valid header before damaged data: the batch is complete, or an error names the file."""
-    from pipeline.worker import LoaderError
-
-    root = tmp_path / "train"
-    (root / "a").mkdir(parents=True)
-    for i in range(8):
-        (root / "a" / f"{i}.jpg").write_bytes(encoded(draw_image("dots", np.random.default_rng(i))))
-    bad = bytearray((root / "a" / "3.jpg").read_bytes())
-    bad[200:400] = bytes(200)  # within the tables
-    (root / "a" / "3.jpg").write_bytes(bytes(bad))
-    dataset = FolderDataset(load_index(root, key="data.train"), transform(TRAIN), seed=3)
-    device = torch.device("cuda", 0)
-    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
-        with Pinned(loader.pool.sources[0].buffers):
-            upload = EngineUpload(loader, GpuDecoder(device, 8))
-            image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
-            prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.set_upload(upload)
-            found = None
-            try:
-                found = next(prefetcher.batches(0, 1))["image"]
-            except LoaderError as error:
-                message = str(error)
-            assert found.isfinite().all() if found is not None else "3.jpg" in message
