@@ -94,28 +94,15 @@ def blur_strided_convolutions(model: nn.Module) -> int:
     return replace_layers(model, blurred)
 
 
-def stochastic_depth(probability: float, count: int) -> list[nn.Module]:
-    """Return for each of `count` blocks the module that drops its branches (arXiv 1603.09382).
-
-    The probability that a sample skips a branch rises linearly from 0 in the first block to
-    `probability` in the last one, as in timm and in torchvision's ConvNeXt. The random numbers are
-    those of the device's generator, so that the step can be part of a CUDA graph.
-    """
-    if probability == 0:
-        return [nn.Identity() for _ in range(count)]
-    module = import_torchvision().ops.StochasticDepth
-    return [module(probability * position / max(1, count - 1), "row") for position in range(count)]
-
-
 class DroppedBlock(nn.Module):
-    """A BasicBlock or Bottleneck of torchvision, with its layers, whose branch is dropped."""
+    """A BasicBlock or Bottleneck of torchvision, with its layers; `drop` acts on its branch."""
 
-    def __init__(self, block: nn.Module, drop: nn.Module) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.conv3 = self.downsample = None
         for name, layer in block.named_children():
             setattr(self, name, layer)
-        self.drop = drop
+        self.drop = nn.Identity()
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """float [B, C, H, W] -> the block's output."""
@@ -127,11 +114,23 @@ class DroppedBlock(nn.Module):
 
 
 def drop_blocks(model: nn.Module, probability: float) -> None:
-    """Give a ResNet of torchvision stochastic depth, in place; see `stochastic_depth`."""
-    resnet = import_torchvision().models.resnet
-    kinds = (resnet.BasicBlock, resnet.Bottleneck)
-    count = sum(isinstance(module, kinds) for module in model.modules())
-    drops = iter(stochastic_depth(probability, count))
-    replace_layers(
-        model, lambda block: DroppedBlock(block, next(drops)) if isinstance(block, kinds) else None
-    )
+    """Give a ResNet of torchvision or a model of ours stochastic depth, in place.
+
+    The probability that a sample skips a branch rises linearly from 0 in the first block to
+    `probability` in the last one, as in timm and in torchvision's ConvNeXt (arXiv 1603.09382). The
+    random numbers are those of the device's generator, so that the step can be part of a CUDA
+    graph. In a model of ours, the module `drop` of each block acts on its branches.
+
+    Raises:
+        ValueError: it has no such blocks.
+    """
+    vision = import_torchvision()
+    kinds = (vision.models.resnet.BasicBlock, vision.models.resnet.Bottleneck)
+    replace_layers(model, lambda block: DroppedBlock(block) if isinstance(block, kinds) else None)
+    blocks: list[Any] = [module for module in model.modules() if hasattr(module, "drop")]
+    if not blocks:
+        raise ValueError("it has no stochastic depth")
+    for position, block in enumerate(blocks):
+        block.drop = vision.ops.StochasticDepth(
+            probability * position / max(1, len(blocks) - 1), "row"
+        )

@@ -6,20 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.layers import stochastic_depth
-
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut (arXiv 1512.03385); `drop` acts on their output."""
 
-    def __init__(self, width_in: int, width: int, stride: int, drop: nn.Module) -> None:
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.drop = drop
+        self.drop: nn.Module = nn.Identity()
         self.downsample = None
         if stride != 1 or width_in != width:
             self.downsample = nn.Sequential(
@@ -41,7 +39,6 @@ class SmallResNet(nn.Module):
         stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
         zero_init_residual: whether the last norm of each block begins with a scale of 0, so that
             the block is the identity at first (arXiv 1706.02677).
-        stochastic_depth_prob: probability that a sample skips the last block, in [0, 1).
     """
 
     def __init__(
@@ -52,20 +49,18 @@ class SmallResNet(nn.Module):
         stem_stride: int,
         *,
         zero_init_residual: bool = False,
-        stochastic_depth_prob: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, stem_stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
         width_in = widths[0]
-        drops = iter(stochastic_depth(stochastic_depth_prob, sum(depths)))
         self.stages = [f"layer{stage}" for stage in range(1, len(widths) + 1)]
         for stage, width, depth in zip(self.stages, widths, depths, strict=True):
             blocks = []
             for block in range(depth):
                 stride = 2 if stage != "layer1" and block == 0 else 1
-                blocks.append(BasicBlock(width_in, width, stride, next(drops)))
+                blocks.append(BasicBlock(width_in, width, stride))
                 width_in = width
             self.add_module(stage, nn.Sequential(*blocks))
         self.fc = nn.Linear(width_in, num_classes)
@@ -85,13 +80,13 @@ class SmallResNet(nn.Module):
 class PoolingStage(nn.Module):
     """A convolution, max pooling that halves the resolution, and a residual block."""
 
-    def __init__(self, width_in: int, width: int, drop: nn.Module) -> None:
+    def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width_in, width, 3, 1, 1, bias=False)
         self.pool = nn.MaxPool2d(2)
         self.bn = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.block = BasicBlock(width, width, 1, drop)
+        self.block = BasicBlock(width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(self.relu(self.bn(self.pool(self.conv(x)))))
@@ -106,15 +101,13 @@ class PoolingResNet(nn.Module):
     ResNet-18's time.
     """
 
-    def __init__(self, num_classes: int, *, stochastic_depth_prob: float = 0.0) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
         widths = (32, 128, 384, 512)
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
-        drops = stochastic_depth(stochastic_depth_prob, len(widths) - 1)
-        stages = zip(pairwise(widths), drops, strict=True)
-        self.layers = nn.Sequential(*(PoolingStage(*pair, drop) for pair, drop in stages))
+        self.layers = nn.Sequential(*(PoolingStage(*pair) for pair in pairwise(widths)))
         self.fc = nn.Linear(widths[-1], num_classes)
         init_convolutions(self)
 

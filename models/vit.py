@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.layers import stochastic_depth
-
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
     """Fixed 2D sine-cosine position embeddings, as in MoCo v3 (arXiv 2104.02057).
@@ -184,16 +182,7 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(stream + branch).mean(1))
 
 
-def vit_s16(num_classes: int, image_size: int, *, stochastic_depth_prob: float = 0.0) -> nn.Module:
-    """ViT-S/16: 22 M parameters.
-
-    Args:
-        stochastic_depth_prob: probability that a sample skips the attention, and the MLP, of the
-            last block, in [0, 1).
-    """
+def vit_s16(num_classes: int, image_size: int) -> nn.Module:
+    """ViT-S/16: 22 M parameters."""
     sizes = {"patch": 16, "width": 384, "depth": 12, "heads": 6, "hidden": 1536}
-    model = VisionTransformer(num_classes=num_classes, image_size=image_size, **sizes)
-    drops = stochastic_depth(stochastic_depth_prob, len(model.blocks))
-    for block, drop in zip(model.blocks, drops, strict=True):
-        block.drop = drop
-    return model
+    return VisionTransformer(num_classes=num_classes, image_size=image_size, **sizes)

@@ -123,7 +123,11 @@ def _create(
         return _of_torchvision(name, num_classes, image_size, pretrained, options)
     if pretrained:
         raise UserError(f"model.weights=pretrained: {name} has no published weights; give a file")
-    return OURS[name](num_classes, image_size, **options)
+    probability = options.pop("stochastic_depth_prob", 0)
+    model = OURS[name](num_classes, image_size, **options)
+    if probability:
+        drop_blocks(model, probability)
+    return model
 
 
 def _of_torchvision(
