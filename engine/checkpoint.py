@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
-PARTS = {"step": int, "state": dict, "identity": dict, "config": dict}  # of every checkpoint
+PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "plan"), dict)}
 HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
 
 
@@ -206,11 +206,6 @@ def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint that this version can read."""
     ours = isinstance(content, dict) and content.get("format") in READABLE
     return ours and all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
-
-
-def plan_in(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what Plan.record stored; earlier versions stored nothing."""
-    return dict(content.get("plan") or {})
 
 
 def verify(path: Path) -> None:

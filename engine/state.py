@@ -142,8 +142,8 @@ class TrainState:
             self.ema.n_averaged.copy_(stored["ema_steps"])
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
-        # None in a checkpoint of an earlier version, or if the images have changed.
-        if self.sample_losses is not None and stored.get("losses") is not None:
+        # None if the images have changed, or if that part was missing.
+        if self.sample_losses is not None and stored["losses"] is not None:
             self.sample_losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
         # weight decay, come from the config; `capturable`, which decides on which device the state

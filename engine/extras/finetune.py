@@ -86,8 +86,7 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         content = models.read_file(path, origin=f"model.weights={config.model.weights}")
     names_model = bool(typed & {"model", "model.name"})
     if checkpoint.is_ours(content):
-        size = checkpoint.plan_in(content).get("image_size", 224)
-        values = {**content["config"], "data.image_size": size}
+        values = {**content["config"], "data.image_size": content["plan"]["image_size"]}
     elif exported := models.exported(path):
         values = exported.values
     else:

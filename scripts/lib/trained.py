@@ -196,7 +196,7 @@ def _open_ours(
     stored = {name: value for name, value in content.items() if name != "state"}
     state = content["state"]
     stored["last"] = state.get("last") or {}
-    stored["plan"] = plan = checkpoint.plan_in(content)
+    plan = stored["plan"]
     values = {k: v for k, v in content["config"].items() if k not in NOT_OF_THE_MODEL}
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images

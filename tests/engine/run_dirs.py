@@ -41,5 +41,5 @@ def add_checkpoint(
     path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None
 ) -> Path:
     state = {**state_of(step).state_dict(), "origin": origin}
-    content = {"step": step, "identity": identity, "config": {}, "state": state}
+    content = {"step": step, "identity": identity, "config": {}, "plan": {}, "state": state}
     return checkpoint.save(path / "checkpoints", content, keep=9)

@@ -20,7 +20,7 @@ from engine.checkpoint import FORMAT, CheckpointError, load, load_newest, save
 def content(step: int, size: int = 1000) -> dict[str, Any]:
     """A checkpoint whose content depends on the step."""
     state = {"weights": torch.full((size,), float(step)), "names": [str(step)]}
-    return {"step": step, "state": state, "identity": {}, "config": {}}
+    return {"step": step, "state": state, "identity": {}, "config": {}, "plan": {}}
 
 
 def newest(folder: Path) -> int | None:
@@ -72,7 +72,8 @@ def test_load_returns_the_saved_content(tmp_path: Path) -> None:
         "d": torch.randn(2, 3).t(),
     }
     rest = {"list": [1, 2.5, None, "x"]}
-    saved = {"step": 5, "state": {**tensors, **rest}, "identity": {}, "config": {"a": 1}, "x": 1.5}
+    more = {name: {"a": 1} for name in ("identity", "config", "plan")}
+    saved = {"step": 5, "state": {**tensors, **rest}, "x": 1.5, **more}
     path = save(tmp_path / "new" / "checkpoints", saved, keep=1)
     stored = load(path)
     for name, tensor in tensors.items():

@@ -34,7 +34,7 @@ def content_of(step: int, device: str = "cpu", size: int = 1000) -> dict[str, An
     weights = {"weights": torch.full((size,), float(step), device=device)}
     moments = {0: {"momentum": torch.full((3, 4), float(step), device=device), "lr": [0.5, step]}}
     state = {"model": weights, "optimizer": moments, "spent": {"seconds": step}}
-    return {"step": step, "state": state, "identity": {}, "config": {}}
+    return {"step": step, "state": state, "identity": {}, "config": {}, "plan": {}}
 
 
 def overwrite(content: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
     }
     model = nn.BatchNorm1d(3).to(device)
     state = {"tensors": tensors, "model": model.state_dict()}
-    content = {"step": 1, "state": state, "identity": {}, "config": {}}
+    content = {"step": 1, "state": state, "identity": {}, "config": {}, "plan": {}}
     writer = Writer(torch.device(device))
     writer.start(content, lambda copied: checkpoint.save(tmp_path / "copy", copied, keep=1))
     writer.close()

@@ -48,7 +48,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def save(folder: Path, step: int, keep: int = 1, best_step: int | None = None) -> Path:
     weights = torch.full((1000,), float(keep))  # a step that is saved again has other weights
-    content = {"step": step, "state": {"weights": weights}, "identity": {}, "config": {}}
+    parts: dict[str, object] = {name: {} for name in ("identity", "config", "plan")}
+    content = {"step": step, "state": {"weights": weights}, **parts}
     return checkpoint.save(folder, content, keep=keep, best_step=best_step)
 
 

@@ -63,7 +63,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
 def test_best_json_is_written_after_a_kill(run: Path) -> None:
     """The checkpoint says that it is the best; a kill has prevented best.json."""
     state = {**state_of(30).state_dict(), "best": {"step": 30, "top1": 50.0}}
-    content = {"step": 30, "identity": IDENTITY, "config": {}, "state": state}
+    content = {"step": 30, "identity": IDENTITY, "config": {}, "plan": {}, "state": state}
     checkpoint.save(run / "checkpoints", content, keep=9)
     assert open_run(run) == run / "checkpoints" / "step-00000030.pt"
     assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 30

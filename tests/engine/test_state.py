@@ -66,7 +66,7 @@ def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: floa
     straight = new_state(OPTIMIZERS[name], ema=ema)
     advance(straight, 3)
     straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
-    content = {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}
+    content = {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}, "plan": {}}
     stored = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))["state"]
     assert list(stored["model"]) == list(resnet_tiny(5, 16).state_dict())
 
