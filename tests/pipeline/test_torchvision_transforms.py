@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from conf.packages import import_torchvision
-from conf.schema import UserError
 from pipeline.augment import TRANSFORMS, build
 from pipeline.decode import Picture, open_picture
 from pipeline.torchvision_transforms import NAMES
@@ -78,17 +77,3 @@ def test_a_list_is_sent_to_a_worker_without_the_imported_transform() -> None:
     np.testing.assert_array_equal(
         pickle.loads(given)(picture(), random.Random(1)).pixels(), expected
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("v2.RandAugment", {"count": 2}, "v2.RandAugment: .*'count'"),
-        ("v2.RandomPosterize", {}, "v2.RandomPosterize: .*missing .*'bits'"),
-        ("v2.Compose", {}, "there is no transform v2.Compose; choose from "),
-        ("v2.__class__", {}, "there is no transform v2.__class__; choose from "),
-    ],
-)
-def test_wrong_parameter_is_refused(name: str, parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^augment.train: {message}"):
-        one(name, **parameters)

@@ -302,30 +302,23 @@ def test_class_order(
 # The machine.
 
 
-@pytest.mark.parametrize(
-    ("usable", "online", "quota", "ranks", "status"),
-    [
+def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for usable, online, quota, ranks, status in (
         (16, 16, math.inf, 1, "ok"),
         (16, 64, math.inf, 1, "warn"),
         (16, 16, 4.0, 1, "warn"),
         (1, 1, math.inf, 1, "warn"),
         (16, 16, math.inf, 9, "warn"),
-    ],
-)
-def test_cores(
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    usable: int,
-    online: int,
-    quota: float,
-    ranks: int,
-    status: str,
-) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: usable)
-    monkeypatch.setattr(os, "cpu_count", lambda: online)
-    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
-    row, _ = machine_checks.cores(case_of(root, ranks=ranks))
-    assert row.status == status and row.found.startswith(f"{usable} of {online} hardware threads")
+    ):
+        for module, name, value in (
+            (machine, "cores", usable),
+            (machine, "cpu_quota", quota),
+            (os, "cpu_count", online),
+        ):
+            monkeypatch.setattr(module, name, lambda value=value: value)
+        row, _ = machine_checks.cores(case_of(tmp_path, ranks=ranks))
+        assert row.status == status
+        assert row.found.startswith(f"{usable} of {online} hardware threads")
 
 
 def test_the_decoder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,18 +121,11 @@ def small_vit() -> nn.Module:
     return model
 
 
-def small_shufflenet() -> nn.Module:
-    """A model of torchvision with `view` on the batch dimension."""
-    return models.build("shufflenet_v2_x0_5", num_classes=5, image_size=32)
-
-
 def small_blurred() -> nn.Module:
     return models.build("resnet_tiny", num_classes=5, image_size=32, args={"blur_pool": True})
 
 
-@pytest.mark.parametrize(
-    "build", [small_vit, pytest.param(small_shufflenet, marks=pytest.mark.slow), small_blurred]
-)
+@pytest.mark.parametrize("build", [small_vit, small_blurred])
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
 def test_models(trained: Trained, tmp_path: Path, build: Any, to: str) -> None:
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""

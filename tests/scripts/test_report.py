@@ -276,6 +276,11 @@ def test_axis(low: float, high: float, expected: tuple[float, float, float] | No
     assert expected is None or found == pytest.approx(expected)
 
 
+def test_numbers() -> None:
+    values = (7290.4, 76.129, 0.12345, 0, 2e20)
+    assert [*map(report.rounded, values)] == ["7,290", "76.13", "0.123", "0", "2.000e+20"]
+
+
 def test_time_breakdown(tmp_path: Path) -> None:
     """The steps share the 20 of 30 s that the pauses leave."""
     parts = {"data_wait_fraction": 0.1, "ranks_wait_fraction": 0.2, "late_fraction": 0.05}
