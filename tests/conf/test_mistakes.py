@@ -173,6 +173,9 @@ LINES = {
     "data.sizes={0: 16, 3: 24, 2: 32}": "data.sizes={0: 16, 3: 24, 2: 32}: not allowed; ",
     "data.sizes={0: 16, 2: 24}": "data.sizes={0: 16, 2: 24}: the last size must be ",
     "data.sizes={0: 16, 90: 32}": "data.sizes={0: 16, 90: 32}: the run ends after train.epochs=90",
+    "data.sizes={0: 16, 2: 32} augment.train=[{random_resized_crop: {size: 40}}]": (
+        "data.sizes: augment.train makes images of 40 px, not 16 px; write size: ${data.image_size}"
+    ),
     "loader.batch_size=37": "loader.batch_size=37: larger than the training split (36 images)",
     "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
     "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
@@ -192,14 +195,6 @@ def test_mistakes_that_composing_does_not_find(
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     words = re.split(r" (?=[\w.]+=)", typed)
     assert refusal(f"data.root={image_root}", *words).startswith(LINES[typed])
-
-
-def test_sizes_that_the_transforms_ignore(refusal: Refusal, image_root: Path) -> None:
-    ignores = "augment.train=[{random_resized_crop: {size: 40}}]"
-    assert refusal(f"data.root={image_root}", "data.sizes={0: 16, 2: 32}", ignores) == (
-        "data.sizes: augment.train makes images of 40 px, not 16 px; write "
-        "size: ${data.image_size} in it\n"
-    )
 
 
 def test_mistakes_are_found_before_the_demo_is_drawn(
