@@ -15,7 +15,7 @@ from typing import cast
 logger = logging.getLogger(__name__)
 
 LARGEST_IMAGE = 2**29  # bytes of an image
-LARGEST_TEXT = 2**28  # bytes of a file of this program, such as config.yaml and metrics.jsonl
+LARGEST_TEXT = 2**30  # bytes of a file of this program, such as config.yaml and metrics.jsonl
 
 
 def open_regular(
@@ -71,7 +71,8 @@ def described(error: OSError) -> str:
     """
     root = str(Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(root)] or frames
+    program = [frame for frame in frames if frame.filename.startswith(f"{root}/")]
+    own = [frame for frame in program if "/site-packages/" not in frame.filename] or frames
     place = f" ({os.path.relpath(own[-1].filename, root)}:{own[-1].lineno})" if own else ""
     return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a){place}"
 

@@ -131,9 +131,9 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             while (header := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                if not 0 <= header.size <= end - header.offset_data:
+                if header.size < 0 or (header.isreg() and header.size > end - header.offset_data):
                     raise ValueError(f"a size of {header.size:,} bytes")
-                if not header.name or "\0" in header.name:
+                if "\0" in header.name:
                     raise ValueError(f"the name {header.name!r}")
                 at = tar.offset
                 yield header
@@ -204,6 +204,7 @@ def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
     """List the files in a zip file, as `tar_members`."""
     members: Members = {}
     with open_regular(path, LARGEST) as file:
+        end = os.fstat(file.fileno()).st_size
         for info in zip_headers(file):
             name = _inside(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437"))
             if info.is_dir() or not wanted(name):
@@ -211,12 +212,13 @@ def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"{info.filename} is compressed")
             # The directory at the end does not tell how long the header before the content is.
-            at, end = info.header_offset, info.header_offset + LOCAL_HEADER.size
+            at, size = info.header_offset, info.file_size
             header = os.pread(file.fileno(), LOCAL_HEADER.size, at).ljust(LOCAL_HEADER.size)
             signature, *lengths = LOCAL_HEADER.unpack(header)
-            if signature != b"PK\3\4" or info.file_size != info.compress_size:
+            start = at + LOCAL_HEADER.size + sum(lengths)
+            if signature != b"PK\3\4" or size != info.compress_size or start + size > end:
                 raise DamagedError(f"is damaged at byte {at:,}: {info.filename}")
-            members[name] = end + sum(lengths), info.file_size
+            members[name] = start, size
     return members
 
 

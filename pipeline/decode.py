@@ -315,17 +315,19 @@ def check_header(data: bytes) -> None:
         ValueError: it has.
     """
     at, searched = len(START), 0
-    while searched <= MOST_SEARCHED:
-        marker = data.find(b"\xff", at) + 1
-        if marker in (0, len(data)) or data[marker] == START_OF_SCAN:
-            return
+    while at < len(data):
+        marker = data.find(b"\xff", at) + 1 or len(data)
         searched += marker - at
+        if searched > MOST_SEARCHED:
+            raise ValueError(
+                f"more than {MOST_SEARCHED:,} bytes outside the segments of its header; it is "
+                "damaged"
+            )
+        if marker == len(data) or data[marker] == START_OF_SCAN:
+            return
         at = marker + (data[marker] != 0xFF)
         if data[marker] in WITH_LENGTH:
             at += int.from_bytes(data[at : at + 2], "big")
-    raise ValueError(
-        f"more than {MOST_SEARCHED:,} bytes outside the segments of its header; it is damaged"
-    )
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conf.compose import load
-from conf.files import read_bytes, read_text
+from conf.files import LARGEST_TEXT, described, open_regular, read_bytes, read_text
 from engine import checkpoint
 from engine.log.tracker import Tracker
 from engine.tune import autotune
@@ -19,7 +19,7 @@ from pipeline.containers import csv_rows
 from scripts import report
 from tests.conf.refused import refusal
 from tests.processes import HANGS_SECONDS
-from tests.sources import PROGRAM, calls
+from tests.sources import PROGRAM, ROOT, calls
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "a FIFO": os.mkfifo,
@@ -85,6 +85,21 @@ def test_files_of_a_run_and_caches(odd: Path, monkeypatch: pytest.MonkeyPatch) -
     with Tracker(run, load(["recipe=demo", "log.trackers=[]"]), start_step=0) as tracker:
         tracker.write("kept.txt", "one unusable file ends nothing")
     assert (run / "kept.txt").exists()
+
+
+def test_a_row_of_each_step_of_ninety_epochs(tmp_path: Path) -> None:
+    """log.every_steps=1 with 450,378 steps: the run still resumes with all rows."""
+    (tmp_path / "metrics.jsonl").touch()
+    os.truncate(tmp_path / "metrics.jsonl", 450_378 * 1_000)
+    open_regular(tmp_path / "metrics.jsonl", LARGEST_TEXT).close()
+
+
+def test_the_place_of_an_error_is_not_in_a_library() -> None:
+    """`make env` installs the libraries below the program's folder."""
+    library = compile("open('nowhere')", str(ROOT / ".venv/lib/site-packages/library.py"), "exec")
+    with pytest.raises(OSError) as caught:
+        exec(library)
+    assert "(tests/conf/test_files.py:" in described(caught.value)
 
 
 # Files of the program itself, and of /proc and /sys.

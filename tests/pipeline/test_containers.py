@@ -231,6 +231,15 @@ def test_damaged_numbers_of_a_tar_file(tmp_path: Path, kind: str) -> None:
     assert "train.tar: is damaged at byte 1,024: " in refusal(path)
 
 
+def test_the_root_and_the_size_of_a_link_are_no_damage(tmp_path: Path) -> None:
+    """Some programs write the size of its target into a hard link, which has no content."""
+    path, hard = write_tar(tmp_path / "train.tar", "a/1.jpg"), link("a/2.jpg", "a/1.jpg", b"1")
+    hard.size = 2**20
+    root = header("/", kind=tarfile.DIRTYPE)
+    path.write_bytes(path.read_bytes()[:1024] + root + hard.tobuf(tarfile.GNU_FORMAT) + END)
+    assert content(path) == [(name, b"a/1.jpg") for name in ("a/1.jpg", "a/2.jpg")]
+
+
 # What is written into the directory of a zip file with the member a/1.jpg.
 DAMAGED_ZIPS: dict[str, Callable[[zipfile.ZipInfo], Any]] = {
     "an empty name": lambda info: setattr(info, "filename", ""),
@@ -238,6 +247,9 @@ DAMAGED_ZIPS: dict[str, Callable[[zipfile.ZipInfo], Any]] = {
     "an offset outside the file": lambda info: setattr(info, "header_offset", 2**62),
     "an offset of something else": lambda info: setattr(info, "header_offset", 5),
     "another size": lambda info: setattr(info, "file_size", 2**62),
+    "an end outside the file": lambda info: [  # of 122 bytes
+        setattr(info, name, 100) for name in ("compress_size", "file_size")
+    ],
 }
 
 

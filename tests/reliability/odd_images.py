@@ -208,6 +208,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
         lambda: before_frame(b"\xff\x00" + bytes(2**20)),
         SEARCH,
     ),
+    "jpeg, 1 MB without a marker": (lambda: ended_before(0xC0) + bytes(2**20), SEARCH),
     "jpeg, 60 KB of fill bytes": (lambda: before_frame(b"\xff" * 60_000), SIZE),
     "jpeg progressive, cut in its first scan": (lambda: progressive(0, 0.5), SHORT),
     "jpeg progressive, cut in a later scan": (lambda: progressive(5, 0.5), SIZE),
