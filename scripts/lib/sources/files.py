@@ -139,7 +139,7 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
 @cache
 def open_zip(path: str) -> zipfile.ZipFile:
     """Open a zip file, which remains open: several threads may read from it."""
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(open_regular(path, LARGEST))
 
 
 def size_of(place: Place) -> int:
