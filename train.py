@@ -162,17 +162,17 @@ def train_step(
         for micro_batch in batch.split(accumulate):
             with without_sync(network, unless=len(outputs) == accumulate - 1):
                 mean_loss, values = loss(network, micro_batch)
-                (mean_loss / accumulate).backward()
+                state.divergence.scaled(mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
         logged = [name for name, value in outputs[0].items() if value.ndim == 0]
         means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in logged}
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         # From the first gradient that is not finite on, no step changes a weight. On a CPU, the
         # host skips the updates. On a GPU it does not wait to find out: there, the optimiser
         # (found_inf), the average and the losses read `state.divergence.found` on the device.
         may_update = state.divergence.check(network.parameters(), means["loss"])
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         if may_update:
             state.optimizer.step()
     finally:
@@ -333,7 +333,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
         sample_losses = SampleLosses(
             plan.train_images, plan.num_classes, first_epoch=first_epoch, device=world.device
         )
-    return TrainState(model, build_optimizer(model, config.optim), ema, sample_losses)
+    optimizer = build_optimizer(model, config.optim)
+    return TrainState(model, optimizer, ema, sample_losses, scales_loss=plan.precision == "fp16")
 
 
 def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:

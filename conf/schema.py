@@ -387,8 +387,8 @@ class Train:
     """stop after this many optimiser steps in total; the schedule still follows train.epochs"""
     seed: int = key(0, RESULT, number(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
-    precision: str = key("auto", BOTH, one_of("auto", "bf16", "tf32", "fp32"))
-    """auto is bf16 on a GPU with hardware support, else fp32; tf32 and fp32 keep float32 values"""
+    precision: str = key("auto", BOTH, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
+    """auto is bf16 or, on a GPU without it, fp16 with a loss scale; fp32 on a CPU"""
     deterministic: bool = key(False, SPEED)
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda"))

@@ -56,7 +56,7 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
     backward pass takes two.
     """
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
-    if peak is None or precision != "bf16":
+    if peak is None or dtype_of(precision) == torch.float32:
         return None
     return peak * ranks / (3 * flops_per_image)
 
@@ -84,22 +84,40 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     return int(counter.get_total_flops())
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Return whether the device is a GPU with bf16 hardware, unlike T4 and V100."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+def fast_precision(device: torch.device) -> str:
+    """Return what the tensor cores of a device compute in: bf16, or fp16 on a T4, V100, RTX 20xx.
+
+    fp32 on a CPU, and on older GPUs, which have none.
+    """
+    if device.type != "cuda":
+        return "fp32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
 
 
 def choose_precision(choice: str, device: torch.device) -> str:
-    """Resolve train.precision=auto: bf16 on a GPU with bf16 hardware, else fp32."""
-    return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
+    """Resolve train.precision=auto."""
+    return fast_precision(device) if choice == "auto" else choice
 
 
 def precision_note(choice: str, device: torch.device) -> list[str]:
-    """Return a note about train.precision on a GPU without bf16 hardware."""
-    if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
+    """Return a note about train.precision=bf16 on a GPU without bf16 hardware."""
+    fast = fast_precision(device)
+    if device.type != "cuda" or choice != "bf16" or fast == "bf16":
         return []
-    effect = "is fp32 here" if choice == "auto" else "is slow here; give fp32"
-    return [f"train.precision={choice} {effect}: this GPU has no bf16 hardware"]
+    return [f"train.precision=bf16 is slow here; give {fast}: this GPU has no bf16 hardware"]
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of images and of autocast's matrix products."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """Return the context of a forward pass. Gradients in fp16 need a loss scale."""
+    dtype = dtype_of(precision)
+    return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
 def resolve_compile(

@@ -4,6 +4,11 @@ One NaN in a gradient makes the weights useless, and the loss of that step may s
 every step checks all gradients. From the first bad one on, nothing is updated: the host may learn
 about it many steps later, and the weights are still those of the last good step. `RunLog` also
 checks the mean loss of a log row, and `RunDirectory` the weights that it saves.
+
+fp16 has a smaller range than fp32: gradients below 6e-8 are zero. So the loss is multiplied by a
+scale (arXiv 1710.03740). If gradients overflow, the step is skipped and the scale is halved. Only
+at the smallest scale is it divergence. The numbers are those of torch.amp.GradScaler, which waits
+for the device at each step.
 """
 
 from collections.abc import Iterable
@@ -11,9 +16,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+# The scale at the start and at least; it is doubled after GOOD_STEPS steps without an overflow.
+FIRST_SCALE, SMALLEST_SCALE, GOOD_STEPS = 65536.0, 1.0, 2000
+
 
 class Divergence(nn.Module):
-    """A flag on the device that stays set, and what to report about the step that set it.
+    """A flag on the device that stays set, what to report about that step, and the loss scale.
 
     The check reads and writes every gradient once: about 0.1 ms of ResNet-50's 34 ms on an H200.
     The averaged gradients and thus the flags are equal on all ranks; the losses are not.
@@ -21,43 +29,73 @@ class Divergence(nn.Module):
     Args:
         optimizer: torch's fused optimisers and `Lamb` leave the weights as they are while their
             `found_inf` is 1. Others are only stopped on a CPU.
+        scales_loss: whether the loss is scaled, for fp16.
 
     Attributes:
-        found: float32 [], 1 once a gradient was not finite, else 0.
+        found: float32 [], 1 once a gradient was not finite, else 0. With a scaled loss, it is 0
+            again in the step after an overflow.
         first: float64 [2], the number of steps since then, that step included, and its loss.
+        scale: float32 [], what the loss is multiplied by; 1 unless it is scaled.
+        good_steps: int32 [], the steps since the scale has changed.
     """
 
     found: Tensor
     first: Tensor
-    one: Tensor
+    scale: Tensor
+    good_steps: Tensor
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, scales_loss: bool = False) -> None:
         super().__init__()
+        self.scales_loss = scales_loss
         device = optimizer.param_groups[0]["params"][0].device
         self.register_buffer("found", torch.zeros((), device=device))
         self.register_buffer("first", torch.zeros(2, dtype=torch.float64, device=device))
-        self.register_buffer("one", torch.ones((), device=device))
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if fused or hasattr(optimizer, "found_inf"):
+        first_scale = FIRST_SCALE if scales_loss else 1.0
+        self.register_buffer("scale", torch.tensor(first_scale, device=device))
+        self.register_buffer("good_steps", torch.zeros((), dtype=torch.int32, device=device))
+        self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._fused or hasattr(optimizer, "found_inf"):
             optimizer.found_inf = self.found  # type: ignore[attr-defined]
         self._host = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._sent: tuple[int, torch.cuda.Event | None] | None = None
 
+    def loss_scale(self) -> dict[str, Tensor]:
+        """Return what a checkpoint stores; empty unless the loss is scaled."""
+        return {"scale": self.scale, "good_steps": self.good_steps} if self.scales_loss else {}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss whose gradients `check` expects."""
+        return loss * self.scale if self.scales_loss else loss
+
     @torch.no_grad()
     def check(self, parameters: Iterable[Tensor], loss: Tensor) -> bool:
-        """Check the gradients of a step with this loss, float [], of this rank.
+        """Check the gradients of a step with this loss, float [], of this rank; undo their scale.
 
-        Nothing here waits for a GPU. The gradients keep their values. Return whether to update: on
-        a GPU always True, because the host does not know; there, what updates a tensor looks at
-        `found`.
+        Nothing here waits for a GPU. Return whether to update: on a GPU always True, because the
+        host does not know; there, what updates a tensor looks at `found`.
         """
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # Part of torch.amp.GradScaler: multiplies by 1 and sets the flag, which it never clears.
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found, self.one)
         steps, noted = self.first.unbind()
-        steps += self.found
+        # Part of torch.amp.GradScaler: multiplies by the last argument, and sets the flag, which it
+        # never clears.
+        unscale = torch._amp_foreach_non_finite_check_and_unscale_
+        if self.scales_loss:
+            self.found.copy_(steps > 0)
+            unscale(grads, self.found, self.scale.reciprocal())
+            steps += self.found * (self.scale <= SMALLEST_SCALE)
+            self._skip_and_rescale(grads)
+        else:
+            unscale(grads, self.found, self.scale)
+            steps += self.found
         noted.copy_(torch.where(steps > 1, noted, loss))
         return self.found.is_cuda or not self.found
+
+    def _skip_and_rescale(self, grads: list[Tensor]) -> None:
+        if not self._fused:  # the optimiser would change its moments
+            for grad in grads:
+                grad.masked_fill_(self.found > 0, 0)
+        torch._amp_update_scale_(self.scale, self.good_steps, self.found, 2.0, 0.5, GOOD_STEPS)
+        self.scale.clamp_(min=SMALLEST_SCALE)
 
     def send(self, step: int) -> None:
         """Start the copy to the host of what is known after step `step`."""

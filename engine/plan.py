@@ -11,7 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import models
 from conf.schema import Config, Data, UserError, did_you_mean, show
-from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
+from engine.compute import (
+    autocast,
+    choose_precision,
+    count_flops,
+    dtype_of,
+    precision_note,
+    resolve_compile,
+)
 from engine.distributed import World
 from engine.losses import balanced, build_criterion, keys_of
 from engine.optim import Curve, build_optimizer
@@ -164,10 +171,8 @@ class Plan:
         )
 
     def autocast(self) -> torch.autocast:
-        """Return the context of every forward pass. bf16 needs no gradient scaler."""
-        return torch.autocast(
-            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
-        )
+        """Return the context of every forward pass."""
+        return autocast(self.device_type, self.precision)
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
@@ -229,8 +234,7 @@ def make_plan(
         config,
         datasets,
         world,
-        # bf16 images halve what the first layer reads
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        dtype=dtype_of(precision),  # two bytes halve what the first layer reads
         channels_last=model["channels_last"],
         stored_pixels=resumed[1].get("pixels", "cpu") if resumed[1] else None,
     )

@@ -90,7 +90,9 @@ class TrainState:
     Attributes:
         sample_losses: the losses of each training image, classification.suspects.SampleLosses;
             None without that part.
-        divergence: whether a gradient was not finite. Not stored: training has ended then.
+        scales_loss: whether the loss is scaled, for fp16.
+        divergence: whether a gradient was not finite, and the loss scale. Of it, only the scale is
+            stored: training has ended after a bad step.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the best validation row so far, by train.best_by.
         last: the newest validation row.
@@ -110,10 +112,11 @@ class TrainState:
     totals: dict[str, float] = field(default_factory=dict)
     origin: str | None = None
     history: list[str] = field(default_factory=list)
+    scales_loss: bool = False
     divergence: Divergence = field(init=False)
 
     def __post_init__(self) -> None:
-        self.divergence = Divergence(self.optimizer)
+        self.divergence = Divergence(self.optimizer, scales_loss=self.scales_loss)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the model, its average and the losses of the images."""
@@ -126,6 +129,7 @@ class TrainState:
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "ema_steps": None if self.ema is None else self.ema.n_averaged,
             "optimizer": self.optimizer.state_dict(),
+            "loss_scale": self.divergence.loss_scale(),
             "losses": None if self.sample_losses is None else self.sample_losses.state_dict(),
             "step": self.step,
             "best": self.best,
@@ -142,6 +146,8 @@ class TrainState:
             self.ema.n_averaged.copy_(stored["ema_steps"])
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
+        for name, value in self.divergence.loss_scale().items():
+            value.copy_(stored["loss_scale"].get(name, value))
         # None if the images have changed, or if that part was missing.
         if self.sample_losses is not None and stored["losses"] is not None:
             self.sample_losses.load_state_dict(stored["losses"])

@@ -81,6 +81,7 @@ import train
 from conf import escape, strict_json
 from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
+from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
 from engine.log.runlog import gather_predictions
 from engine.plan import micro_batches
@@ -157,10 +158,13 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     trained.check_size(datasets.val_size)
     plan = loader_plan(trained, datasets, world)
     model = MirrorAverage(trained.build(device)) if flip else trained.build(device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     began = time.perf_counter()
     world.set_section("evaluation")
-    with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
+    with (
+        open_feed(config, datasets, plan, world) as feed,
+        feed.for_validation(),
+        autocast(device.type, precision),
+    ):
         parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([model], train.validation_values, batches, world)
@@ -255,7 +259,7 @@ def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPla
         trained.config,
         datasets,
         world,
-        dtype=torch.bfloat16 if trained.precision(world.device) == "bf16" else torch.float32,
+        dtype=dtype_of(trained.precision(world.device)),
         channels_last=trained.channels_last(world.device),
     )
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)

@@ -109,6 +109,7 @@ from torch import Tensor
 import train
 from conf.escape import printable, write_csv
 from conf.files import LARGEST_IMAGE, read_bytes
+from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown
 from pipeline import decode, machine
@@ -181,14 +182,13 @@ class Predictor:
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
         self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
-        precision = trained.precision(device)
+        precision = self.precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.model, self.device = trained.build(device), device
-        self.bf16 = precision == "bf16"
-        dtype = torch.bfloat16 if self.bf16 and device.type == "cuda" else torch.float32
+        dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(device)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
         highest = Field(self.dtype).highest
@@ -244,7 +244,7 @@ class Predictor:
         if images:
             inputs = self.format.normalised(torch.from_numpy(np.stack(images)).to(self.device))
             inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            with autocast(self.device.type, self.precision):
                 outputs = self.model(inputs)
             found = iter(self.rows(train.predictions(outputs)))
         results = []

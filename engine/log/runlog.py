@@ -263,7 +263,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             content, reason = describe_divergence(*found, self.plan, loader, self.world)
             self.tracker.record(path.name, content)
             raise diverged(f"{reason} ({path} lists them)")
-        if interval is not None and not math.isfinite(loss := interval.values["loss"]):
+        scaled = self.state.scales_loss  # then a step that overflows is only skipped
+        if interval and not scaled and not math.isfinite(loss := interval.values["loss"]):
             # It may overflow with finite gradients.
             raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import models
+from engine.compute import dtype_of
 from engine.distributed import World
 from engine.plan import SMALL_BATCH, Plan, micro_batches
 from engine.state import TrainingError, TrainState, state_bytes, tensors, trained_bytes
@@ -75,4 +76,4 @@ def activation_bytes(plan: Plan) -> int:
     except RuntimeError:  # an operation that cannot be computed without data
         return 0
     per_image = (sum(saved.values()) + 2 * max(saved.values(), default=0)) // 2
-    return per_image // 2 if plan.precision == "bf16" else per_image
+    return per_image * dtype_of(plan.precision).itemsize // 4

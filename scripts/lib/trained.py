@@ -92,7 +92,7 @@ class Trained:
         return self.stored.get("step")
 
     def precision(self, device: torch.device) -> str:
-        """Return the precision for a device: fp32, tf32 or bf16."""
+        """Return the precision for a device: fp32, tf32, bf16 or fp16."""
         return choose_precision(self.config.train.precision, device)
 
     def channels_last(self, device: torch.device) -> bool:

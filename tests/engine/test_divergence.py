@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import train
 from conf.optional import has_part
 from conf.schema import Optim
-from engine.divergence import Divergence
+from engine.divergence import FIRST_SCALE, GOOD_STEPS, Divergence
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
@@ -22,7 +22,7 @@ BAD_STEP, STEPS, CLASSES = 3, 6, 3
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, Values]]
 
 
-def new_state(name: str, *, fused: bool) -> TrainState:
+def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainState:
     """With `fused` as on a GPU: the host goes on after a bad step, only the flag counts."""
     torch.manual_seed(0)
     layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
@@ -38,7 +38,8 @@ def new_state(name: str, *, fused: bool) -> TrainState:
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, fused=True)
     elif fused and name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
-    state = TrainState(model, optimizer, MovingAverage(model, 0.5), losses)
+    average = MovingAverage(model, 0.5)
+    state = TrainState(model, optimizer, average, losses, scales_loss=scales_loss)
     if fused:
         check = state.divergence.check
         state.divergence.check = lambda *given: check(*given) or True  # type: ignore[method-assign]
@@ -60,6 +61,12 @@ def bad_gradient(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
     """The loss is finite; the derivative of the square root of 0 is not."""
     loss, values = toy_loss(network, batch)
     return loss + (next(network.parameters()) * 0).sum().sqrt(), values
+
+
+def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+    """The gradients are finite, those of the scaled loss are not."""
+    loss, values = toy_loss(network, batch)
+    return loss * 1e36, values
 
 
 def contents(state: TrainState) -> list[Tensor]:
@@ -145,3 +152,60 @@ def test_steps_that_are_undone_leave_no_flag(fused: bool) -> None:
     assert not any(map(torch.equal, state.model.parameters(), before))
     state.divergence.send(1)
     assert state.divergence.read() is None
+
+
+def test_a_scaled_loss_changes_nothing() -> None:
+    """Its gradients are divided by the scale, a power of 2, before they are clipped."""
+    states = [new_state("sgd", fused=False, scales_loss=scaled) for scaled in (False, True)]
+    for step in range(3):
+        for state in states:
+            batch = random_batch(step)
+            train.train_step(state, state.model, toy_loss, batch, lr=0.1, clip_norm=0.1)
+    assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "flag"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
+    """The scale is halved, later steps update, and nothing is reported."""
+    state = new_state(name, fused=fused, scales_loss=True)
+    train.train_step(state, state.model, toy_loss, random_batch(1), lr=0.1)
+    before = [p.clone() for p in state.model.parameters()]
+    train.train_step(state, state.model, overflow, random_batch(2), lr=0.1)
+    assert all(map(torch.equal, state.model.parameters(), before))
+    assert state.divergence.scale == FIRST_SCALE / 2
+    train.train_step(state, state.model, toy_loss, random_batch(3), lr=0.1)
+    assert not any(map(torch.equal, state.model.parameters(), before))
+    assert all(value.isfinite().all() for value in state.model.parameters())
+    state.divergence.send(3)
+    assert state.divergence.read() is None
+
+
+def test_an_overflow_at_the_smallest_scale_is_divergence() -> None:
+    """No scale makes a gradient finite that is not: 16 steps halve it, the 17th is reported."""
+    state = new_state("sgd", fused=True, scales_loss=True)
+    before = contents(state)
+    for step in range(1, 20):
+        loss = bad_gradient if step < 19 else toy_loss
+        train.train_step(state, state.model, loss, random_batch(step), lr=0.1)
+        assert all(map(torch.equal, state.model.parameters(), before))
+    state.divergence.send(19)
+    found = state.divergence.read()
+    assert found is not None and found[0] == 17
+    assert state.divergence.scale == 1
+
+
+def test_the_scale_grows_and_is_stored() -> None:
+    state = new_state("sgd", fused=False, scales_loss=True)
+    train.train_step(state, state.model, overflow, random_batch(0), lr=0.1)
+    state.divergence.good_steps.fill_(GOOD_STEPS - 2)
+    train.train_step(state, state.model, toy_loss, random_batch(1), lr=0.1)
+    resumed = new_state("sgd", fused=False, scales_loss=True)
+    resumed.load_state_dict(copy.deepcopy(state.state_dict()))
+    for each in (state, resumed):
+        assert each.divergence.scale == FIRST_SCALE / 2
+        train.train_step(each, each.model, toy_loss, random_batch(2), lr=0.1)
+        assert each.divergence.scale == FIRST_SCALE
+    other = new_state("sgd", fused=False)
+    other.load_state_dict(copy.deepcopy(state.state_dict()))
+    assert other.divergence.scale == 1
