@@ -102,11 +102,11 @@ def choose_precision(choice: str, device: torch.device) -> str:
 
 
 def precision_note(choice: str, device: torch.device) -> list[str]:
-    """Return a note about train.precision=bf16 on a GPU without bf16 hardware."""
+    """Return a note about 16 bits without hardware for them; some CPUs have it for bf16."""
     fast = fast_precision(device)
-    if device.type != "cuda" or choice != "bf16" or fast == "bf16":
+    if choice != ("fp16" if device.type == "cpu" else "bf16") or fast == "bf16":
         return []
-    return [f"train.precision=bf16 is slow here; give {fast}: this GPU has no bf16 hardware"]
+    return [f"train.precision={choice} is slow here, without hardware for it; give {fast}"]
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -334,6 +334,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
 
 
 RESUMED = {
+    "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],
     "momentum and average": [
         *("train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"),
     ],
@@ -351,7 +352,7 @@ RESUMED = {
     ],
     "sizes, mixup": ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
 }
-SLOW = list(RESUMED)[:3]
+SLOW = list(RESUMED)[:4]
 
 
 @pytest.mark.parametrize(

@@ -93,23 +93,22 @@ def test_epochs_of_a_step() -> None:
     assert given.stop_step == 14 and given.epoch(14) == 4  # without the rest of the last batch, 4.2
 
 
-@pytest.mark.parametrize("hardware", [True, False])
-def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool) -> None:
+@pytest.mark.parametrize(
+    ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
+)
+def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
     """On older GPUs, torch emulates bf16, and reports it as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
         "is_bf16_supported",
-        lambda including_emulation=True: including_emulation or hardware,
+        lambda including_emulation=True: including_emulation or auto == "bf16",
     )
-    choices = ("auto", "bf16", "tf32", "fp32")
-    auto = "bf16" if hardware else "fp32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choices = ("auto", "bf16", "fp16", "tf32", "fp32")
     assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
-    for choice in choices:
-        assert precision_note(choice, CPU) == []
-        note = precision_note(choice, CUDA)
-        assert bool(note) == (not hardware and choice in ("auto", "bf16"))
-        assert not note or note[0].startswith(f"train.precision={choice} is ")
+    notes = {device: [c for c in choices if precision_note(c, device)] for device in (CPU, CUDA)}
+    assert notes == {CPU: ["fp16"], CUDA: [] if auto == "bf16" else ["bf16"]}
 
 
 FAKE = ("data=fake", "data.fake_images=25", "data.fake_classes=10")

@@ -127,6 +127,29 @@ def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: Wor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["sgd", "lamb"])
+def test_a_graph_skips_a_step_that_overflows(world: World, optim: str) -> None:
+    """With fp16; the scale is halved within the graph, and later steps update the weights."""
+    plan, state, step = build(world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}")
+    found, bad = [], STEPS - 2
+    for number in range(STEPS):
+        if number == bad:
+            before = state.divergence.scale.item()
+            state.divergence.scale.fill_(2.0**80)
+        step(random_batch(plan, number))
+        if number == bad:
+            assert state.divergence.scale == 2.0**79
+            state.divergence.scale.fill_(before)
+        found.append([parameter.detach().clone() for parameter in state.model.parameters()])
+    assert step.disabled_reason is None
+    for number, (one, other) in enumerate(itertools.pairwise(found), 1):
+        assert all(map(torch.equal, one, other)) == (number == bad)
+    assert all(bool(tensor.isfinite().all()) for tensor in found[-1])
+    state.divergence.send(STEPS)
+    assert state.divergence.read() is None
+
+
+@pytest.mark.gpu
 def test_the_end_destroys_the_graph(world: World) -> None:
     """Also if something still refers to it: a communicator of NCCL waits for its graphs."""
     plan, _, step = build(world, "model=resnet_tiny")
