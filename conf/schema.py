@@ -214,6 +214,14 @@ SPAN = Check(
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction")
+# Start of an address -> the command that copies what is there.
+COPY = {
+    "s3": "aws s3 sync {} FOLDER",
+    "gs": "gcloud storage rsync -r {} FOLDER",
+    "hf": "hf download NAME --repo-type dataset --local-dir FOLDER",
+    "http": "curl -LO {}",
+    "https": "curl -LO {}",
+}
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
 LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
@@ -571,6 +579,8 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
     data, sizes = config.data, config.data.sizes
+    for name in ("root", "train", "val"):
+        refuse_address(f"data.{name}=", getattr(data, name))
     if sizes and (complete or not config.adapt):
         typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
         if size != data.image_size:
@@ -592,6 +602,19 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
             f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
             "`python train.py recipe=demo`, which draws its own images"
         )
+
+
+def refuse_address(given: str, places: Any) -> None:
+    """Refuse a place, or a list of them, that is an address: samples are read in random order."""
+    for place in places if isinstance(places, list) else [places]:
+        scheme, found, rest = str(place).partition("://")
+        if found:
+            name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
+            command = COPY.get(scheme, "rclone copy {} FOLDER").replace("NAME", name).format(place)
+            raise UserError(
+                f"{given}{place}: is not a path; copy it to a disk with `{command}` and give this "
+                "folder, or mount it; scripts/prepare.py converts archives and Parquet files"
+            )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

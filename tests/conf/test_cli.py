@@ -220,6 +220,11 @@ MISTAKES = {
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
     "data.root=[a, 3]": "give a folder, or a list of folders",
+    "data.root=s3://b/photos": "is not a path; copy it to a disk with `aws s3 sync s3://b/photos ",
+    "data.root=[/a,gs://b]": "=gs://b: is not a path; copy it to a disk with `gcloud storage rsync",
+    "data.root=hf://datasets/a/b": "`hf download a/b --repo-type dataset --local-dir FOLDER` and ",
+    "data.train=https://a.org/b.zip": "`curl -LO https://a.org/b.zip` and give this folder, or ",
+    "data.val=az://b": "with `rclone copy az://b FOLDER` and give this folder, or mount it",
     "model.freeze=0": "give a whole number >= 1, the name of a stage, or null",
     "model.args={1: 2}": "give names and values in braces",
     # names of other programs

@@ -28,6 +28,7 @@ from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.stored import as_list, as_tar, as_zip
 
 VALUES = 6  # loss, top1, calibration error; precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -260,6 +261,22 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     (tmp_path / "some.txt").unlink()
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.predictions.labels) == 6
+    # A test split, however it is stored, in place of the images that were held out.
+    for kind, pack in {
+        "": shutil.copytree,
+        ".tar": as_tar,
+        ".zip": as_zip,
+        ".csv": as_list,
+    }.items():
+        pack(image_root / "val", tmp_path / "flat" / f"test{kind}")
+        if kind == ".csv":
+            (tmp_path / "flat" / "test").rename(tmp_path / "flat" / "val")
+        test = opened(folder, "data.val=test")
+        names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
+        val = build_val(test.config).val
+        assert [Path(val.name(i)).stem for i in range(len(val))] == names, kind
+        for path in (tmp_path / "flat").glob("test*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_file_of_another_project(
