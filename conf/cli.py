@@ -48,7 +48,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
+    if any(word.startswith("--cfg") for word in arguments):  # else -p is pytorch/examples' flag
+        parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
     try:
         options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
@@ -90,9 +91,11 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
 def with_config_dir(arguments: Sequence[str]) -> list[str]:
     """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path, the first one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--config-dir")
     try:
-        options, words = parser.parse_known_args(arguments)
+        # To argparse, timm's -c would be short for an option -cd.
+        words = ["--config-dir" if word == "-cd" else word for word in arguments]
+        options, words = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
     if options.config_dir is None:

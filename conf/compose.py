@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
-from conf.hints import what_to_write
+from conf.hints import advice
 from conf.overrides import (
     DEFAULTS,
     allowed_values,
@@ -131,8 +131,7 @@ def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
                 OmegaConf.update(tree, name, value, merge=False)
             except OmegaConfBaseException:
                 if name not in FIELDS:
-                    advice = what_to_write(name).replace("{}", "VALUE")
-                    raise UserError(f"{origin}: there is no key {name}; {advice}") from None
+                    raise UserError(f"{origin}: there is no key {name}; {advice(name)}") from None
                 allowed = f"not allowed; give {allowed_values(name)}"
                 raise UserError(f"{origin}: {name}={show(value)}: {allowed}") from None
     return tree

@@ -31,7 +31,7 @@ from conf.compose import load, to_yaml
 from conf.files import read_text
 from conf.launch import stop_with_parent
 from conf.overrides import read_override, split_config_dir
-from conf.schema import GROUPS, Config, UserError, group_names
+from conf.schema import GROUPS, NAMES, Config, UserError, group_names
 from conf.signals import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
@@ -160,7 +160,7 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
     except HydraException:
         return []  # `load` says what is wrong
     values: Any = override.value()
-    if not override.is_sweep_override():
+    if not override.is_sweep_override() or _key(text) not in NAMES:  # `load` refuses such a key
         return []
     if override.is_interval_sweep():
         return [str(values.start)]

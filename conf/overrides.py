@@ -8,7 +8,6 @@ import contextlib
 import copy
 import io
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_origin
@@ -21,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.files import read_text
-from conf.hints import what_to_write
+from conf.hints import advice
 from conf.schema import (
     FIELDS,
     GROUPS,
@@ -89,8 +88,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: is not text; rename the file, or use a symbolic link to it")
     name, _, value = text.lstrip("+").partition("=")
     if name not in NAMES:
-        advice = what_to_write(name).replace("{}", shlex.quote(value))
-        raise UserError(f"{text}: there is no key {name or text}; {advice}")
+        raise UserError(f"{text}: there is no key {name or text}; {advice(name, value or 'VALUE')}")
     try:
         override = OverridesParser.create().parse_override(_with_quotes(name, value))
     except HydraException:

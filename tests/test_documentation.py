@@ -26,7 +26,6 @@ from torch.distributed.run import get_args_parser
 
 import train
 from conf import cli
-from conf.hints import ADVICE, what_to_write
 from conf.overrides import read_override
 from conf.schema import FIELDS, KEYS, NAMES, SPEED
 from scripts import report
@@ -376,18 +375,3 @@ def test_every_key_that_affects_the_speed_has_its_cost() -> None:
     costs = (ROOT / "docs" / "costs.md").read_text()
     keys = [key for key in KEYS if FIELDS[key].metadata["affects"] & SPEED]
     assert [key for key in keys if f"`{key}`" not in costs] == []
-
-
-def test_flags_of_other_trainers() -> None:
-    """The tables say what the error message says. Rare flags are in the tables only."""
-    page = (ROOT / "docs" / "from-other-trainers.md").read_text()
-    listed = {}
-    for advice, flags in re.findall(r"^\| (.*) \| (`-.*) \|$", page, re.M):
-        listed |= dict.fromkeys(re.findall(r"`-+([^`]+)`", flags), advice)
-    assert not ADVICE.keys() - listed.keys() and len(listed) > 80
-    for flag, row in listed.items():
-        said = what_to_write(flag)
-        if said.startswith("write "):
-            said = f"`{said.removeprefix('write ')}`"
-        known = flag in ADVICE or flag.replace("-", "_") in {k.rpartition(".")[2] for k in KEYS}
-        assert not known or row == said.replace("{}", "VALUE").replace("'", ""), flag

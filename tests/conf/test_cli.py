@@ -14,9 +14,10 @@ import yaml
 
 from conf import cli
 from conf.compose import SECTIONS
-from conf.hints import ADVICE
+from conf.hints import ANSWERS, ROWS, what_to_write
 from conf.overrides import read_override
 from conf.schema import (
+    KEYS,
     NAMES,
     RESULT,
     Config,
@@ -27,6 +28,8 @@ from conf.schema import (
     show,
     walk,
 )
+from pipeline.augment import TRANSFORMS
+from pipeline.batch_augment import BATCH_TRANSFORMS
 from tests.conf.refused import DATA, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +195,7 @@ MISTAKES = {
     "~optim.lr": "is not key=value",
     "hydra/launcher=basic": "Hydra's own settings are for a sweep (-m)",
     "checkpoint=3": "did you mean checkpoint.every_steps or checkpoint.keep or checkpoint.resume",
-    "model.args.depth=3": "write model.args={depth: 3}",
+    "model.args.depth=3": "write 'model.args={depth: 3}'",
     # an unknown choice, also under an injected path
     "recipe=imagenet_rn5": f"choose one of {RECIPE}; did you mean imagenet_rn50?",
     "optim=../optim/sgd": f"choose one of {OPTIM}",
@@ -229,7 +232,14 @@ MISTAKES = {
     "model.args={1: 2}": "give names and values in braces",
     # names of other programs
     "model.pretrained=true": "there is no key model.pretrained; write model.weights=pretrained",
-    "mixup=0.2": "write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
+    "drop_path=0.2": "write 'model.args={drop_path_rate: 0.2}'",
+    "mixup=0.2": "put `mixup: {alpha: 0.2}` in augment.batch",
+    "trainer.max_epochs=20": "there is no key trainer.max_epochs; write train.epochs=20",
+    "experiment=demo": "write recipe=demo",  # of timm's flag, --experiment, see FLAGS
+    "logger.wandb.project=a": "write 'log.trackers=[VALUE]'",
+    "callbacks.early_stopping.patience=3": "the loop in train.py calls what it needs",
+    "hydra.run.dir=a": "write run.dir=a",
+    "model._target_=a.B": "a config names no code",
     # interpolation
     "run.dir=${nope}": "Interpolation key 'nope' not found",
 }
@@ -267,13 +277,21 @@ FLAGS = {
     "=1": "=1: there is no key =1; --help lists all keys",
     "--optim.lr 0.1": "--optim.lr: not an option; write optim.lr=0.1",
     "--arch": "--arch: not an option; write model.name=VALUE",
-    "--opt=adamw --mixup 0.2": "--opt, --mixup: not an option; "
-    "write optim=adamw 'augment.batch=[{mixup: {alpha: 0.2}}]'",
+    "-p 10": "-p: not an option; write log.every_steps=10",
+    "-c args.yaml": "-c: not an option; "
+    "recipe=NAME for a file in conf/recipe, or in the folder of --config-dir",
+    "--experiment a": "--experiment: not an option; write run.name=a",
+    "--opt=adamw --drop-path 0.2": "--opt, --drop-path: not an option; "
+    "write optim=adamw 'model.args={drop_path_rate: 0.2}'",
+    "--mean 0.5 0.4 0.3 --scale 0.08 1 --pin-mem": "--mean, --scale, --pin-mem: not an option; "
+    "write 'data.mean=[0.5,0.4,0.3]'; --scale: put `scale: [0.08,1]` in random_resized_crop of "
+    "augment.train; --pin-mem: decided by the program: batches are copied to the GPU ahead of the "
+    "step from page-locked memory",
     "-e": "-e: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates",
     "--dist-url tcp://x --world-size 2": "--dist-url, --world-size: not an option; "
     "`torchrun --nproc-per-node N train.py ...` starts one process for each GPU",
     "--foo --lr 0.1 data.root=/x": (
-        "--foo, --lr: not an option; write optim.lr=0.1; --help lists all keys"
+        "--foo, --lr: not an option; write optim.lr=0.1; --foo: --help lists all keys"
     ),
     "--pretrained -a resnet18 '/my images'": (
         "--pretrained, -a: not an option; write model.weights=pretrained model.name=resnet18 "
@@ -289,17 +307,37 @@ def test_arguments_that_are_not_key_equals_value(
     assert refusal(shlex.split(typed), capsys) == FLAGS[typed]
 
 
-@pytest.mark.parametrize("flag", ADVICE)
-def test_advice_is_an_override_that_is_allowed(flag: str) -> None:
-    """No flag hides a key of that name; `data` and `model` are groups, whose values are choices."""
-    values = {"opt": "adamw", "sched": "linear", "lr-scheduler": "linear", "img-size": "64"}
-    values |= {"train-crop-size": "64", "val-crop-size": "64"}
-    advice = ADVICE[flag].replace("{}", values.get(flag, "1"))
-    if advice.startswith("write "):
-        (override,) = shlex.split(advice.removeprefix("write "))
-        read_override(override)
-    dashed = {key.rpartition(".")[2].replace("_", "-") for key in NAMES}
-    assert flag not in dashed - {"data", "model", "nesterov", "sync-bn"}
+def test_every_flag_of_other_trainers_is_answered() -> None:
+    """The parsers' flags are in flags_of_others.txt. An answer names keys and transforms here."""
+    lines = Path(__file__).with_name("flags_of_others.txt").read_text().splitlines()
+    flags = {word for line in lines if not line.startswith("#") for word in line.split()}
+    assert len(flags) > 260
+    assert [flag for flag in flags if re.search("--help|did you mean", what_to_write(flag))] == []
+    assert len(ANSWERS) == sum(len(names.split()) for names, _ in ROWS)  # none is there twice
+    transforms = TRANSFORMS | BATCH_TRANSFORMS
+    for answer in ANSWERS.values():
+        for name in re.findall(rf"(?<![/\w])(?:{'|'.join(SECTIONS)})\.[a-z]\w*", answer):
+            assert name in KEYS or name == "train.py", answer
+        for name in re.findall(r"(?:docs|scripts|engine)/[\w.]+\w", answer):
+            assert (ROOT / name).exists(), answer
+        for name in re.findall(r"put `([\w.]+): \{\w", answer):
+            assert name in transforms, answer
+
+
+@pytest.mark.parametrize("answer", [a for a in ANSWERS.values() if a.startswith("write ")])
+def test_what_an_answer_tells_to_write_is_allowed(answer: str) -> None:
+    values = {"optim": "adamw", "schedule": "linear", "recipe": "demo", "log.trackers": "wandb"}
+    values |= {"model.compile": "tuned", "train.device": "cpu", "optim.betas": "0.9,0.95"}
+    values |= {"train.bce_threshold": "0.2", "data.image_size": "64", "data.val_size": "64"}
+    override = answer.removeprefix("write ")
+    read_override(override.replace("{}", values.get(override.partition("=")[0], "1")))
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_no_flag_hides_a_key(key: str) -> None:
+    """`--data /imagenet` and `--model resnet50` mean the keys of these groups."""
+    expected = {"data": "data.root", "model": "model.name"}.get(key, key)
+    assert what_to_write(f"--{key}").startswith(f"write {expected}=")
 
 
 def test_if_a_key_is_given_twice_the_wrong_override_is_named(
