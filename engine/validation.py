@@ -16,8 +16,8 @@ from pipeline.prefetcher import Batch
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
 Floating values [B] are averaged over the split. The others are rows for `Value.judge` only."""
-Rows = list[dict[str, Tensor]]
-"""For each batch, what `Measure` has returned, and `valid`, bool [B]."""
+Rows = dict[str, Tensor]
+"""What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
 
 @dataclass(frozen=True)
@@ -26,38 +26,31 @@ class Validation:
 
     images: int  # number of samples over all ranks
     means: dict[str, float]  # of each floating value over these
-    rows: Rows  # of this rank
+    batches: list[dict[str, Tensor]]  # what `Measure` has returned on this rank
+    valid: list[Tensor]  # bool [B], for each batch
 
-    def values(self, world: World) -> dict[str, float]:
-        """Return the means, and what rank 0 judges of all rows, on every rank. Collective."""
-        names = world.broadcast(lambda: list(self.rows[0]))
-        chosen = judged(names)
-        needed = sorted({row for name in chosen for row in VALUES[name].rows})
-        rows = gather_rows(self.rows, needed, world) if needed else {}
+    def gather(self, world: World) -> tuple[dict[str, float], Rows]:
+        """Return the means and what rank 0 judges of all rows; and these rows. Collective.
+
+        The rows, [N, ...] on the CPU in the order of the split, are on rank 0 only.
+        """
+        own = {}
+        for name in self.batches[0] if self.batches else ():
+            pairs = zip(self.batches, self.valid, strict=True)
+            own[name] = torch.cat([batch[name][valid] for batch, valid in pairs]).cpu()
+        shares = [share for share in world.gather(own) if share]
+        rows: Rows = {}
+        for name in shares[0] if shares else ():
+            columns = [share[name] for share in shares]
+            rows[name] = columns[0].new_empty(sum(map(len, columns)), *columns[0].shape[1:])
+            for rank, column in enumerate(columns):  # as pipeline.sampler.ValSampler deals them
+                rows[name][rank :: world.size] = column
         return self.means | world.broadcast(
             lambda: {
                 name: float(judge(*(rows[row] for row in VALUES[name].rows)))
-                for name, judge in chosen.items()
+                for name, judge in judged(rows).items()
             }
-        )
-
-
-def gather_rows(batches: Rows, names: Sequence[str], world: World) -> dict[str, Tensor]:
-    """Return rows of the whole split in its order, on the CPU of rank 0: name -> [N, ...].
-
-    Nothing on other ranks. Collective.
-    """
-    own = {}
-    for name in names if batches else ():
-        own[name] = torch.cat([batch[name][batch["valid"]] for batch in batches]).cpu()
-    shares = [share for share in world.gather(own) if share]
-    found = {}
-    for name in names if shares else ():
-        columns = [share[name] for share in shares]
-        found[name] = columns[0].new_empty(sum(map(len, columns)), *columns[0].shape[1:])
-        for rank, column in enumerate(columns):  # as pipeline.sampler.ValSampler deals them
-            found[name][rank :: world.size] = column
-    return found
+        ), rows
 
 
 @torch.no_grad()
@@ -73,11 +66,13 @@ def evaluate(
     modes = [network.training for network in networks]
     for network in networks:
         network.eval()
-    rows: list[Rows] = [[] for _ in networks]
+    rows: list[list[dict[str, Tensor]]] = [[] for _ in networks]
+    masks = []
     sums: list[dict[str, Tensor]] = [{} for _ in networks]
     count = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         valid = batch.valid
+        masks.append(valid)  # a new tensor, not a view of the samples
         count += valid.sum()
         for network, own_rows, own_sums in zip(networks, rows, sums, strict=True):
             values = measure(network, batch)
@@ -85,7 +80,7 @@ def evaluate(
                 batch_sum = values[name].float().where(valid, 0).sum().double()
                 own_sums[name] = own_sums.get(name, 0) + batch_sum
             # Copies: the memory of the batch, of which they may be a part, is reused.
-            own_rows.append({"valid": valid, **{name: v.clone() for name, v in values.items()}})
+            own_rows.append({name: value.clone() for name, value in values.items()})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
     names = world.broadcast(lambda: list(sums[0]))  # a rank may have no batch
@@ -95,7 +90,7 @@ def evaluate(
     results = []
     for own_rows, (images, *each) in zip(rows, totals, strict=True):
         means = {name: total / max(images, 1) for name, total in zip(names, each, strict=True)}
-        results.append(Validation(int(images), means, own_rows))
+        results.append(Validation(int(images), means, own_rows, masks))
     return results
 
 

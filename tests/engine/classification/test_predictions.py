@@ -38,12 +38,12 @@ def labels(logits: Tensor) -> Tensor:
 
 def recorded(logits: Tensor, labels: Tensor, size: int) -> Predictions:
     """Record batches of `size`; the last one is filled up."""
-    found = Predictions.gather(rows_of(logits, labels, size), ALONE)
+    found = Predictions.of(rows_of(logits, labels, size, ALONE))
     assert found is not None
     return found
 
 
-def rows_of(logits: Tensor, labels: Tensor, size: int) -> Rows:
+def rows_of(logits: Tensor, labels: Tensor, size: int, world: World) -> Rows:
     """The images are the logits."""
     rows = torch.arange(len(labels) + -len(labels) % size)
     places = rows.clamp(max=len(labels) - 1)
@@ -51,7 +51,7 @@ def rows_of(logits: Tensor, labels: Tensor, size: int) -> Rows:
     samples[len(labels) :] = EMPTY_ROW
     whole = batch_of(samples=samples, image=logits[places], label=labels[places])
     (found,) = evaluate([nn.Identity()], toy_values, whole.split(len(rows) // size), ALONE)
-    return found.rows
+    return found.gather(world)[1]
 
 
 @pytest.mark.parametrize("size", [1, 32, 500, 501])
@@ -141,7 +141,7 @@ def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tenso
     """The sampler gives rank r the images r, r + 2, ...; the second rank has one image less."""
     for rank in (1, 0):
         world = Shares(rank, size=2, local_rank=rank, local_size=2, device=torch.device("cpu"))
-        found = Predictions.gather(rows_of(logits[rank:7:2], labels[rank:7:2], 2), world)
+        found = Predictions.of(rows_of(logits[rank:7:2], labels[rank:7:2], 2, world))
         assert (found is None) == (rank == 1)
     assert found is not None
     assert found.labels.tolist() == labels[:7].tolist()
