@@ -180,12 +180,9 @@ def exit_status(
 ) -> int:
     """Call `main` and return its status; print an error that is not a bug as one line.
 
-    Args:
-        limits: explains an error that is a limit of the machine, such as the number of open files;
-            None for other errors, which are raised.
-
-    Returns:
-        2 after a mistake of the user, 1 after another expected error, 130 after Ctrl-C.
+    `limits`: explains an error that is a limit of the machine, such as the number of open files;
+    None for other errors, which are raised. Returns 2 after a mistake of the user, 1 after another
+    expected error, 130 after Ctrl-C.
     """
     try:
         return main()

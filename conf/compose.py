@@ -264,13 +264,10 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Two commands with the same recipe get the same name if they train the same thing. Of a path, the
-    name has the last part; the run's identity tells two folders of one name apart.
-
-    Returns:
-        A name such as `imagenet_rn50,optim.lr=0.3`. Characters that are unsafe in a file name are
-        replaced. In a name above LONG_NAME, the data are last, because lists of runs show the
-        beginning, and parts beyond NAME_LENGTH are left out. In both cases a hash of the full name
-        is appended.
+    name has the last part; the run's identity tells two folders of one name apart. Returns a name
+    such as `imagenet_rn50,optim.lr=0.3`. Characters that are unsafe in a file name are replaced. In
+    a name above LONG_NAME, the data are last, because lists of runs show the beginning, and parts
+    beyond NAME_LENGTH are left out. In both cases a hash of the full name is appended.
     """
     parts = dict(changed)
     if resume not in ("auto", "never"):  # the run starts from another run's weights

@@ -24,13 +24,11 @@ def open_regular(
     """Open a regular file for reading. Every file that the program reads is opened here.
 
     Opening a FIFO would wait, reading a device might not end, and a sparse file may have terabytes.
+    Raises OSError if it cannot be opened, is not a regular file, or is larger.
 
     Args:
         largest: bytes that it may have; None: as many as the memory of this machine.
         buffering, flags: as of `open` and `os.open`.
-
-    Raises:
-        OSError: it cannot be opened, is not a regular file, or is larger.
     """
 
     def opener(name: str, mode: int) -> int:

@@ -271,13 +271,10 @@ _process_groups: list[Any] = []
 def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[World]:
     """Join the process group that torchrun describes in its environment variables, until exit.
 
-    Args:
-        timeout_seconds: loader.timeout_seconds: how long another rank may give no sign of life.
-
-    Raises:
-        UserError: an environment variable is wrong; or, on every rank: a rank has no usable device,
-            or versions or source files differ between the ranks.
-        RankError: the ranks cannot meet, or, also from within the block, another rank has ended.
+    `timeout_seconds`: loader.timeout_seconds: how long another rank may give no sign of life.
+    Raises UserError if an environment variable is wrong; on every rank if a rank has no usable
+    device, or versions or source files differ between the ranks. Raises RankError if the ranks
+    cannot meet, or, also from within the block, another rank has ended.
     """
     launch = read_launch()
     device, mistake = torch.device("cpu"), None

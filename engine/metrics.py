@@ -56,13 +56,9 @@ def roc_auc(label: Rows, score: Rows) -> float:
 def calibration(top1: Rows, confidence: Rows) -> dict[str, Any]:
     """Return how well the confidence, the largest probability, predicts the accuracy.
 
-    Args:
-        top1: float [N], 100 for a hit, else 0.
-
-    Returns:
-        `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
-        the confidence, the number of images and two means; and `error`, the expected calibration
-        error (Naeini 2015; arXiv 1706.04599).
+    `top1`: float [N], 100 for a hit, else 0. Returns `images`, `confidence` and `accuracy`: for
+    each of the bins (0, 1/15], (1/15, 2/15], ... of the confidence, the number of images and two
+    means; and `error`, the expected calibration error (Naeini 2015; arXiv 1706.04599).
     """
     place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
     images = np.bincount(place, minlength=BINS)

@@ -41,9 +41,8 @@ def first_convolution_of(channels: int) -> Iterator[None]:
 def replace_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
     """Replace submodules; return their number.
 
-    Args:
-        make: returns the new layer for a submodule, or None to keep it. The new layer gets the
-            submodule's own parameters and buffers, so an optimiser remains valid.
+    `make`: returns the new layer for a submodule, or None to keep it. The new layer gets the
+    submodule's own parameters and buffers, so an optimiser remains valid.
     """
     count = 0
     for name, layer in list(model.named_modules(remove_duplicate=False)):
@@ -119,10 +118,8 @@ def drop_blocks(model: nn.Module, probability: float) -> None:
     The probability that a sample skips a branch rises linearly from 0 in the first block to
     `probability` in the last one, as in timm and in torchvision's ConvNeXt (arXiv 1603.09382). The
     random numbers are those of the device's generator, so that the step can be part of a CUDA
-    graph. In a model of ours, the module `drop` of each block acts on its branches.
-
-    Raises:
-        ValueError: it has no such blocks.
+    graph. In a model of ours, the module `drop` of each block acts on its branches. Raises
+    ValueError if it has no such blocks.
     """
     vision = import_torchvision()
     kinds = (vision.models.resnet.BasicBlock, vision.models.resnet.Bottleneck)

@@ -20,9 +20,7 @@ def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
     `encoder.layers.encoder_layer_5`. Names without weights of linear or convolution layers, such as
     norms and position embeddings, belong to the stage before them. Stages of a ResNet are the stem,
     layer1 to layer4 and the head; those of a ViT the patch embedding, each block and the head.
-
-    Args:
-        fine: divide stages into blocks, such as `layer2.0`, as timm does for layer-wise decay.
+    `fine`: divide stages into blocks, such as `layer2.0`, as timm does for layer-wise decay.
     """
     if hasattr(model, "group_matcher"):
         return _of_timm(model, fine)
@@ -51,11 +49,8 @@ def stage_name(model: nn.Module, stage: Stage) -> str:
 def freeze(model: nn.Module, last: int | str | None) -> None:
     """Freeze the first stages: no gradients, and `train_mode` leaves their modules in eval mode.
 
-    Args:
-        last: number of stages to freeze, or the name of the last one; None freezes nothing.
-
-    Raises:
-        UserError: there is no such stage, or only the head would be left out.
+    `last`: number of stages to freeze, or the name of the last one; None freezes nothing. Raises
+    UserError if there is no such stage, or only the head would be left out.
     """
     if last is None:
         return

@@ -15,10 +15,8 @@ def positions(rows: int, columns: int, width: int, device: torch.device | None =
     """Fixed 2D sine-cosine position embeddings, as in MoCo v3 (arXiv 2104.02057).
 
     sin(column), cos(column), sin(row) and cos(row) take a quarter of the channels each. Frequencies
-    decrease geometrically from 1 to 1/10000, both included.
-
-    Returns:
-        float32 [rows * columns, width], row by row.
+    decrease geometrically from 1 to 1/10000, both included. Returns float32 [rows * columns,
+    width], row by row.
     """
     frequency = 10_000 ** -torch.linspace(0, 1, width // 4, device=device)
     y, x = torch.meshgrid(
@@ -117,8 +115,7 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """float [B, C, H, W] -> [B, H / patch, W / patch, width].
 
-        Raises:
-            ValueError: H or W is not a multiple of the patch size.
+        Raises ValueError if H or W is not a multiple of the patch size.
         """
         patch = self.patch
         if x.shape[2] % patch or x.shape[3] % patch:

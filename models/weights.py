@@ -45,9 +45,8 @@ POSITIONS: dict[str, dict[str, bool]] = {
 def read_torch_file(path: Path) -> Any:
     """Read a file of torch.save to the CPU, without executing code from it.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not of torch.save, or would run code; one line.
+    Raises OSError if the file cannot be read, and ValueError if it is not of torch.save, or would
+    run code.
     """
     open_regular(path).close()
     try:
@@ -65,11 +64,8 @@ def read_torch_file(path: Path) -> Any:
 def read_file(path: Path, *, origin: str) -> Any:
     """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
 
-    Args:
-        origin: the beginning of error messages.
-
-    Raises:
-        UserError: the file is missing, or cannot be read without executing code from it.
+    `origin`: the beginning of error messages. Raises UserError if the file is missing, or cannot be
+    read without executing code from it.
     """
     try:
         if path.suffix != ".safetensors":
@@ -88,10 +84,8 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     """Return the state_dict in the content of a file, with the keys of the plain model.
 
     It is the content itself, or under one of CONTAINERS. Of a checkpoint of this project, it is the
-    moving average if there is one, which is what a validation measures.
-
-    Raises:
-        UserError: there is no state_dict.
+    moving average if there is one, which is what a validation measures. Raises UserError if there
+    is no state_dict.
     """
     stored = content if isinstance(content, dict) else {}
     if isinstance(stored.get("state"), dict):
@@ -122,12 +116,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     """Load the initial weights of a training from any file that `read_file` reads.
 
     The head is loaded if the file is for the same classes, or names none and has as many.
-
-    Args:
-        classes: names of the classes of the training, in the order of the logits.
-
-    Raises:
-        UserError: the file is missing, cannot be read, or is of another model.
+    `classes`: names of the classes of the training, in the order of the logits. Raises UserError if
+    the file is missing, cannot be read, or is of another model.
     """
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin)
@@ -155,17 +145,14 @@ def fit_weights(
 ) -> list[str]:
     """Load weights by name. The model does not change if they do not fit.
 
+    Returns the names of the head's tensors that keep their initial weights. Raises UserError if
+    keys are missing, unknown or of another shape: another model's weights.
+
     Args:
         origin: the beginning of messages.
         new_head: they are the initial weights of a training. If they have no head, or one for
             another number of classes, the head keeps its own. Position embeddings of another image
             size are interpolated, and the first convolution is adapted to other input channels.
-
-    Returns:
-        The names of the head's tensors that keep their initial weights.
-
-    Raises:
-        UserError: keys are missing, unknown or of another shape: another model's weights.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
@@ -244,13 +231,12 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
 def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor:
     """Interpolate the position embeddings of a square grid of patches; other tokens stay.
 
+    Returns `positions` if both numbers are not the same number of tokens plus a square.
+
     Args:
         positions: float [1, N, C]: tokens such as the class token, then the patches row by row.
         tokens: N of the result, float [1, N, C].
         options: of torch's bicubic interpolation.
-
-    Returns:
-        `positions` if both numbers are not the same number of tokens plus a square.
     """
     for others in range(min(positions.shape[1], tokens)):
         old, new = (math.isqrt(n - others) for n in (positions.shape[1], tokens))
@@ -265,8 +251,7 @@ def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor:
 def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:
     """Write a safetensors file; `texts` becomes its `__metadata__`.
 
-    Raises:
-        OSError: the disk is full, for example.
+    Raises OSError if the disk is full, for example.
     """
     try:
         save_file({name: value.contiguous() for name, value in weights.items()}, path, dict(texts))

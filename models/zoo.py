@@ -55,6 +55,9 @@ def build(
 ) -> nn.Module:
     """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
 
+    Raises UserError if the model or its published weights do not exist, the download fails, or the
+    model does not take `args` or images of this size.
+
     Args:
         name: from `available()`, or `timm/<name>`.
         image_size: S, for models whose parameters depend on it.
@@ -62,10 +65,6 @@ def build(
         pretrained: download and load the published weights. If the number of classes differs, the
             head keeps its initial weights; if C differs, see `fit_weights`.
         args: further arguments of the model's function, and blur_pool for any model.
-
-    Raises:
-        UserError: the model or its published weights do not exist, the download fails, or the
-            model does not take `args` or images of this size.
     """
     options = dict(args or {})
     given = f"model.args={show(options)}"
@@ -183,10 +182,8 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
     """Replace layers by those of models/kernels, if this copy has them, in place.
 
     Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
-    other settings the plain layers are at least as fast.
-
-    Args:
-        channels_last: memory format of the model. The convnet layers are faster only with it.
+    other settings the plain layers are at least as fast. `channels_last`: memory format of the
+    model. The convnet layers are faster only with it.
     """
     if has_part("models.kernels"):
         from models.kernels.layers import rewrite
@@ -205,9 +202,7 @@ def sizes_in(
     """Return the numbers of input channels and of classes of weights.
 
     They are the second dimension of the first convolution, and the first dimension of the head.
-
-    Raises:
-        UserError: they have no head of the model that `config` names.
+    Raises UserError if they have no head of the model that `config` names.
     """
     with torch.device("meta"), _WithoutNormal():
         model = build(config.name, num_classes=2, image_size=image_size, args=config.args)

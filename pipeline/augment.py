@@ -414,14 +414,13 @@ def follow(
 ) -> np.ndarray:
     """Move a mask as its image was moved, to the nearest pixel; decodes nothing.
 
+    Raises ValueError if the mask has another size than the file, and TypeError if torchvision does
+    not move masks as one of its transforms has moved the image.
+
     Args:
         mask: integers [H, W] or [H, W, C] of the size of the image's file.
         picture, operations: the results of `Compose.sample`.
         fill: value of the pixels from outside the mask.
-
-    Raises:
-        ValueError: the mask has another size than the file.
-        TypeError: torchvision does not move masks as one of its transforms has moved the image.
     """
     if picture.origin is not None:
         mask = follow(mask, *picture.origin, fill=fill)
@@ -467,13 +466,12 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
 def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: str) -> list[Any]:
     """Build the transforms that a config list names, through an explicit table.
 
+    Raises UserError if a name or parameter is unknown, or the transform refuses a value.
+
     Args:
         entries: each `name` or `{name: {parameter: value}}`.
         table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
         key: the config key, for messages.
-
-    Raises:
-        UserError: an unknown name or parameter, or a value that the transform refuses.
     """
     return [_build_one(entry, table, key) for entry in entries]
 

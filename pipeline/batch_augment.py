@@ -188,8 +188,7 @@ class RandomErasing:
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
 
-        Returns:
-            float [count, 4], left, top, right, bottom; empty if nothing is erased.
+        Returns float [count, 4], left, top, right, bottom; empty if nothing is erased.
         """
         chosen = rng.random(count) < self.p
         area = image_size**2 * rng.uniform(*self.scale, (10, count))
@@ -221,8 +220,7 @@ def _pasted(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw boxes of cutmix with the area share * size**2; a part may lie outside the image.
 
-    Returns:
-        float [B, 4], left, top, right, bottom inside; float [B], their fraction of the image.
+    Returns float [B, 4], left, top, right, bottom inside; float [B], their fraction of the image.
     """
     half = np.floor(np.sqrt(share) * size / 2)
     centre = np.floor(rng.random((2, len(share))) * size)

@@ -42,8 +42,7 @@ class Datasets:
 def build_datasets(config: Config) -> Datasets:
     """Build the transforms and the sample tables of both splits; write only the index cache.
 
-    Raises:
-        UserError: a transform, a folder or its content is wrong.
+    Raises UserError if a transform, a folder or its content is wrong.
     """
     data = config.data
     train = build_transform(config.augment.train, "augment.train")
@@ -86,11 +85,8 @@ def build_val(config: Config) -> Datasets:
 def build_transform(entries: Sequence[Any], key: str) -> Compose:
     """Build the list of a config key, and apply it to a few images: some lists fail only then.
 
-    Returns:
-        The transforms, with the side of the images that they make.
-
-    Raises:
-        UserError: a transform is wrong, or the images that they make have several sizes.
+    Returns the transforms, with the side of the images that they make. Raises UserError if a
+    transform is wrong, or the images that they make have several sizes.
     """
     transforms = augment.build(entries, augment.TRANSFORMS, key=key)
     rng = np.random.default_rng(0)

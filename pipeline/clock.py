@@ -70,8 +70,7 @@ class Marks:
 class StepClock:
     """Marks the points in time of every batch, and reads them when the device has passed them.
 
-    Args:
-        cuda: whether batches are on a GPU.
+    `cuda`: whether batches are on a GPU.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -149,15 +148,12 @@ class StepClock:
     ) -> Timing | None:
         """Return the figures of the oldest unread batches, and count these batches as read.
 
-        Waits until the device has finished them.
+        Waits until the device has finished them. Returns None when there are no such batches.
 
         Args:
             batches: how many, at most those whose step has ended; None for all of them.
             skip: leave as many of them out of the figures, but not the last one.
             again: keep them as unread.
-
-        Returns:
-            None when there are no such batches.
         """
         marks = list(self._unread)[:batches]
         if not marks:

@@ -88,8 +88,7 @@ class Container:
 def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:
     """List the files in a tar or zip file; `given` is what the user gave, key=value, for messages.
 
-    Raises:
-        UserError: the file is damaged, or a wanted member cannot be read in place.
+    Raises UserError if the file is damaged, or a wanted member cannot be read in place.
     """
     try:
         return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
@@ -121,9 +120,7 @@ class _Header(tarfile.TarInfo):
 def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
     """Yield the headers of the tar file at byte `start` of a file; their numbers are checked.
 
-    Raises:
-        DamagedError: it is damaged.
-        OSError: it cannot be read.
+    Raises DamagedError if it is damaged, and OSError if it cannot be read.
     """
     at, end = start, file.seek(0, os.SEEK_END)
     file.seek(start)
@@ -150,14 +147,13 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
 def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
     """List the files in a tar file, also by the names of the links to them.
 
+    Raises DamagedError if it is damaged, or a link leads out of it, and OSError if it cannot be
+    read.
+
     Args:
         path: of the tar file, or of one that contains it.
         wanted: whether the member of this name is listed.
         start: the first byte of the tar file.
-
-    Raises:
-        DamagedError: it is damaged, or a link leads out of it.
-        OSError: it cannot be read.
     """
     members: Members = {}
     links: dict[bytes, bytes] = {}
@@ -182,9 +178,7 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
 def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
     """Yield the entries of a zip file's directory; their numbers and names are checked.
 
-    Raises:
-        DamagedError: it is damaged.
-        OSError: it cannot be read.
+    Raises DamagedError if it is damaged, and OSError if it cannot be read.
     """
     end = os.fstat(file.fileno()).st_size
     try:
@@ -230,9 +224,7 @@ def _inside(name: bytes) -> bytes:
 def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the cells of each row of a CSV file that is not empty.
 
-    Raises:
-        OSError: it cannot be read.
-        UserError: it is damaged; says in which line.
+    Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
     with open_regular(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
@@ -252,10 +244,8 @@ def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
 
     A first line `path,label` is optional. A path is absolute or relative to the file's folder. If
     all begin with the name of the file, as train/cat/1.jpg in train.csv, they are below this
-    folder, so that the samples are those of its own scan.
-
-    Returns:
-        The folder, and class name -> sorted paths below the folder; the classes are sorted too.
+    folder, so that the samples are those of its own scan. Returns the folder, and class name ->
+    sorted paths below the folder; the classes are sorted too.
     """
     classes: dict[bytes, list[bytes]] = {}
     for line, cells in csv_rows(path):

@@ -169,15 +169,14 @@ class Dataset(ABC):
 class FolderDataset(Dataset):
     """JPEG and other image files in class folders, containers or lists.
 
+    Raises UserError if the decoder is not installed.
+
     Args:
         index: the sample table.
         transform: from `augment.build`.
         decoder: a name in `decode.DECODERS`, or auto.
         seed: seed of the augmentation.
         max_pixels: larger images are unreadable.
-
-    Raises:
-        UserError: the decoder is not installed.
     """
 
     def __init__(
@@ -217,12 +216,9 @@ class FolderDataset(Dataset):
     def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
-        Args:
-            rng: of the augmentation, if it is not that of the sample: the frames of a clip have
-                equal ones, two views have different ones.
-
-        Raises:
-            BadImageError: the file cannot be read or decoded; not for an error of a transform.
+        `rng`: of the augmentation, if it is not that of the sample: the frames of a clip have equal
+        ones, two views have different ones. Raises BadImageError if the file cannot be read or
+        decoded; not for an error of a transform.
         """
         sample, operations = self.load_for_gpu(epoch, index, rng)
         return {**sample, IMAGE: apply_operations(Picture(sample[IMAGE]), operations).pixels()}
@@ -242,8 +238,7 @@ class FolderDataset(Dataset):
     def open(self, index: int) -> Picture:
         """Read the header of a file; a subclass may make the picture in another way.
 
-        Raises:
-            BadImageError, UnreadableError: it cannot be read.
+        Raises BadImageError or UnreadableError if it cannot be read.
         """
         return decode.open_picture(self.read(index), self.decoder, self.max_pixels)
 
@@ -252,21 +247,13 @@ class FolderDataset(Dataset):
     ) -> dict[str, Any]:
         """Return the fields of a sample beside its image. A JPEG engine may decode the image later.
 
-        Args:
-            picture, operations: what `transform` has sampled, so that a mask can follow the image;
-                see `augment.follow`.
-
-        Raises:
-            BadImageError, UnreadableError: a file cannot be read.
+        `picture`, `operations`: what `transform` has sampled, so that a mask can follow the image;
+        see `augment.follow`. Raises BadImageError or UnreadableError if a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
     def read(self, index: int) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            BadImageError: it cannot be read.
-        """
+        """Return the content of a file. Raises BadImageError if it cannot be read."""
         try:
             return self.index.read(index)
         except OSError as error:

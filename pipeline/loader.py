@@ -182,8 +182,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     def wait(self, tasks: Sequence[Task]) -> None:
         """Wait until all these tasks are done.
 
-        Raises:
-            LoaderError: a task failed, killed two workers, or got no reply within the timeout.
+        Raises LoaderError if a task failed, killed two workers, or got no reply within the timeout.
         """
         self._last_reply = time.monotonic()  # the timeout counts the time of waiting only
         while not all(task.done for task in tasks):
@@ -209,8 +208,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     def accept(self, reply: Reply) -> None:
         """Note the unreadable samples that a task replaced.
 
-        Raises:
-            LoaderError: the task failed. The traceback of an error in a transform is logged.
+        Raises LoaderError if the task failed. The traceback of an error in a transform is logged.
         """
         for index, message in reply.skipped:
             if index not in self.unreadable:
@@ -422,8 +420,7 @@ class Loader:
     def load_in_process(self, batch: HostBatch) -> None:
         """Load a batch again into its slot, in this process, and leave no row encoded.
 
-        Raises:
-            LoaderError: an image cannot be read; names it.
+        Raises LoaderError if an image cannot be read, and names it.
         """
         samples, size = self.samples(batch.step), self.size(batch.step)
         task = Task(self.source, batch.slot, 0, samples, size=size)

@@ -112,12 +112,9 @@ def plan_loader(
 ) -> LoaderPlan:
     """Choose decoder and workers, and check that their memory is free.
 
-    Args:
-        stored_pixels: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
-            without a checkpoint.
-
-    Raises:
-        UserError: the decoder is not available, or files or memory are too few for the workers.
+    `stored_pixels`: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
+    without a checkpoint. Raises UserError if the decoder is not available, or files or memory are
+    too few for the workers.
     """
     if config.autotune.refresh:
         require_part("engine.tune", "autotune.refresh=true")
@@ -192,15 +189,10 @@ def choose_decoders(
 ) -> tuple[tuple[str, ...], str]:
     """Resolve loader.decoder on this machine; for `stored_pixels`, see `plan_loader`.
 
-    Args:
-        measured: whether a measurement can choose between several decoders.
-
-    Returns:
-        The decoders to choose from, the first one to begin with; and why the engines of a GPU are
-        not used, for the console.
-
-    Raises:
-        UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
+    `measured`: whether a measurement can choose between several decoders. Returns the decoders to
+    choose from, the first one to begin with; and why the engines of a GPU are not used, for the
+    console. Raises UserError if the decoder is not installed, or gpu and hybrid find no JPEG
+    engines.
     """
     name = config.loader.decoder
     if not isinstance(dataset, FolderDataset):
@@ -304,11 +296,8 @@ def plan_buffers(
 ) -> dict[str, Any]:
     """Estimate the memory that `open_feed` allocates, for as many workers from `most` on as fit.
 
-    Returns:
-        The fields of `LoaderPlan` from `ceiling` to `free_bytes`.
-
-    Raises:
-        UserError: the memory for `fewest` workers is not free.
+    Returns the fields of `LoaderPlan` from `ceiling` to `free_bytes`. Raises UserError if the
+    memory for `fewest` workers is not free.
     """
     loader, train = config.loader, datasets.train
     share = loader.batch_size // world.size

@@ -191,8 +191,7 @@ def finish_pixels(
 ) -> Tensor:
     """Apply the sampled operations of a batch to its pixels and normalise them, in float32.
 
-    Args:
-        pixels: [B, ..., C, H, W] on the device; their memory may be overwritten.
+    `pixels`: [B, ..., C, H, W] on the device; their memory may be overwritten.
     """
     if host.operations is not None and name == IMAGE:
         pixels = gpu_part().apply_operations(pixels, host.operations)

@@ -70,9 +70,8 @@ def load() -> Decode | str:
 def compiled(folder: Path) -> Path:
     """Return the path of the machine code in `folder`; compile it if it is missing.
 
-    Raises:
-        OSError: there is no compiler, it fails, or `folder` cannot be used.
-        subprocess.TimeoutExpired: the compiler hangs.
+    Raises OSError if there is no compiler, it fails, or `folder` cannot be used, and
+    subprocess.TimeoutExpired if the compiler hangs.
     """
     # Different machines can share a home directory.
     key = SOURCE.read_bytes() + platform.platform().encode()

@@ -95,8 +95,7 @@ class ValSampler:
 class SizeSchedule:
     """The side of the training images: that of the epoch of the first sample of a step.
 
-    Args:
-        sizes: epoch -> side in pixels from then on; both increase, from epoch 0.
+    `sizes`: epoch -> side in pixels from then on; both increase, from epoch 0.
 
     Attributes:
         starts: (first step, side), in order.

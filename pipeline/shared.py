@@ -29,13 +29,10 @@ class SharedArray:
     """A numpy array in shared memory that a child process gets with any start method.
 
     With fork it inherits the mapping; with spawn and forkserver, pickling passes the file
-    descriptor, never the bytes.
+    descriptor, never the bytes. Raises UserError if the system does not allocate the memory.
 
     Attributes:
         array: the array; every process that has it sees all writes.
-
-    Raises:
-        UserError: the system does not allocate the memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:

@@ -56,9 +56,7 @@ def load_splits(data: Data) -> tuple[Index, Index]:
 
     With several roots, a split has the images of all roots that hold it, ordered by class, root and
     path; a class may be in any of them. If data.train equals data.val, one split is needed only.
-
-    Raises:
-        UserError: a folder or its content is wrong.
+    Raises UserError if a folder or its content is wrong.
     """
     roots = roots_of(data)
     if data.val_fraction:
@@ -112,10 +110,8 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
     """Split a table into training and validation images, with the same fraction of each class.
 
     Which images are held out depends on their names only, so it is the same for every seed and
-    storage, and stays nearly the same when images are added.
-
-    Args:
-        fraction: of the images of each class, at least one, for the second table.
+    storage, and stays nearly the same when images are added. `fraction`: of the images of each
+    class, at least one, for the second table.
     """
     labels = index.labels.array
     bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
@@ -138,12 +134,11 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
 def chosen(names: Sequence[str], fraction: float) -> list[int]:
     """Choose the validation images of one class by a hash of their names.
 
+    Returns positions in `names`.
+
     Args:
         names: of two or more images, with the name of their class.
         fraction: to choose, at least one image and not all of them.
-
-    Returns:
-        Positions in `names`.
     """
 
     def digest(position: int) -> bytes:

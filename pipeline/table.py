@@ -21,14 +21,12 @@ from pipeline.shared import SharedArray
 class TableDataset(FolderDataset):
     """The lines of a CSV file: an image, and its `numbers`, float32 [columns].
 
+    Raises OSError if the file cannot be read, and UserError if it is not of this form.
+
     Args:
         path: the file. Its first line is `path` and the names of the columns; each other line has
             the path of an image, absolute or relative to the file's folder, and its numbers.
         transform, options: as of FolderDataset.
-
-    Raises:
-        OSError: the file cannot be read.
-        UserError: it is not of this form.
     """
 
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:

@@ -52,8 +52,7 @@ class TorchvisionTransform:
     def _move(self, seed: int, places: np.ndarray) -> np.ndarray:
         """Move int32 [H, W] as the image of this seed; a function of the kind `decode.Move`.
 
-        Raises:
-            TypeError: torchvision does not move masks so: AugMix, AutoAugment and their like.
+        Raises TypeError if torchvision does not move masks so: AugMix, AutoAugment and their like.
         """
         from torchvision import tv_tensors
 

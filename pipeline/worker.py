@@ -152,15 +152,9 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
 def _fill_row(source: Source, write: Callable[[int], None], index: int) -> list[tuple[int, str]]:
     """Fill a row with a sample or, with `skip_unreadable`, with its first readable replacement.
 
-    Args:
-        write: writes the sample of an index into the row.
-
-    Returns:
-        The unreadable samples that were replaced, with their messages.
-
-    Raises:
-        BadImageError: the sample and its replacements cannot be read.
-        LoaderError: a transform or the dataset failed; the cause is its exception.
+    `write`: writes the sample of an index into the row. Returns the unreadable samples that were
+    replaced, with their messages. Raises BadImageError if the sample and its replacements cannot be
+    read, and LoaderError if a transform or the dataset failed; the cause is its exception.
     """
     others = source.dataset.replacements(index) if source.skip_unreadable else []
     unreadable: list[tuple[int, str]] = []
@@ -274,9 +268,7 @@ def _starting_children(*, tracker: bool) -> Iterator[None]:
 
     The forkserver and the resource tracker keep them blocked. The children do not import the main
     script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
-
-    Args:
-        tracker: start the resource tracker first, because its start unblocks the signals.
+    `tracker`: start the resource tracker first, because its start unblocks the signals.
     """
     main: Any = vars(sys.modules["__main__"])
     hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}

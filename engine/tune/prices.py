@@ -135,10 +135,8 @@ def measure_remedies(
 ) -> tuple[Remedy, ...]:
     """Decode some files as they are, shrunk, and with the fastest CPU decoder, in half a second.
 
-    `draw_only` leaves out the operations of RandAugment, because the GPU applies them.
-
-    Returns:
-        Smaller files and, if there is one, a faster decoder; nothing for a dataset without files.
+    `draw_only` leaves out the operations of RandAugment, because the GPU applies them. Returns
+    smaller files and, if there is one, a faster decoder; nothing for a dataset without files.
     """
     if not isinstance(dataset, FolderDataset) or not dataset.is_plain:
         return ()

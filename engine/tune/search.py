@@ -55,13 +55,12 @@ def search(
 ) -> tuple[Trials, bool]:
     """Try decoders and numbers of workers until another trial would not help.
 
+    Returns the trials, and whether there were any: for very long steps, the figures are estimates.
+
     Args:
         demand: images/s of the step.
         alone: a worker that decodes, or only reads if the decoder is gpu.
         deadline: no trial begins after this time, in seconds of time.perf_counter().
-
-    Returns:
-        The trials, and whether there were any: for very long steps, the figures are estimates.
     """
     plan, world = benchmark.plan.loader, benchmark.world
     own = worker_candidate(benchmark, plan.decoder, demand, alone)

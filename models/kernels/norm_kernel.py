@@ -22,7 +22,8 @@ def norm_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `total = stream + branch; normed = layer_norm(total)`.
 
-    Every tensor is read and written once. Sums are float32, in a fixed order.
+    Every tensor is read and written once. Sums are float32, in a fixed order. Returns gradients of
+    stream (float32), branch (dtype of `grad_normed`), weight and bias (float32).
 
     Args:
         grad_total: float32 [..., width], gradient of the sum from its other uses.
@@ -31,9 +32,6 @@ def norm_gradients(
         mean: float32 [..., 1] of each row of the sum.
         inverse: float32 [..., 1], 1 / standard deviation of each row.
         weight: float32 [width] of the norm.
-
-    Returns:
-        Gradients of stream (float32), branch (dtype of `grad_normed`), weight and bias (float32).
     """
     shape, width = total.shape, total.shape[-1]
     grad_total, grad_normed, total = (

@@ -174,12 +174,11 @@ def _palette(rng: np.random.Generator) -> Plane:
 class DemoDataset(FolderDataset):
     """A split of the demo dataset. Its samples are known before `prepare` draws its files.
 
+    Raises UserError if data.root holds other files, or there is no such split.
+
     Args:
         data: the node `data` of the config.
         split: train or val.
-
-    Raises:
-        UserError: data.root holds other files, or there is no such split.
     """
 
     def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:
@@ -211,9 +210,7 @@ def _marker() -> str:
 def is_drawn(root: Path) -> bool:
     """Return whether `root` holds the demo dataset.
 
-    Raises:
-        UserError: it holds anything else.
-        OSError: it cannot be read.
+    Raises UserError if it holds anything else, and OSError if it cannot be read.
     """
     if not root.exists() or not any(root.iterdir()):
         return False
@@ -229,11 +226,8 @@ def draw_dataset(root: Path) -> None:
     """Draw the demo dataset into `root` unless it is there already.
 
     `root` appears complete or not at all, by a rename. Several processes, such as the ranks, may
-    draw it at once: the bytes are the same, and the first one is kept.
-
-    Raises:
-        UserError: `root` holds other files.
-        OSError: a file cannot be written.
+    draw it at once: the bytes are the same, and the first one is kept. Raises UserError if `root`
+    holds other files, and OSError if a file cannot be written.
     """
     if is_drawn(root):
         return

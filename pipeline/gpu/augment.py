@@ -34,12 +34,11 @@ _ROW = struct.Struct(f"{COLUMNS}d")
 def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
     """Apply the operations of a batch, one after another.
 
+    Returns uint8 [B, 3, S, S], channels_last.
+
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
         operations: float64 [B, count, 4] on the host, in the format of `augment.as_rows`.
-
-    Returns:
-        uint8 [B, 3, S, S], channels_last.
     """
     from pipeline.gpu.augment_kernel import apply_rounds
 
@@ -73,12 +72,11 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
     """Turn operations into the rows that the kernels read.
 
+    Returns float64 [count, B, COLUMNS], see `_row`.
+
     Args:
         operations: float64 [B, count, 4], in the format of `augment.as_rows`.
         size: side of the images in pixels.
-
-    Returns:
-        float64 [count, B, COLUMNS], see `_row`.
     """
     # The cache is looked up by the bytes of an operation: 2,048 of them take 0.3 ms.
     rounds = np.ascontiguousarray(operations.transpose(1, 0, 2), np.float64)

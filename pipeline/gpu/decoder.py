@@ -45,13 +45,9 @@ class Engines:
     """nvJPEG's batched decoder on the hardware engines, called through its C interface.
 
     One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
-    same library create an object per image, which costs milliseconds per batch.
-
-    Args:
-        library: from `find_library`.
-
-    Raises:
-        EngineError: this GPU has no JPEG engines, or the driver does not support them.
+    same library create an object per image, which costs milliseconds per batch. `library`: from
+    `find_library`. Raises EngineError if this GPU has no JPEG engines, or the driver does not
+    support them.
     """
 
     HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
@@ -77,13 +73,12 @@ class Engines:
     ) -> None:
         """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
 
+        Raises EngineError if a file is damaged or the engines do not support it.
+
         Args:
             files: uint64 [n] host addresses of the files.
             lengths: uint64 [n] bytes.
             targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
-
-        Raises:
-            EngineError: a file is damaged or the engines do not support it.
         """
         count, both = len(files), (self._handle, self._state)
         if count != self._count:
@@ -150,12 +145,11 @@ def why_no_engines(device: torch.device) -> str | None:
 class GpuDecoder:
     """Decodes the encoded rows of a batch, then crops and normalises all rows.
 
+    Raises EngineError if nvJPEG or the engines are missing.
+
     Args:
         device: a GPU.
         batch_size: rows of a batch.
-
-    Raises:
-        EngineError: nvJPEG or the engines are missing.
 
     Attributes:
         seconds_per_image: host time of the engines in the newest batch.
@@ -181,7 +175,8 @@ class GpuDecoder:
     ) -> None:
         """Enqueue decoding and the kernel on the current stream.
 
-        Waits on the host until the engines have read the files.
+        Waits on the host until the engines have read the files. Raises EngineError if the engines
+        do not support a file.
 
         Args:
             files: uint8 [bytes] of the slot, in host memory.
@@ -190,9 +185,6 @@ class GpuDecoder:
             out: float or uint8 [B, 3, S, S] on the device.
             scale: float32 [3] on the device.
             shift: float32 [3] on the device.
-
-        Raises:
-            EngineError: the engines do not support a file.
         """
         from pipeline.gpu.crop_kernel import crop_resize
 
@@ -281,8 +273,7 @@ class EngineUpload:
     def __call__(self, host: HostBatch, name: str, slot: DeviceSlot, to_mix: bool) -> torch.Tensor:
         """Make normalised images [B, 3, S, S] on the device.
 
-        Raises:
-            LoaderError: an image cannot be read; names it.
+        Raises LoaderError if an image cannot be read, and names it.
         """
         image = slot.format
         scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))

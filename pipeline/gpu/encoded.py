@@ -102,14 +102,9 @@ class FileWriter:
     def write(self, row: int, epoch: int, index: int) -> dict[str, Any] | None:
         """Read a sample's file and write it, its crop and its random operations into the batch.
 
-        The random numbers are those of `dataset.load`.
-
-        Returns:
-            The other fields of the sample. None if the worker has to decode the file: the engines
-            do not support it, no bytes are left for the task, or it has to apply operations.
-
-        Raises:
-            BadImageError: the file cannot be read.
+        The random numbers are those of `dataset.load`. Returns the other fields of the sample. None
+        if the worker has to decode the file: the engines do not support it, no bytes are left for
+        the task, or it has to apply operations. Raises BadImageError if the file cannot be read.
         """
         dataset, geometry = self.dataset, self._geometry[row]
         data = dataset.read(index)

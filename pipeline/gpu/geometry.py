@@ -30,9 +30,8 @@ CHROMA = (b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11")
 def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     """Write CLIP, SOURCE, SCALE, MIRRORED and BICUBIC into a row, float64 [COLUMNS].
 
-    Returns:
-        False if the kernel cannot make this picture: the transforms needed pixels, resized twice,
-        or cropped a region outside the image.
+    Returns False if the kernel cannot make this picture: the transforms needed pixels, resized
+    twice, or cropped a region outside the image.
     """
     if not isinstance(picture.source, JpegFile):
         return False
