@@ -14,7 +14,7 @@ from tests.small_run import SMALL_RUN
 ROOT = Path(__file__).parents[1]
 COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline", "scripts")
 COPIED += ("tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
-ROW = re.compile(r"^\| (.+?) \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+?) \| [\d,]+ \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)
 # Part -> command, value that asks for it.
 GUIDE = (ROOT / "docs" / "fork.md").read_text()
 ROWS = {part: row for part, *row in ROW.findall(GUIDE)}
