@@ -196,10 +196,15 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     assert runs == {"demo", "demo,train.seed=2", "sweep,train.seed"}
     own = {"train.py", "started", "outcomes", "runs"}
     assert {path.name for path in desk.folder.iterdir()} == own
-    # Finished jobs are not started again, unless their config has changed.
-    assert desk.run([0, 0, 0])[:2] == (0, ["1"])
-    assert desk.run([0], "train.max_steps=9")[:2] == (0, ["0"])
-    assert desk.run([0], "checkpoint.resume=never")[:2] == (0, ["0"])
+    assert desk.run([0, 0, 0])[:2] == (0, ["1"])  # finished jobs are not started again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["train.max_steps=9", "checkpoint.resume=never"])
+def test_a_finished_job_with_another_config_is_started(desk: Desk, changed: str) -> None:
+    assert desk.run([0])[:2] == (0, ["0"])
+    assert desk.run([0])[:2] == (0, [])
+    assert desk.run([0], changed)[:2] == (0, ["0"])
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_the_output(image_root: Path, tmp_path: Path) -> None:
         assert line.split()[:3] == [stage["name"], f"{stage['rate']:,.0f}", "images/s"]
 
 
+@pytest.mark.slow
 def test_numbers_of_workers(
     image_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
