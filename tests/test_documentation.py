@@ -171,7 +171,7 @@ def check_pip(words: list[str]) -> None:
 
 def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a command in the current folder, whose folders a page may write as /imagenet."""
-    text = IN_A_ROOT.sub(f"{Path.cwd()}/", line)
+    text = IN_A_ROOT.sub(f"{Path.cwd()}/", re.sub("^uv run ", "python ", line))
     # What a function passes on, a variable, and a range of numbers.
     for pattern, value in ((r'"?\$\{@.*?\}"?', ""), (r"\$\w+", "1"), (r"\{\d+\.\.\d+\}", "*")):
         text = re.sub(pattern, value, text)
@@ -191,7 +191,7 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             check_train(rest[rest.index("scripts/train.sbatch") + 1 :])
         case ["make" | "pip" as program, *rest]:
             {"make": check_make, "pip": check_pip}[program](rest)
-        case ["python", "-", *_] | ["python"]:
+        case ["python", "-", *_] | ["python"] | ["uv", "sync"]:
             pass
         case _:
             pytest.fail(f"no check for the command: {line}")
