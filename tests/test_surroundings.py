@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_workflow_runs_the_checks_and_builds_the_image() -> None:
         entry["system"] for entry in workflow["jobs"]["checks"]["strategy"]["matrix"]["include"]
     }
     assert systems == {"macos-latest"}
+
+
+def test_other_versions_are_those_that_uv_finds() -> None:
+    """The lowest and the newest ones that pyproject.toml allows, every month."""
+    job = read_yaml(".github/workflows/versions.yml")["jobs"]["tests"]
+    assert job["strategy"]["matrix"]["resolution"] == ["lowest-direct", "highest"]
+    assert job["steps"][-1]["run"] == "uv run --no-sync pytest -q -n auto"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = read_yaml("CITATION.cff")
+    newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    assert newest == (project["version"], str(citation["date-released"]))
+    assert citation["version"] == project["version"]
+
+
+def test_the_issue_form_asks_for_the_output_of_doctor() -> None:
+    form = read_yaml(".github/ISSUE_TEMPLATE/problem.yml")
+    asked = {part["id"]: part["attributes"]["description"] for part in form["body"]}
+    assert "scripts/doctor.py" in asked["doctor"]
 
 
 def test_hooks_run_the_tools_of_make_lint() -> None:
