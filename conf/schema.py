@@ -272,6 +272,9 @@ class Data:
     """largest fraction of unreadable training images that data.on_error=skip accepts"""
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
+    exif_orientation: bool = key(False, BOTH)
+    """turn photos upright by the orientation in their EXIF data, as recipe=finetune does; false
+    takes the stored pixels, as the published results of ImageNet do"""
     mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
     """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, show
+from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, config_values, show
 from engine import checkpoint
 from engine.plan import Plan
 from pipeline.build import Datasets
@@ -23,7 +23,10 @@ FIXED = (
 WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
-VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
+VALIDATED_ON = {
+    *("data.val", "data.val_size", "data.mean", "data.std", "augment.val"),
+    "data.exif_orientation",
+}
 
 
 def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
@@ -60,7 +63,11 @@ def accepted_changes(
     Raises UserError for changes that are not accepted, and at `stop_step`, where training ends:
     they would have no effect.
     """
-    stored, now = dict(content["identity"]), dict(identity)
+    # A key that the program did not have then had the effect of its default.
+    defaults = config_values(Config())
+    added = (defaults.keys() & identity.keys()) - content["config"].keys()
+    stored = {**{name: defaults[name] for name in added}, **content["identity"]}
+    now = dict(identity)
     if "model.compile" not in stored or "model.compile" not in now:
         # Only with train.deterministic=true is it part of the identity, and that may be switched.
         stored.pop("model.compile", None)

@@ -114,5 +114,6 @@ def exported(path: Path) -> Stated | None:
         "data.mean": about["mean"],
         "data.std": about["std"],
         "augment.val": about["transforms"],
+        "data.exif_orientation": about.get("exif_orientation", False),
     }
     return Stated(values, tuple(json.loads(texts["classes"])))

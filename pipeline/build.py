@@ -123,17 +123,23 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     return DATASETS[data.source](data, train, val, decoder, config.train.seed)
 
 
+def options_of(data: Data, decoder: str, seed: int) -> dict[str, Any]:
+    """Return the options of a FolderDataset."""
+    keys = {"max_pixels": data.max_pixels, "exif_orientation": data.exif_orientation}
+    return {"decoder": decoder, "seed": seed, **keys}
+
+
 def folder(
     data: Data, train: Compose, val: Compose, decoder: str, seed: int, dataset: Any = FolderDataset
 ) -> Splits:
-    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
+    options = options_of(data, decoder, seed)
     train_index, val_index = load_splits(data)
     train_split = dataset(train_index, train, **options)
     return train_split, dataset(val_index, val, **options), train_index.classes
 
 
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
+    options = options_of(data, decoder, seed)
     root, *others = roots_of(data)
     if others:
         raise UserError(f"data.root={show(data.root)}: data=table takes one folder; give one")
@@ -153,7 +159,7 @@ def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
     require_part("pipeline.demo", "data.source=demo")
     from pipeline.demo.images import DemoDataset
 
-    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
+    options = options_of(data, decoder, seed)
     train_split = DemoDataset(data, data.train, train, **options)
     return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
 

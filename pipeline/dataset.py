@@ -177,6 +177,7 @@ class FolderDataset(Dataset):
         decoder: a name in `decode.DECODERS`, or auto.
         seed: seed of the augmentation.
         max_pixels: larger images are unreadable.
+        exif_orientation: turn the images upright.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class FolderDataset(Dataset):
         decoder: str = "pillow",
         seed: int = 0,
         max_pixels: int = MAX_PIXELS,
+        exif_orientation: bool = False,
     ) -> None:
         super().__init__()
         self.index = index
@@ -194,6 +196,7 @@ class FolderDataset(Dataset):
         self.decoder = decode.resolve(decoder)
         self.seed = seed
         self.max_pixels = max_pixels
+        self.exif_orientation = exif_orientation
 
     def __len__(self) -> int:
         return len(self.index)
@@ -240,7 +243,12 @@ class FolderDataset(Dataset):
 
         Raises BadImageError or UnreadableError if it cannot be read.
         """
-        return decode.open_picture(self.read(index), self.decoder, self.max_pixels)
+        return decode.open_picture(
+            self.read(index),
+            self.decoder,
+            self.max_pixels,
+            exif_orientation=self.exif_orientation,
+        )
 
     def targets(
         self, index: int, picture: Picture, operations: Sequence[Operation]

@@ -182,6 +182,7 @@ class Job:
         trained, config = self.trained, self.trained.config
         shape = self.pixels if self.inside else trained.shape_at(self.size)
         preprocessing = {
+            "exif_orientation": config.data.exif_orientation,
             "transforms": [explicit(entry) for entry in config.augment.val],
             "mean": list(config.data.mean),
             "std": list(config.data.std),
@@ -339,7 +340,12 @@ def self_check(
 
     def load(i: int) -> tuple[np.ndarray, np.ndarray]:
         try:
-            picture = decode.open_picture(files.read(i), "pillow", trained.config.data.max_pixels)
+            picture = decode.open_picture(
+                files.read(i),
+                "pillow",
+                files.max_pixels,
+                exif_orientation=stated["exif_orientation"],
+            )
             pixels = transforms(picture, random.Random(0)).pixels()
             if not stated["inside"]:
                 pixels = (pixels / np.float32(stated["highest"]) - mean) / std

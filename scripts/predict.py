@@ -180,7 +180,8 @@ class Predictor:
             shape = [*trained.image_shape]
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
-        self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
+        self.seed, self.top = config.train.seed, top
+        self.max_pixels, self.exif_orientation = data.max_pixels, data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
@@ -221,7 +222,9 @@ class Predictor:
         """Read, decode and transform an image; `number` seeds random transforms."""
         try:
             content = read_bytes(path, LARGEST_IMAGE)
-            picture = decode.open_picture(content, self.decoder, self.max_pixels)
+            picture = decode.open_picture(
+                content, self.decoder, self.max_pixels, exif_orientation=self.exif_orientation
+            )
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"

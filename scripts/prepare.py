@@ -26,9 +26,9 @@ and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the
 
 --side N makes images smaller, so that they are faster to read and decode: one whose short side is
 longer than N pixels is resized with antialiasing and saved as a baseline RGB JPEG of quality 90,
-4:2:0, without EXIF data and ICC profile, which the trainer ignores. So is a file named .jpg or
-.jpeg that is not an RGB or grey JPEG. Other images, and files with other names (.png, ...), are
-kept. Names and labels do not change. docs/performance.md compares sizes.
+4:2:0. Of its EXIF data, only the orientation is kept, and no ICC profile: the trainer ignores them.
+So is a file named .jpg or .jpeg that is not an RGB or grey JPEG. Other images, and files with other
+names (.png, ...), are kept. Names and labels do not change. docs/performance.md compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
@@ -93,6 +93,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 
 from conf import strict_json
 from conf.escape import printable
@@ -165,9 +166,11 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
         return data
     if short > side:
         picture = picture.resized((side * width // short, side * height // short))
-    buffer = io.BytesIO()
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if (orientation := decode.orientation_in(image.info.get("exif", b""))) > 1:
+        exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
     # optimize=True would save 3 % of the bytes for 25 % more time
-    picture.pillow().save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0")
+    picture.pillow().save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", exif=exif)
     return buffer.getvalue()
 
 

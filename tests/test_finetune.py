@@ -18,6 +18,7 @@ from conf.compose import load
 from conf.schema import UserError, config_values
 from engine import checkpoint
 from engine.extras.finetune import decide
+from pipeline.build import build_datasets
 from tests import toy
 from tests.libraries import timm_module
 from tests.ranks import Ranks
@@ -182,6 +183,14 @@ def test_values_from_the_number_of_images(pretrained: Path) -> None:
         assert values["loader.batch_size"] == batch and values["optim.lr"] == 0.015
         assert values["train.epochs"] == epochs
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
+
+
+def test_photos_are_turned_upright(pretrained: Path, angles: Path) -> None:
+    """By fine-tuning; other recipes take the stored pixels, as their sources do."""
+    for recipe, expected in (("finetune", True), ("imagenet_rn50", False)):
+        overrides = [f"recipe={recipe}", f"data.root={angles}", f"model.weights={pretrained}"]
+        datasets = build_datasets(cli.load(overrides))
+        assert datasets.train.exif_orientation is datasets.val.exif_orientation is expected
 
 
 def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:

@@ -71,7 +71,7 @@ def test_environment_variables() -> None:
 KEYS_BY_SECTION = {
     "data": (
         "source root train val classes val_fraction image_size sizes val_size on_error "
-        "max_bad_fraction max_pixels mean std repeats fake_images fake_classes"
+        "max_bad_fraction max_pixels exif_orientation mean std repeats fake_images fake_classes"
     ),
     "loader": (
         "batch_size workers decoder pin_memory prefetch_factor prefetch_batches timeout_seconds "

@@ -177,6 +177,18 @@ def test_stored_config_is_not_resolved(program: Program, monkeypatch: pytest.Mon
     assert "hunter2" not in out + err
 
 
+def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:
+    def forget(read: dict[str, Any]) -> None:
+        for part in ("config", "identity"):
+            del read[part]["data.exif_orientation"]
+
+    program("train.max_steps=2")
+    stored_by_another(2, forget)
+    status, _, err = program("data.exif_orientation=true")
+    assert status == 2 and "data.exif_orientation was false, is true" in err
+    assert program("train.max_steps=3")[0] == 0
+
+
 def test_decoder_with_other_pixels_is_refused(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,7 +175,8 @@ def _time_decoding(
 ) -> float:
     """Return the CPU seconds to decode and augment `data` as a sample of epoch 0."""
     began = time.thread_time()
-    picture = open_picture(data, decoder, dataset.max_pixels)
+    turn = dataset.exif_orientation
+    picture = open_picture(data, decoder, dataset.max_pixels, exif_orientation=turn)
     rng = sample_rng(dataset.seed, 0, index)
     if draw_only:
         dataset.transform.sample(picture, rng)[0].pixels()

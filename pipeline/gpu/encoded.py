@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from pipeline.augment import Compose, as_rows, sample_rng
-from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_size
+from pipeline.decode import (
+    DECODERS,
+    JpegFile,
+    Picture,
+    UnreadableError,
+    colour_size,
+    jpeg_orientation,
+)
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
     CLIP_RIGHT,
@@ -103,13 +110,16 @@ class FileWriter:
         """Read a sample's file and write it, its crop and its random operations into the batch.
 
         The random numbers are those of `dataset.load`. Returns the other fields of the sample. None
-        if the worker has to decode the file: the engines do not support it, no bytes are left for
-        the task, or it has to apply operations. Raises BadImageError if the file cannot be read.
+        if the worker has to decode the file: the engines do not support it, it is to be turned, no
+        bytes are left for the task, or the worker has to apply operations. Raises BadImageError if
+        the file cannot be read.
         """
         dataset, geometry = self.dataset, self._geometry[row]
         data = dataset.read(index)
         size, end = colour_size(data), self._offset + len(data)
         if size is None or size[0] * size[1] > dataset.max_pixels or not engines_support(data):
+            return None
+        if dataset.exif_orientation and jpeg_orientation(data) > 1:
             return None
         source = Picture(JpegFile(data, size, DECODERS[dataset.decoder]))
         try:

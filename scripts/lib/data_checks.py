@@ -36,7 +36,7 @@ from scripts.lib.checks import (
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
-ORIENTATION = 0x0112  # EXIF tag
+TURNED = "EXIF rotation"
 # With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
 # has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
 # image, and 0.19 and 0.56 with 0.5 for both.
@@ -49,7 +49,7 @@ ODD = {
     "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
     "progressive": "two to three times slower to decode; the GPU's JPEG engines cannot",
     "very large": f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
-    "EXIF rotation": "training ignores it",
+    TURNED: "training takes the stored pixels; data.exif_orientation=true turns them upright",
 }
 
 
@@ -146,22 +146,27 @@ def oddities(image: Image.Image) -> Iterator[str]:
         yield "progressive"
     if image.width * image.height > LARGE:
         yield "very large"
-    with suppress(Exception):  # training does not read EXIF: broken EXIF data does no harm
-        if image.getexif().get(ORIENTATION, 1) > 1:
-            yield "EXIF rotation"
+    if decode.orientation_in(image.info.get("exif", b"")) > 1:
+        yield TURNED
 
 
 def odd_files(case: Case) -> Iterator[Row]:
     files = good_files(case, "train") + good_files(case, "val")
     counts = Counter(kind for file in files for kind in file.odd)
+    turns = case.config.data.exif_orientation
+    effects = ODD | ({TURNED: "training turns them upright"} if turns else {})
     details = tuple(
-        f"{count:,} {kind}: {ODD[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
+        f"{count:,} {kind}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
         for kind, count in counts.most_common()
     )
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common()) or "none"
     text = f"of {len(files):,} images: {kinds}"
-    if any(count > MOST_ODD * len(files) for count in counts.values()):
+    if turns:
+        del counts[TURNED]
+    if frequent := [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]:
         cure = "training accepts them; scripts/prepare.py --side converts them to RGB JPEGs"
+        if frequent == [TURNED]:
+            cure = "if these are photos, write data.exif_orientation=true"
         yield warn(text, cure, details)
     else:
         yield ok(text, details=details)

@@ -100,3 +100,8 @@ def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.
         moved += not np.array_equal(ours, mask)
     with pytest.raises(ValueError, match=r"is \(155, 140\), its image's \(156, 140\)"):
         follow(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))
+    turned = Picture(file, orientation=3).mirrored()
+    with pytest.raises(
+        ValueError, match=r"^the image has the EXIF orientation 3, and its mask may"
+    ):
+        follow(mask, Picture(IMAGE, origin=(turned, [])))

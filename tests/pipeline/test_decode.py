@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from conf.schema import UserError
 from models.zoo import import_torchvision
 from pipeline import decode
 from tests.drawings import draw_image
-from tests.reliability.odd_images import KINDS, SIZE, drawn, encoded, jpeg
+from tests.reliability.odd_images import KINDS, SIZE, drawn, encoded, exif, jpeg
 
 
-def opened(data: bytes, decoder: str = "pillow") -> decode.Picture:
-    return decode.open_picture(data, decoder)
+def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> decode.Picture:
+    return decode.open_picture(data, decoder, exif_orientation=upright)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
@@ -89,6 +89,44 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
     ]:
         region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
+def test_every_decoder_turns_a_photo_upright(decoder: str, orientation: int) -> None:
+    """As Pillow turns the whole image, if this is asked for; a crop decodes its region only."""
+    image, options = photo(333, 251), {"exif": exif(orientation)}
+    for data in [
+        *(encoded(image, **options, **kind) for kind in ({}, {"progressive": True})),
+        *(encoded(image.convert(mode), **options) for mode in ("L", "CMYK")),
+        encoded(image, "MPO", save_all=True, append_images=[image], **options),
+        *(encoded(image, kind, **options) for kind in ("PNG", "WEBP")),
+        encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always turns it
+    ]:
+        with Image.open(io.BytesIO(data)) as file:
+            turned = ImageOps.exif_transpose(file).convert("RGB")
+        picture, whole = opened(data, decoder, upright=True), np.asarray(turned)
+        assert picture.size == turned.size
+        np.testing.assert_array_equal(picture.pixels(), whole)
+        inside = picture.cropped((10, 20, 110, 90)).mirrored().pixels()
+        np.testing.assert_array_equal(inside, whole[20:90, 10:110][:, ::-1])
+        outside = picture.cropped((-9, 200, 50, 400)).pixels()
+        np.testing.assert_array_equal(outside, decode.crop(whole, (-9, 200, 50, 400)))
+        box = (7, 3, 199, 235)
+        crops = [each.resized((64, 48), box) for each in (picture, decode.Picture(whole))]
+        ours, theirs = (crop.pixels().astype(int) for crop in crops)
+        assert np.abs(ours - theirs).max() <= 1  # rows and columns are resized in another order
+        small = [opened(data, name, upright=True) for name in (decoder, "pillow")]
+        ours, theirs = (each.resized((20, 20), box, quick=True).pixels() for each in small)
+        np.testing.assert_array_equal(ours, theirs)
+        if not data.startswith(b"II"):
+            assert opened(data, decoder).size == (333, 251)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_damaged_exif_data_turn_nothing() -> None:
+    data = KINDS["jpeg corrupt EXIF"][0]()
+    assert opened(data, upright=True).size == SIZE
 
 
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)

@@ -238,6 +238,11 @@ def test_unusual_files_are_a_warning_above_a_fraction(tmp_path: Path, kind: str)
     assert f"1 {kind}" in row.found and row.found.startswith("of 5 images: ")
     assert any(f"odd-{name}" in line and data_checks.ODD[kind] in line for line in row.details)
     assert row.status == "warn"
+    if kind == data_checks.TURNED:
+        case.config.data.exif_orientation = True
+        row = only(data_checks.odd_files(case))
+        assert row.status == "ok" and "training turns them upright" in row.details[0]
+        case.config.data.exif_orientation = False
     case.examined["train"] *= 200
     case.examined["train"] += [o for o in case.examined["val"] if not o.odd] * 100 * 200
     assert only(data_checks.odd_files(case)).status == "ok"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import models
@@ -19,6 +20,7 @@ from scripts import export
 from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.reliability.odd_images import exif
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)
@@ -194,6 +196,23 @@ def test_self_check_finds_another_normalisation(trained: Trained, files: FolderD
     texts["preprocessing"]["mean"] = [-2.0, 3.0, -2.0]
     with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
         export.self_check(job, trained.build(CPU), texts, files)
+
+
+def test_a_file_states_whether_photos_are_turned(
+    trained: Trained, image_root: Path, tmp_path: Path
+) -> None:
+    for path in (image_root / "val").glob("*/*.jpg"):
+        (tmp_path / "val" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        with Image.open(path) as image:
+            image.save(tmp_path / "val" / path.parent.name / path.name, exif=exif(6))
+    data = replace(trained.config.data, root=str(tmp_path), exif_orientation=True)
+    job = job_for(replace(trained, config=replace(trained.config, data=data)))
+    files, texts = export.validation_files(job.trained), texts_of(job)
+    (line,) = export.self_check(job, job.trained.build(CPU), texts, files)
+    assert line == f"self-check: {FILES} of {FILES} predictions are equal"
+    texts["preprocessing"]["exif_orientation"] = False
+    with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
+        export.self_check(job, job.trained.build(CPU), texts, files)
 
 
 @pytest.mark.parametrize(

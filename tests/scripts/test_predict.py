@@ -23,6 +23,7 @@ from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.reliability.odd_images import exif
 
 CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=2"]
@@ -80,6 +81,21 @@ def test_same_predictions_as_the_pipeline(folder: Path, image_root: Path, transf
         assert ours == sorted(ours, reverse=True) and sum(ours) > 0.999
         classes = [entry["index"] for entry in result.values["predictions"]]
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
+
+
+def test_a_photo_is_turned_as_in_the_training(
+    folder: Path, image_root: Path, tmp_path: Path
+) -> None:
+    with Image.open(image_root / "val" / "dots" / "00.jpg") as image:
+        image.save(tmp_path / "stored.png", exif=exif(6))
+        image.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "turned.png")
+    for upright in ("false", "true"):
+        trained = open_trained(folder, [*HERE, f"data.exif_orientation={upright}"])
+        found = results(Predictor(trained, CPU), tmp_path)
+        ours, theirs = (
+            {e["class"]: e["probability"] for e in f.values["predictions"]} for f in found
+        )
+        assert (ours == pytest.approx(theirs, abs=1e-4)) == (upright == "true")
 
 
 def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predictor) -> None:

@@ -1,5 +1,6 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,7 +32,7 @@ from pipeline.prefetcher import ImageFormat, Prefetcher
 from pipeline.shared import Pinned
 from tests.drawings import draw_image
 from tests.engines import PillowEngines
-from tests.reliability.odd_images import encoded
+from tests.reliability.odd_images import encoded, exif
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -204,6 +205,27 @@ def test_slot_holds_files_and_geometry(
             assert not table[:, geometry.LENGTH].any()
             expected = dataset[8 * batch.step]["image"]
             np.testing.assert_array_equal(batch.fields["image"][0], expected)
+            batch.release(None)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_a_worker_decodes_what_is_to_be_turned(
+    image_root: Path, tmp_path: Path, turn: bool
+) -> None:
+    split = Path(shutil.copytree(image_root / "train", tmp_path / "train"))
+    for path in (split / "checks").glob("*[05].jpg"):
+        with Image.open(path) as image:
+            image.save(path, exif=exif(6))
+    index = load_index(split, key="data.train")
+    dataset = FolderDataset(index, transform(TRAIN), seed=3, exif_orientation=turn)
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
+        for batch in loader.batches(0, 1):
+            table = loader.pool.sources[0].encoded.geometry.array[batch.slot]
+            turned = [0, 5] if turn else []
+            assert np.flatnonzero(table[:, geometry.LENGTH] == 0).tolist() == turned
+            for row in turned:
+                image = dataset[row]["image"]
+                np.testing.assert_array_equal(batch.fields["image"][row], image)
             batch.release(None)
 
 
