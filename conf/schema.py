@@ -282,7 +282,7 @@ class Data:
     repeats: int = key(1, BOTH, number(1, 100))
     """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
     times. The views of an image may be in different batches and on different ranks; two views for a
-    contrastive loss are two fields of a sample (docs/fork.md)"""
+    contrastive loss are two fields of a sample (docs/tasks.md)"""
     fake_images: int = key(1_281_167, BOTH, number(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
     fake_classes: int = key(1000, BOTH, number(2), when=FAKE)
