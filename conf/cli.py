@@ -15,6 +15,7 @@ from typing import NoReturn
 from conf.compose import SECTIONS, load, to_yaml
 from conf.escape import printable
 from conf.hints import check_words, refuse_word
+from conf.launch import complain, fail
 from conf.optional import require_part
 from conf.overrides import CONFIG_DIR, read_override, split_config_dir
 from conf.schema import (
@@ -157,20 +158,6 @@ def log_to_stderr(*, force: bool = False) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableLines("%(levelname)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=force)
-
-
-def complain(message: str, script: str = "train.py", *, once: bool = False) -> None:
-    """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
-    # Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
-    is_other = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("WORLD_SIZE") is not None
-    if not (once and is_other):
-        print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
-
-
-def fail(message: str, script: str = "train.py") -> NoReturn:
-    """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
-    complain(message, script, once=True)
-    sys.exit(2)
 
 
 def exit_status(

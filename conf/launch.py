@@ -1,4 +1,4 @@
-"""Start and end of a process: its rank as torchrun or srun names it, and its exit.
+"""Start and end of a process: its rank as torchrun or srun names it, its messages and its exit.
 
 Slurm's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
@@ -10,8 +10,10 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
+from conf.escape import printable
 from conf.schema import UserError
 
 # Of srun: above the ports of most services and below those that Linux gives to clients.
@@ -138,6 +140,21 @@ def stop_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def complain(message: str, script: str = "", *, once: bool = False) -> None:
+    """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
+    # Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
+    is_other = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("WORLD_SIZE") is not None
+    if not (once and is_other):
+        name = script or Path(sys.argv[0]).name
+        print(f"{name}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+
+
+def fail(message: str, script: str = "") -> NoReturn:
+    """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
+    complain(message, script, once=True)
+    sys.exit(2)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

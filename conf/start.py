@@ -12,22 +12,17 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
 
-from conf.escape import printable
 from conf.files import described
-from conf.launch import ranks_of_srun, stop_with_parent
-from conf.schema import UserError
-
-if TYPE_CHECKING:
-    from conf.schema import Config
+from conf.launch import complain, fail, ranks_of_srun, stop_with_parent
+from conf.schema import Config, UserError
 
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
 PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch", "torchvision")}
 
 
-def start(doc: str | None) -> "Config":
+def start(doc: str | None) -> Config:
     """Set up the process of train.py and return the config of its command line.
 
     Raises SystemExit after --help, --cfg job, a sweep or a mistake. `doc`: the docstring of the
@@ -48,12 +43,12 @@ def set_up_process() -> None:
     try:
         os.environ.update(ranks_of_srun(os.environ))
     except UserError as error:
-        _refuse(str(error))
+        fail(str(error))
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
-        _refuse("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+        fail("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
     if missing:
-        _refuse(
+        fail(
             f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "
             ".venv/bin/activate`, or `pip install -r requirements.txt`"
         )
@@ -66,16 +61,10 @@ def set_up_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _refuse(problem: str) -> NoReturn:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
-        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
-    sys.exit(2)
-
-
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an unexpected error: one of the system as one line, another one with its traceback."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        print(f"{Path(sys.argv[0]).name}: {printable(described(error))}", file=sys.stderr)
+        complain(described(error))
     elif not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
         sys.__excepthook__(kind, error, trace)
 

@@ -24,6 +24,7 @@ from conf.files import described
 from conf.launch import Launch, read_launch
 from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, show
 from engine.heartbeat import Heartbeat
+from pipeline.loader_plan import Place
 
 T = TypeVar("T")
 
@@ -46,14 +47,9 @@ class RankError(RunError):
 
 
 @dataclass(frozen=True)
-class World:
-    """This process's rank among those that torchrun started."""
+class World(Place):
+    """The ranks of a run, from the place of this one."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
     heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     @property

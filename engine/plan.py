@@ -227,7 +227,11 @@ def make_plan(
     build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    check_profile(config, stop_step)
+    if config.profile.steps and config.profile.steps[0] >= stop_step:
+        raise UserError(
+            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
+            "counted from 0; give earlier ones"
+        )
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     loader = plan_loader(
@@ -335,15 +339,6 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
     The last batch is filled from the next epoch.
     """
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
-
-
-def check_profile(config: Config, steps: int) -> None:
-    """Refuse profile.steps after the end of the run."""
-    if config.profile.steps and config.profile.steps[0] >= steps:
-        raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {steps:,} steps, counted "
-            "from 0; give earlier ones"
-        )
 
 
 def check_batch(config: Config, train_images: int, world: World) -> None:

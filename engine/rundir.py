@@ -56,7 +56,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint to resume and its content. It may be large, so it is read only once."""
         with _usable(self.path):
-            _refuse_foreign(self.path, self.config)
+            refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
+            content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+                raise UserError(
+                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
+                    "own"
+                )
             return _checkpoint_to_resume(self.path, self.config.checkpoint.resume)
 
     def stored(self) -> tuple[int, dict[str, Any]]:
@@ -253,16 +259,6 @@ def _checkpoint_to_resume(run: Path, resume: str) -> tuple[Path, dict[str, Any]]
             "or give another run.name to branch off"
         )
     return newest
-
-
-def _refuse_foreign(path: Path, config: Config) -> None:
-    """Refuse a folder that holds something else than a run, or is inside a split."""
-    refuse_inside(path, config.data, f"run.dir={path}")
-    content = {each.name for each in path.iterdir()} if path.exists() else set()
-    if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-        raise UserError(
-            f"run.dir={path}: holds files that are not of a run; give a folder of its own"
-        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.decode import ON_GPU
 from pipeline.loader import Loader, WorkerPool, start_source
-from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
+from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Place
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
 from pipeline.shared import Pinned
@@ -71,7 +71,7 @@ class Feed:
 
 
 @contextmanager
-def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks) -> Iterator[Feed]:
+def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place) -> Iterator[Feed]:
     """Allocate the batch buffers and start the workers; end them on exit.
 
     The CPU decodes validation images with every decoder, so that a checkpoint has one accuracy.
@@ -138,7 +138,7 @@ def _highest(dataset: Dataset) -> int:
     return kinds.pop()[0]
 
 
-def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:
+def _mixing(config: Config, datasets: Datasets, world: Place) -> Mixing | None:
     """Return the transforms of augment.batch; None if the list is empty."""
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,21 +33,15 @@ WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
 GIB = 1 << 30
 
 
-class Ranks(Protocol):
-    """The ranks of a run, as `engine.distributed.World` implements them."""
+@dataclass(frozen=True)
+class Place:
+    """This process among those that torchrun started."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def local_size(self) -> int:
-        """Ranks on this node."""
-
-    @property
-    def device(self) -> torch.device: ...
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # ranks on this node
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class LoaderPlan:
 def plan_loader(
     config: Config,
     datasets: Datasets,
-    world: Ranks,
+    world: Place,
     *,
     dtype: torch.dtype,
     channels_last: bool,
@@ -292,7 +286,7 @@ def worker_budget(local_size: int = 1) -> tuple[int, str]:
 
 
 def plan_buffers(
-    config: Config, datasets: Datasets, world: Ranks, *, fewest: int, most: int, decoder: str
+    config: Config, datasets: Datasets, world: Place, *, fewest: int, most: int, decoder: str
 ) -> dict[str, Any]:
     """Estimate the memory that `open_feed` allocates, for as many workers from `most` on as fit.
 

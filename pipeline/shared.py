@@ -38,7 +38,11 @@ class SharedArray:
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         try:
-            self._fd = _nameless_file()  # closed with this object
+            if hasattr(os, "memfd_create"):
+                self._fd = os.memfd_create("batches", os.MFD_CLOEXEC)  # closed with this object
+            else:
+                with tempfile.TemporaryFile() as file:
+                    self._fd = os.dup(file.fileno())
             os.ftruncate(self._fd, size)
             self._map(shape, dtype)
         except OSError as error:
@@ -69,14 +73,6 @@ class SharedArray:
         # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
             close(self._fd)
-
-
-def _nameless_file() -> int:
-    """Return the descriptor of an empty file that ends with the last process that maps it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("batches", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class Pinned(AbstractContextManager["Pinned"]):

@@ -372,7 +372,7 @@ def test_only_local_rank_0_prints_a_mistake(
     with pytest.raises(SystemExit) as ended:
         cli.fail("optim.lrr=3: there is no key")
     assert (ended.value.code, capsys.readouterr().err) == (2, "")
-    cli.complain("a file cannot be read")  # every rank prints its own failures
+    cli.complain("a file cannot be read", "train.py")  # every rank prints its own failures
     assert capsys.readouterr().err == "train.py: a file cannot be read\n"
 
 

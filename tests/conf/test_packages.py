@@ -42,7 +42,8 @@ def test_only_local_rank_0_names_a_missing_package(
     for name in start.PACKAGES.keys() - {"torch"}:
         (tmp_path / name).mkdir()
     assert run("train.py", tmp_path).stderr.startswith("train.py: torch: not installed for ")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     done = run("train.py", tmp_path)
     assert (done.returncode, done.stderr) == (2, "")
 
