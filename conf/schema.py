@@ -474,7 +474,6 @@ class Config:
         expect: what the recipe is expected to reach: the node of its file, for
             engine/extras/expectation.py.
         changed: values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE.
-        recipe: the name of the recipe.
     """
 
     data: Data = field(default_factory=Data)

@@ -63,7 +63,6 @@ class Plan:
         flops_by_size: side of the training images -> operations of a forward pass of one image.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         fields: of a sample of the training split.
-        best_by: the value that chooses the best checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
         notes: on values that are probably not what the user wants.
     """

@@ -17,4 +17,3 @@ from models.zoo import available as available
 from models.zoo import build as build
 from models.zoo import is_convnet as is_convnet
 from models.zoo import rewrite_layers as rewrite_layers
-from models.zoo import sizes_in as sizes_in

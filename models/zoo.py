@@ -10,16 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from conf.optional import has_part
 from conf.packages import import_torchvision
-from conf.schema import Model, UserError, did_you_mean, show
+from conf.schema import UserError, did_you_mean, show
 from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_convolution_of
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
-from models.weights import fit_weights, head_of
+from models.weights import fit_weights
 
 # The trainer decides these arguments, or they would change the outputs or read another file.
 RESERVED = (
@@ -194,45 +193,3 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
 def is_convnet(model: nn.Module) -> bool:
     """Whether channels_last makes the model faster. A transformer has only its patch embedding."""
     return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
-
-
-def sizes_in(
-    weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
-) -> tuple[int, int]:
-    """Return the numbers of input channels and of classes of weights.
-
-    They are the second dimension of the first convolution, and the first dimension of the head.
-    Raises UserError if they have no head of the model that `config` names.
-    """
-    with torch.device("meta"), _WithoutNormal():
-        model = build(config.name, num_classes=2, image_size=image_size, args=config.args)
-    head = head_of(model)
-    sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
-    if len(sizes) != 1:
-        raise UserError(
-            f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
-            "check the name"
-        )
-    return _channels_in(weights, model), int(sizes.pop())
-
-
-def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
-    """Return the input channels of weights of a model that was built for RGB."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Conv2d):
-            stored = weights.get(f"{name}.weight", layer.weight)
-            # In proportion, because a stem may see blocks of pixels.
-            return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
-    return RGB
-
-
-class _WithoutNormal(TorchFunctionMode):
-    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)

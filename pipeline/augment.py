@@ -34,9 +34,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 class Compose:
     """Apply transforms, the result of `build`, in order.
 
-    Args:
-        transforms: the list.
-        image_size: side of the resulting square images in pixels; 0 if it is not known.
+    `image_size`: side of the resulting square images in pixels; 0 if it is not known.
     """
 
     def __init__(self, transforms: Sequence[Transform], image_size: int = 0) -> None:
@@ -158,9 +156,7 @@ class CenterCrop:
 class RandomCrop:
     """Crop a random region of size x size pixels.
 
-    Args:
-        size: side of the result in pixels.
-        padding: width of the black border that is added on every side first, in pixels.
+    `padding`: width of the black border that is added on every side first, in pixels.
     """
 
     def __init__(self, *, size: int, padding: int = 0) -> None:

@@ -47,11 +47,8 @@ class Folder:
 class Container:
     """A tar or zip file. Each process opens it once, when it reads the first member.
 
-    Threads and forked processes may share it, because `pread` uses no file position.
-
-    Args:
-        path: the file.
-        stamp: its mtime (ns) and its size (bytes) when its members were listed.
+    Threads and forked processes may share it, because `pread` uses no file position. `stamp`: the
+    mtime (ns) and the size (bytes) of the file when its members were listed.
     """
 
     def __init__(self, path: str, stamp: tuple[int, int]) -> None:

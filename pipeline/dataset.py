@@ -172,10 +172,8 @@ class FolderDataset(Dataset):
     Raises UserError if the decoder is not installed.
 
     Args:
-        index: the sample table.
         transform: from `augment.build`.
         decoder: a name in `decode.DECODERS`, or auto.
-        seed: seed of the augmentation.
         max_pixels: larger images are unreadable.
         exif_orientation: turn the images upright.
     """
@@ -324,10 +322,7 @@ class FolderDataset(Dataset):
 class FakeDataset(Dataset):
     """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
 
-    Args:
-        num_samples: length of the dataset.
-        num_classes: the label of a sample is its index modulo this.
-        size: side of the image in pixels.
+    The label of a sample is its index modulo `num_classes`. `size`: side of the images in pixels.
     """
 
     def __init__(self, num_samples: int, num_classes: int, size: int) -> None:

@@ -35,9 +35,8 @@ class Feed:
     def decode_with(self, decoder: str, *, enough: float = math.inf) -> None:
         """Decode the training images of later iterations with a CPU decoder, gpu or hybrid.
 
-        Args:
-            decoder: one of `plan.decoders`.
-            enough: images/s that this rank needs; hybrid aims for no more.
+        `decoder` is one of `plan.decoders`. `enough`: images/s that this rank needs; hybrid aims
+        for no more.
         """
         if decoder in ON_GPU:
             assert self.engines is not None, "allocated without memory for files"

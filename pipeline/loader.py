@@ -78,7 +78,6 @@ def buffer_layout(
     """Shape and dtype of each buffer of a ring of `slots` batches: the fields, and what goes along.
 
     Args:
-        fields: of a sample.
         file_bytes: per row, for files that the GPU decodes; 0 for none.
         operations: per row, number of operations that the GPU applies; 0 for none.
     """
@@ -137,7 +136,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         workers: number of processes to start; all of them are active.
         prefetch_factor: tasks sent to a worker ahead of its replies.
         timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
-        start_method: fork, forkserver or spawn.
     """
 
     def __init__(
@@ -337,14 +335,13 @@ def _current(pool: WorkerPool, task: Task) -> str:
 class Loader:
     """Batches of one source, in the sampler's order.
 
+    Attribute `encoded_share`: share of the rows of later batches that may stay encoded.
+
     Args:
         source: position in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
         in_use: unreleased batches that the consumer may have when it asks for another.
         size: step -> side of its images in pixels, for `Source.of_size`.
-
-    Attributes:
-        encoded_share: share of the rows of later batches that may stay encoded.
     """
 
     def __init__(

@@ -131,10 +131,8 @@ class ImageFormat:
 class DeviceSlot:
     """Memory on the device for one batch. On a GPU it is allocated once and reused.
 
-    Args:
-        format: of the images.
-        largest: field -> number of elements of the largest batch. Smaller ones use the front of
-            its memory.
+    `largest`: field -> number of elements of the largest batch. Smaller ones use the front of its
+    memory.
     """
 
     def __init__(self, format: ImageFormat, largest: Mapping[str, int]) -> None:
@@ -253,7 +251,6 @@ class Prefetcher:
 
     Args:
         loader: created with `in_use` >= `depth` + 1.
-        format: of the images on the device.
         depth: batches kept ready.
         mixing: batch transforms for training; None for validation.
     """

@@ -22,9 +22,7 @@ class TrainSampler:
     """Order of training samples.
 
     Args:
-        num_samples: images in the split.
         batch_size: global batch; a multiple of `world_size`.
-        seed: of the order.
         repeats: how often an epoch uses an image: the first num_samples / repeats images of its
             order, as timm's RepeatAugSampler. The global batch is sorted by repetition, so that
             mixup, which blends neighbours, does not blend an image with itself.
@@ -95,10 +93,8 @@ class ValSampler:
 class SizeSchedule:
     """The side of the training images: that of the epoch of the first sample of a step.
 
-    `sizes`: epoch -> side in pixels from then on; both increase, from epoch 0.
-
-    Attributes:
-        starts: (first step, side), in order.
+    `sizes`: epoch -> side in pixels from then on; both increase, from epoch 0. Attribute `starts`:
+    (first step, side), in order.
     """
 
     def __init__(self, sizes: Mapping[int, int], *, num_samples: int, batch_size: int) -> None:

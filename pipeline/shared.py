@@ -30,9 +30,7 @@ class SharedArray:
 
     With fork it inherits the mapping; with spawn and forkserver, pickling passes the file
     descriptor, never the bytes. Raises UserError if the system does not allocate the memory.
-
-    Attributes:
-        array: the array; every process that has it sees all writes.
+    Attribute `array`: the array; every process that has it sees all writes.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -79,10 +77,8 @@ class Pinned(AbstractContextManager["Pinned"]):
     """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
 
     It saves the copy into pinned memory that torch's DataLoader makes. If one array cannot be
-    page-locked, all of them remain ordinary memory, with a warning.
-
-    Attributes:
-        locked: address -> bytes of the arrays; empty if they are not page-locked.
+    page-locked, all of them remain ordinary memory, with a warning. Attribute `locked`: address ->
+    bytes of the arrays; empty if they are not page-locked.
     """
 
     total_bytes = 0  # page-locked by this process

@@ -33,9 +33,7 @@ def _holds(split: str, *roots: str | Path) -> bool:
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
     """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
-    Args:
-        output: the folder, which need not exist.
-        given: what the user gave, for the message.
+    The folder need not exist. `given`: what the user gave, for the message.
     """
     if data.root is None or data.source == "fake":
         return

@@ -33,9 +33,7 @@ MOVING = (
 class TorchvisionTransform:
     """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
 
-    Args:
-        name: one of NAMES.
-        parameters: keyword arguments of its constructor.
+    `name` is one of NAMES, `parameters` are the arguments of its constructor.
     """
 
     def __init__(self, name: str, **parameters: Any) -> None:

@@ -185,9 +185,8 @@ def _write_sample(
 ) -> None:
     """Write a sample into a row: its image as a file or as pixels, its other fields as they are.
 
-    Args:
-        batch: `source.batch(slot)`.
-        files: writes the image as a file if the GPU supports it; None to decode.
+    `batch` is `source.batch(slot)`. `files` writes the image as a file if the GPU supports it; None
+    to decode.
     """
     sample = None if files is None else files.write(row, epoch, index)
     is_file = sample is not None

@@ -24,13 +24,14 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import Config, RunError, Schedule, UserError
+from scripts.lib.options import option_parser
 
 SCRIPT = "bench.py"
 STAGES = ("read", "decode", "loader", "copy", "step", "train")
 
 
 if __name__ == "__main__":
-    parser = cli.option_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")

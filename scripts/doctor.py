@@ -22,9 +22,10 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
+from scripts.lib.options import option_parser
 
 if __name__ == "__main__":
-    parser = cli.option_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
     parser.add_argument("--sample", type=int, default=2000, help="files to decode per split (2000)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import RESULT, UserError, affecting, typed_keys
+from scripts.lib.options import add_classes, option_parser, split_paths
 
 SCRIPT = "evaluate.py"
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -43,16 +44,16 @@ CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 def read_options() -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     usage = "python scripts/evaluate.py CHECKPOINT [CHECKPOINT ...] [options] [key=value ...]"
-    parser = cli.option_parser(__doc__, usage=usage)
+    parser = option_parser(__doc__, usage=usage)
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--self-check", action="store_true", help="compare with the run's own validation")
-    cli.add_classes(parser)
+    add_classes(parser)
     add("--out", type=Path, metavar="DIR", help="output folder")
     add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
     options, words = parser.parse_known_args()
     try:
-        options.paths, options.overrides = cli.split_paths(words, what=CHECKPOINT)
+        options.paths, options.overrides = split_paths(words, what=CHECKPOINT)
         if not options.paths:
             raise UserError(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
         if options.self_check and options.flip:

@@ -49,6 +49,7 @@ if __name__ == "__main__":
 from conf import cli
 from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
+from scripts.lib.options import add_classes, option_parser, split_paths
 
 SCRIPT = "export.py"
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -59,16 +60,16 @@ FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensor
 def read_options() -> argparse.Namespace:
     """Read the command line: the options, `path` and `overrides`. A mistake ends the program."""
     usage = "python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]"
-    parser = cli.option_parser(__doc__, usage=usage)
+    parser = option_parser(__doc__, usage=usage)
     add = parser.add_argument
     add("--to", choices=FORMATS, required=True, help="format of the file")
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     add("--self-check", action="store_true", help="compare all predictions for the validation")
-    cli.add_classes(parser)
+    add_classes(parser)
     options, words = parser.parse_known_args()
     try:
-        paths, options.overrides = cli.split_paths(words, what=CHECKPOINT)
+        paths, options.overrides = split_paths(words, what=CHECKPOINT)
         if len(paths) != 1:
             raise UserError(f"CHECKPOINT: {len(paths)} are given; give {CHECKPOINT}; see --help")
         packages = FORMATS[options.to]

@@ -26,9 +26,10 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import Config
+from scripts.lib.options import option_parser
 
 if __name__ == "__main__":
-    parser = cli.option_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="optimiser steps (100)")
     parser.add_argument("--lowest", type=float, help="first learning rate (0.03 x optim.lr)")
     parser.add_argument("--highest", type=float, help="last learning rate (3000 x optim.lr)")

@@ -48,6 +48,7 @@ if __name__ == "__main__":
 
 from conf import cli, strict_json
 from conf.schema import UserError, typed_keys
+from scripts.lib.options import add_classes, option_parser, split_paths
 
 SCRIPT = "predict.py"
 MOST = 5  # classes per image, unless --top is given
@@ -63,16 +64,16 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         UserError: an argument is wrong or missing.
     """
     usage = "python scripts/predict.py CHECKPOINT PATH... [options] [key=value ...]"
-    parser = cli.option_parser(__doc__, usage=usage)
+    parser = option_parser(__doc__, usage=usage)
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
-    cli.add_classes(parser)
+    add_classes(parser)
     options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
     checked = [word for word in words if word != LIST and not os.path.islink(word)]
-    _, options.overrides = cli.split_paths(checked, what=WHAT)
+    _, options.overrides = split_paths(checked, what=WHAT)
     paths = [word for word in words if word not in options.overrides]
     if not paths or paths[0] == LIST:
         raise UserError(f"CHECKPOINT is missing: give {WHAT}; see --help")

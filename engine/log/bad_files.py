@@ -17,10 +17,8 @@ class BadFiles:
     """Lists each unreadable training image once in bad_files.txt, over all starts of a run.
 
     Each rank meets its own unreadable images and replaces them (pipeline/worker.py). Files may be
-    repaired before the next start: data.max_bad_fraction limits those of one start.
-
-    Attributes:
-        listed: path -> reason, of all ranks and starts, as of the last `share`.
+    repaired before the next start: data.max_bad_fraction limits those of one start. Attribute
+    `listed`: path -> reason, of all ranks and starts, as of the last `share`.
     """
 
     def __init__(self, loader: Loader, run: RunDirectory, tracker: Tracker) -> None:

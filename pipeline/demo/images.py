@@ -175,10 +175,6 @@ class DemoDataset(FolderDataset):
     """A split of the demo dataset. Its samples are known before `prepare` draws its files.
 
     Raises UserError if data.root holds other files, or there is no such split.
-
-    Args:
-        data: the node `data` of the config.
-        split: train or val.
     """
 
     def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:

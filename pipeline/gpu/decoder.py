@@ -145,14 +145,8 @@ def why_no_engines(device: torch.device) -> str | None:
 class GpuDecoder:
     """Decodes the encoded rows of a batch, then crops and normalises all rows.
 
-    Raises EngineError if nvJPEG or the engines are missing.
-
-    Args:
-        device: a GPU.
-        batch_size: rows of a batch.
-
-    Attributes:
-        seconds_per_image: host time of the engines in the newest batch.
+    Raises EngineError if nvJPEG or the engines are missing. Attribute `seconds_per_image`: host
+    time of the engines in the newest batch.
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:

@@ -93,8 +93,7 @@ class EncodedRows:
 class FileWriter:
     """Copies files into the rows of one task.
 
-    Attributes:
-        count: rows that hold a file.
+    Attribute `count`: rows that hold a file.
     """
 
     def __init__(self, source: Source, slot: int, rows: range) -> None:

@@ -5,23 +5,26 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
 from conf.compose import load
 from conf.files import read_text
-from conf.schema import Config, UserError, typed_keys
+from conf.schema import Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.plan import check_channels
+from models.layers import RGB
+from models.weights import head_of
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (
@@ -226,7 +229,7 @@ def _of_config(
 ) -> Trained:
     """Count channels and classes in the weights; names for other numbers of classes are dropped."""
     size = config.data.image_size if image_size is None else image_size
-    channels, count = models.sizes_in(weights, config.model, image_size=size, origin=str(path))
+    channels, count = sizes_in(weights, config.model, image_size=size, origin=str(path))
     names = tuple(classes) if len(classes) == count else ()
     return Trained(path, config, weights, False, count, names, (channels, size, size), {})
 
@@ -270,3 +273,45 @@ def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
             f"{trained.num_classes} classes; give one name per line, in the order of the logits"
         )
     return names
+
+
+def sizes_in(
+    weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
+) -> tuple[int, int]:
+    """Return the numbers of input channels and of classes of weights.
+
+    They are the second dimension of the first convolution, and the first dimension of the head.
+    Raises UserError if they have no head of the model that `config` names.
+    """
+    with torch.device("meta"), _WithoutNormal():
+        model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)
+    head = head_of(model)
+    sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
+    if len(sizes) != 1:
+        raise UserError(
+            f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
+            "check the name"
+        )
+    return _channels_in(weights, model), int(sizes.pop())
+
+
+def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
+    """Return the input channels of weights of a model that was built for RGB."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            stored = weights.get(f"{name}.weight", layer.weight)
+            # In proportion, because a stem may see blocks of pixels.
+            return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
+    return RGB
+
+
+class _WithoutNormal(TorchFunctionMode):
+    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

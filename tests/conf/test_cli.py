@@ -30,6 +30,7 @@ from conf.schema import (
 )
 from pipeline.augment import TRANSFORMS
 from pipeline.batch_augment import BATCH_TRANSFORMS
+from scripts.lib.options import split_paths
 from tests.conf.refused import DATA, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -395,7 +396,7 @@ def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.Mon
     Path("run,optim.lr=0.3").mkdir()
     Path("a.pth").touch()
     words = ["run,optim.lr=0.3", "data.val_size=64", "a.pth", "augment=demo"]
-    assert cli.split_paths(words, what="a file") == (
+    assert split_paths(words, what="a file") == (
         ["run,optim.lr=0.3", "a.pth"],
         ["data.val_size=64", "augment=demo"],
     )
@@ -407,4 +408,4 @@ def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.Mon
         "--lr=3": "write optim.lr=3",
     }.items():
         with pytest.raises(UserError, match=message):
-            cli.split_paths(["a.pth", word], what="a file")
+            split_paths(["a.pth", word], what="a file")

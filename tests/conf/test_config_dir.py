@@ -10,6 +10,7 @@ import train
 from conf import cli
 from conf.compose import load
 from conf.schema import config_values
+from scripts.lib.options import split_paths
 from scripts.lib.trained import open_trained
 from tests.conf.refused import DATA, refusal
 from tests.small_run import SMALL_RUN
@@ -76,7 +77,7 @@ def test_in_the_scripts_with_paths(folder: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "a.pth"
     checkpoint.touch()
     words = ["--config-dir", str(folder), str(checkpoint), "model=wide"]
-    paths, overrides = cli.split_paths(words, what="a file")
+    paths, overrides = split_paths(words, what="a file")
     assert paths == [str(checkpoint)]
     assert load(overrides, stored={}).model.name == "resnet50"
 

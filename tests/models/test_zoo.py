@@ -16,6 +16,7 @@ import models
 from conf.schema import Model, UserError
 from models.weights import fit_weights, load_weights, resize_positions, write_safetensors
 from models.zoo import OURS, import_torchvision
+from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
 
 Tensors = dict[str, torch.Tensor]
@@ -145,7 +146,7 @@ def test_input_channels(name: str) -> None:
         with torch.device("meta"):
             model = build(in_channels=channels).eval()
             assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)
-        found = models.sizes_in(model.state_dict(), Model(name=name), image_size=32, origin="test")
+        found = sizes_in(model.state_dict(), Model(name=name), image_size=32, origin="test")
         assert found == (channels, 7)
     states = []
     for channels in (3, 5):
