@@ -115,7 +115,8 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     criterion = build_criterion(config.train, weights)
     loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
-    lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
+    dtype = torch.float64 if world.device.type == "cpu" else torch.float32
+    lr = torch.zeros((), dtype=dtype, device=world.device)
     step = partial(train_step, state, network, loss, clip_norm=config.optim.clip_norm)
 
     def before(step: int) -> None:
@@ -126,7 +127,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
         partial(step, lr=lr, accumulate=plan.micro_batches),
         before=before,
         network=network,
-        disabled_reason=None if on_gpu else "training runs on the CPU",
+        disabled_reason=None if on_gpu else "it is only for CUDA",
     )
 
 

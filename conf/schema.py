@@ -402,8 +402,9 @@ class Train:
     """auto is bf16 or, on a GPU without it, fp16 with a loss scale; fp32 on a CPU"""
     deterministic: bool = key(False, SPEED)
     """make runs on a GPU bitwise reproducible; slower"""
-    device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda"))
-    """auto is cuda if there is a GPU, else cpu"""
+    device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda", "mps", "xpu"))
+    """auto is cuda if there is a GPU of NVIDIA or AMD, else cpu; mps (Apple) and xpu (Intel) train
+    without CUDA graphs and page-locked memory"""
     micro_batch: int | None = key(None, BOTH, or_null(COUNT))
     """most images of one forward and backward pass on a GPU, whose statistics BatchNorm uses; null
     is all of its images; fewer need less memory, and the gradient is that of the whole batch"""

@@ -71,7 +71,7 @@ class Writer:
             ]
         with torch.no_grad():
             for copied, tensor in zip(self._copies, tensors, strict=True):
-                copied.copy_(tensor, non_blocking=True)
+                copied.copy_(tensor, non_blocking=self._on_gpu)
         copied_event = torch.cuda.Event(blocking=True) if self._on_gpu else None
         if copied_event is not None:
             copied_event.record(torch.cuda.current_stream())

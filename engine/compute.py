@@ -102,6 +102,8 @@ def choose_precision(choice: str, device: torch.device) -> str:
 
 def precision_note(choice: str, device: torch.device) -> list[str]:
     """Return a note about 16 bits without hardware for them; some CPUs have it for bf16."""
+    if device.type not in ("cpu", "cuda"):  # not known
+        return []
     fast = fast_precision(device)
     if choice != ("fp16" if device.type == "cpu" else "bf16") or fast == "bf16":
         return []
@@ -111,6 +113,11 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of images and of autocast's matrix products."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
+def longest_float(device: torch.device) -> torch.dtype:
+    """Return float64 for sums on a device, or float32: Apple's GPUs and some of Intel have none."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast:

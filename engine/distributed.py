@@ -221,9 +221,13 @@ def average_gradients(network: nn.Module) -> None:
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
     """Return the device that `train.device` selects; refuse more ranks than this node has GPUs."""
-    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if choice == "cpu" or (choice == "auto" and have == 0):
+    kind = choice
+    if choice == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
         return torch.device("cpu")
+    module = torch.get_device_module(kind)
+    have = module.device_count() if module.is_available() else 0
     need = max(local_size, local_rank + 1)
     if need > have:
         raise UserError(
@@ -231,7 +235,7 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
             f"{need} rank(s); start fewer ranks, let each rank see all GPUs of its node (srun "
             "--gpu-bind=none), or use train.device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
 def share_config(config: Config, world: World) -> Config:
@@ -305,7 +309,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
     # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from engine.compute import longest_float
+
 # The scale at the start and at least; it is doubled after GOOD_STEPS steps without an overflow.
 FIRST_SCALE, SMALLEST_SCALE, GOOD_STEPS = 65536.0, 1.0, 2000
 
@@ -34,7 +36,8 @@ class Divergence(nn.Module):
     Attributes:
         found: float32 [], 1 once a gradient was not finite, else 0. With a scaled loss, it is 0
             again in the step after an overflow.
-        first: float64 [2], the number of steps since then, that step included, and its loss.
+        first: float64 [2], or float32 [2]: the number of steps since then, that step included, and
+            its loss.
         scale: float32 [], what the loss is multiplied by; 1 unless it is scaled.
         good_steps: int32 [], the steps since the scale has changed.
     """
@@ -49,14 +52,14 @@ class Divergence(nn.Module):
         self.scales_loss = scales_loss
         device = optimizer.param_groups[0]["params"][0].device
         self.register_buffer("found", torch.zeros((), device=device))
-        self.register_buffer("first", torch.zeros(2, dtype=torch.float64, device=device))
+        self.register_buffer("first", torch.zeros(2, dtype=longest_float(device), device=device))
         first_scale = FIRST_SCALE if scales_loss else 1.0
         self.register_buffer("scale", torch.tensor(first_scale, device=device))
         self.register_buffer("good_steps", torch.zeros((), dtype=torch.int32, device=device))
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._fused or hasattr(optimizer, "found_inf"):
             optimizer.found_inf = self.found  # type: ignore[attr-defined]
-        self._host = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros_like(self.first, device="cpu", pin_memory=device.type == "cuda")
         self._sent: tuple[int, torch.cuda.Event | None] | None = None
 
     def loss_scale(self) -> dict[str, Tensor]:
@@ -99,7 +102,7 @@ class Divergence(nn.Module):
 
     def send(self, step: int) -> None:
         """Start the copy to the host of what is known after step `step`."""
-        self._host.copy_(self.first, non_blocking=True)
+        self._host.copy_(self.first, non_blocking=self.found.is_cuda)
         stream = torch.cuda.current_stream() if self.found.is_cuda else None
         self._sent = step, stream.record_event() if stream is not None else None
 

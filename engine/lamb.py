@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.compute import longest_float
+
 # With these options, fused SGD is params += updates, unless `found_inf` is set. No other operation
 # on lists of tensors can be skipped on the device.
 ADDS: dict[str, Any] = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0) | dict(
@@ -74,7 +76,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
         # In float32, 1 - 0.999 would have an error of 6e-5.
-        step = steps[0].double()
+        step = steps[0].to(longest_float(steps[0].device))
         first, second = ((1 - beta**step).to(params[0].dtype) for beta in betas)
         denominators = torch._foreach_sqrt(squares)
         torch._foreach_div_(denominators, second.sqrt())

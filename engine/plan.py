@@ -298,7 +298,7 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
         channels_last = on_gpu and models.is_convnet(model)
     state = TrainState(model, build_optimizer(model, config.optim), average)
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "has_batch_norm": any(isinstance(m, _BatchNorm) for m in model.modules()),
         "channels_last": channels_last,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -31,8 +31,9 @@ Values = dict[str, Tensor]
 STEPS_BEFORE_CAPTURE = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
 STEPS_BEFORE_CAPTURE_DDP = 12
-# Of a start, as each of these steps may compile, choose kernels, be captured or wait for workers.
-FIRST_STEPS = {"cpu": 1, "cuda": STEPS_BEFORE_CAPTURE_DDP + 1}
+# Of a start on CUDA: each of these steps may compile, choose kernels or be captured. The first step
+# on any device may wait for workers.
+FIRST_STEPS = STEPS_BEFORE_CAPTURE_DDP + 1
 # A graph keeps the memory of a whole step. A validation needs another quarter of it.
 VALIDATION_SHARE = 0.25
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import models
+from engine.compute import longest_float
 from engine.distributed import World
 from engine.scores import ROWS_ONLY, VALUES
 from engine.stop_signal import StopSignal
@@ -69,7 +70,7 @@ def evaluate(
     rows: list[list[dict[str, Tensor]]] = [[] for _ in networks]
     masks = []
     sums: list[dict[str, Tensor]] = [{} for _ in networks]
-    count = torch.zeros((), dtype=torch.float64, device=world.device)
+    count = torch.zeros((), dtype=longest_float(world.device), device=world.device)
     for batch in batches:
         valid = batch.valid
         masks.append(valid)  # a new tensor, not a view of the samples
@@ -77,7 +78,7 @@ def evaluate(
         for network, own_rows, own_sums in zip(networks, rows, sums, strict=True):
             values = measure(network, batch)
             for name in averaged(values):
-                batch_sum = values[name].float().where(valid, 0).sum().double()
+                batch_sum = values[name].float().where(valid, 0).sum().to(count.dtype)
                 own_sums[name] = own_sums.get(name, 0) + batch_sum
             # Copies: the memory of the batch, of which they may be a part, is reused.
             own_rows.append({name: value.clone() for name, value in values.items()})

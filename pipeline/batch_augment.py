@@ -212,7 +212,9 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers to the device of `like` as float32, without synchronising."""
     tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
-    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
+    if like.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=like.is_cuda)
 
 
 def _pasted(

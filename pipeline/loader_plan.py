@@ -162,8 +162,10 @@ def why_not_measured(config: Config, dataset: Dataset, device: torch.device, wor
     batches = len(dataset) / config.loader.batch_size
     if workers == 0:
         return "none can be started"
-    if device.type != "cuda":
+    if device.type == "cpu":
         return "training runs on the CPU and shares it with the workers"
+    if device.type != "cuda":
+        return "it is only measured with CUDA"
     if isinstance(dataset, FakeDataset):
         return "synthetic images cost nearly nothing"
     if batches < FEWEST_BATCHES:

@@ -144,7 +144,7 @@ class DeviceSlot:
 
     def copy(self, name: str, value: Tensor) -> Tensor:
         """Copy a field from the host into this memory."""
-        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=True)
+        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=self.reused)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor of a field in this shape and dtype; uninitialised when first asked for."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.compute import peak_rate
+from engine.compute import longest_float, peak_rate
 from engine.distributed import World
 from engine.plan import Plan
 from engine.state import TrainState
@@ -46,7 +46,8 @@ class Meter:
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add the values of a step, float [] on the device; the same names each time."""
-        step = torch.stack([value.detach() for value in values.values()]).double()
+        step = torch.stack([value.detach() for value in values.values()])
+        step = step.to(longest_float(step.device))
         self._total = self._total + step if self.steps else step
         self._names = list(values)
         self.steps += 1
@@ -57,8 +58,8 @@ class Meter:
 
     def send(self, step: int) -> None:
         """End an interval with step `step`: start the copy of its sums to the host."""
-        host = self.world.sum(self._total).to("cpu", non_blocking=True)  # page-locked
         on_gpu = self.world.device.type == "cuda"
+        host = self.world.sum(self._total).to("cpu", non_blocking=on_gpu)  # page-locked
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
         self._sent, self.steps = (step, self.steps, host, copied), 0
 

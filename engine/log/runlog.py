@@ -272,7 +272,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._row_due = math.inf
         plan, loader, clock = self.plan, self.feed.train.loader, self.feed.train.clock
         before = interval.step - interval.steps
-        skip = max(0, self._first_step + FIRST_STEPS[plan.device_type] - before)
+        first_steps = FIRST_STEPS if plan.device_type == "cuda" else 1
+        skip = max(0, self._first_step + first_steps - before)
         timing = clock.timing(interval.steps, skip=skip, again=preview)
         assert timing is not None, "every step of an interval has been ended"
         row = train_row(interval, timing, plan)

@@ -136,7 +136,7 @@ def measure(benchmark: Benchmark) -> Tuned:
     """Measure the step and a worker, try settings, and leave the feed at the best one."""
     feed, plan = benchmark.feed, benchmark.plan
     (resident,) = [batch.clone() for batch in benchmark.batches(1)]
-    for _ in range(FIRST_STEPS["cuda"]):
+    for _ in range(FIRST_STEPS):
         benchmark.step(resident)
     began = time.perf_counter()
     alone = benchmark.measure_worker(encoded=float(plan.loader.decoder == "gpu"))

@@ -133,7 +133,7 @@ def _open_engines() -> Engines:
 def why_no_engines(device: torch.device) -> str | None:
     """Why GpuDecoder does not work on this device; None if it does."""
     if device.type != "cuda":
-        return "training runs on the CPU"
+        return "training does not run on CUDA"
     try:
         torch.cuda.init()
         _unused.append(_open_engines())

@@ -43,6 +43,9 @@ STEP_SECONDS = 2.0
 def gpu(case: Case) -> Iterator[Row]:
     """Compare driver and PyTorch, and check each GPU; before this process uses one."""
     choice = case.config.train.device
+    if choice in ("mps", "xpu"):
+        yield warn(f"train.device={choice} was not tested", "compare some steps with those of cpu")
+        return
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         text = f"training will run on the CPU: torch {torch.__version__} {why}"

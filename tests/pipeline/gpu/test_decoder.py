@@ -326,7 +326,7 @@ def test_engines_are_found_or_their_absence_is_explained() -> None:
     device = torch.device("cuda", 0)
     reason = why_no_engines(device)
     assert reason is None or "nvJPEG" in reason
-    assert why_no_engines(torch.device("cpu")) == "training runs on the CPU"
+    assert why_no_engines(torch.device("cpu")) == "training does not run on CUDA"
 
 
 @pytest.mark.gpu
