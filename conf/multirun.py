@@ -13,9 +13,11 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from conf.schema import GROUPS, NAMES, Config, UserError, group_names
 from conf.signals import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
+REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 # Other sweepers minimise the value of a job by default.
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 MAXIMISE = {
@@ -115,11 +118,13 @@ class Sweep:
             config = self.jobs.get(job) or load([*fixed, *job])
             status, score = _result(config)
             value = -score if config.train.best_by.startswith("-") else score
+            rows.append((score, status, value, job, config.run.dir))
+        for score, _, value, job, folder in sorted(rows, key=lambda row: -row[0]):
             result = f"{value:7.3f}" if score != WORST else "no result"
-            rows.append((score, status, f"{result}  {' '.join(job)}  {config.run.dir}"))
-        for _, _, row in sorted(rows, key=lambda row: -row[0]):
-            print(row)
-        return 0 if all(status == "finished" for _, status, _ in rows) else 1
+            print(f"{result}  {' '.join(job)}  {folder}")
+        for line in _means({job: value for score, _, value, job, _ in rows if score != WORST}):
+            print(line)
+        return 0 if all(status == "finished" for _, status, *_ in rows) else 1
 
     def _register(self) -> None:
         """Register the keys and the names of the choices with Hydra, but not their content."""
@@ -134,6 +139,18 @@ class Sweep:
         folder = Path(next(iter(self.jobs.values())).run.dir).parent / name
         own = {"sweep": {"dir": str(folder), "subdir": "."}, "output_subdir": None}
         store.store(name="sweep", node={"defaults": defaults, "hydra": own})
+
+
+def _means(values: Mapping[tuple[str, ...], float]) -> Iterator[str]:
+    """Yield mean and standard deviation of the jobs that only the keys of REPEATS tell apart."""
+    groups = defaultdict(list)
+    for job, value in values.items():
+        groups[" ".join(word for word in job if _key(word) not in REPEATS)].append(value)
+    for fixed, found in groups.items():
+        if len(found) > 1:
+            mean, deviation = statistics.mean(found), statistics.stdev(found)
+            text = f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}  {fixed}"
+            yield text.rstrip()
 
 
 def _some_jobs(columns: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

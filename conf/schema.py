@@ -8,6 +8,7 @@ import ast
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -155,6 +156,12 @@ def _are_weights(value: Any) -> bool:
     return bool(value) and all(type(n) in (int, float) and POSITIVE.allows(n) for n in numbers)
 
 
+def _is_fold(value: Any) -> bool:
+    """Whether this is null, or the number of a fold and of all folds, such as 2/5."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value or "1/2")
+    return match is not None and int(match[1]) <= int(match[2]) != 1
+
+
 def last_name(path: Any) -> Any:
     """Return the last part of a path, or of each path in a list, for the name of a run."""
     if isinstance(path, list):
@@ -179,6 +186,7 @@ DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
 PATHS = Check(_is_path, "a folder, or a list of folders in brackets")
 CLASSES = Check(_is_path, "classes in brackets, a pattern such as n015*, or a file of names")
+FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 SIZES = Check(
     _is_rising,
     f"{{}}, or 2 to {MOST_SIZES} entries `epoch: size` with increasing epochs from 0 and "
@@ -213,7 +221,7 @@ SPAN = Check(
 )
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
-CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction")
+CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction", "data.val_fold")
 # Start of an address -> the command that copies what is there.
 COPY = {
     "s3": "aws s3 sync {} FOLDER",
@@ -235,6 +243,10 @@ HAS_BETAS = all_but("optim", "sgd")
 
 def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
+
+
+def _fold_name(fold: Any) -> Any:
+    return fold and str(fold).replace("/", "of")  # in the name of a run
 
 
 def _in_any_order(names: Any) -> Any:
@@ -259,6 +271,9 @@ class Data:
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=FILES)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
+    val_fold: str | None = key(None, BOTH, FOLD, when=FILES, alike=_fold_name)
+    """2/5: validate on the second of five disjoint parts of the images of each class, in place of
+    data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
     image_size: int = key(224, BOTH, SIDE)
     """side of the training images in pixels; the augment lists refer to it"""
     sizes: dict[int, int] = key({}, BOTH, SIZES)
@@ -594,6 +609,11 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         if epoch >= config.train.epochs:
             end = f"train.epochs={show(config.train.epochs)}"
             raise UserError(f"{typed}: the run ends after {end}, before epoch {epoch}; lower it")
+    if data.val_fold and data.val_fraction:
+        raise UserError(
+            f"data.val_fold={data.val_fold}: says which images are for validation; leave out "
+            f"data.val_fraction={data.val_fraction:g}"
+        )
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"

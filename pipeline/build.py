@@ -15,7 +15,7 @@ from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import LABEL, Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU, Picture, describe
-from pipeline.splits import load_splits, roots_of
+from pipeline.splits import held_out, load_splits, roots_of
 from pipeline.table import TableDataset
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
@@ -71,11 +71,11 @@ def build_datasets(config: Config) -> Datasets:
 def build_val(config: Config) -> Datasets:
     """Build the validation split alone: synthetic images of 1 px stand for the training images.
 
-    data.root need not hold a training split, unless data.val_fraction takes images from it.
+    data.root need not hold a training split, unless validation images are held out of it.
     """
     transform = build_transform(config.augment.val, "augment.val")
     data = config.data
-    if not data.val_fraction:
+    if held_out(data) is None:
         data = replace(data, train=data.val)
     _, val, classes = _splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)

@@ -1,4 +1,4 @@
-"""Which images are the training and the validation split: data.root to data.val_fraction."""
+"""Which images are the training and the validation split: data.root to data.val_fold."""
 
 import fnmatch
 import os
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,31 @@ from pipeline.index import Index, find_storage, joined, load_index
 
 # A folder with one of these words in its name may be a split.
 SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
+
+
+class HeldOut(NamedTuple):
+    """The validation images of each class: a part of it, in the order of `chosen`.
+
+    Attributes:
+        given: key=value, for messages.
+        start, stop: fractions of the images of the class.
+        fewest: number of images that a class needs.
+    """
+
+    given: str
+    start: float
+    stop: float
+    fewest: int
+
+
+def held_out(data: Data) -> HeldOut | None:
+    """Return which images are held out for validation; None if there is a validation split."""
+    if data.val_fold:
+        fold, folds = map(int, data.val_fold.split("/"))
+        return HeldOut(f"data.val_fold={fold}/{folds}", (fold - 1) / folds, fold / folds, folds)
+    if data.val_fraction:
+        return HeldOut(f"data.val_fraction={data.val_fraction:g}", 0, data.val_fraction, 2)
+    return None
 
 
 def roots_of(data: Data) -> list[str]:
@@ -38,7 +63,7 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     if data.root is None or data.source == "fake":
         return
     splits = [data.train, data.val]
-    if data.val_fraction and not _holds(data.train, *roots_of(data)):
+    if held_out(data) and not _holds(data.train, *roots_of(data)):
         splits.append("")  # the root itself holds the class folders
     inner = Path(output).resolve()
     for place in (Path(root, split).resolve() for root in roots_of(data) for split in splits):
@@ -57,8 +82,8 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     Raises UserError if a folder or its content is wrong.
     """
     roots = roots_of(data)
-    if data.val_fraction:
-        return hold_out(_with_val(roots, data), data.val_fraction)
+    if part := held_out(data):
+        return hold_out(_with_val(roots, data, part.given), part)
     for root in roots:
         if not _holds(data.train, root) and not _holds(data.val, root):
             raise UserError(_missing(root, data.train, data))
@@ -79,14 +104,14 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     return train, val
 
 
-def _with_val(roots: Sequence[str], data: Data) -> Index:
+def _with_val(roots: Sequence[str], data: Data, given: str) -> Index:
     """Scan all images, of which some are to be held out for validation."""
-    given, places = f"data.val_fraction={data.val_fraction:g}", []
+    places = []
     for root in roots:
         if _holds(data.val, root):
             raise UserError(
-                f"{given}: there is a validation split, {os.path.join(root, data.val)}; write "
-                "data.val_fraction=0 to use it, or move it away"
+                f"{given}: there is a validation split, {os.path.join(root, data.val)}; leave out "
+                "this key to use it, or move it away"
             )
         if _holds(data.train, root):
             places.append(os.path.join(root, data.train))
@@ -104,24 +129,23 @@ def _with_val(roots: Sequence[str], data: Data) -> Index:
     return _of_classes(index, data.classes)
 
 
-def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
-    """Split a table into training and validation images, with the same fraction of each class.
+def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
+    """Split a table into training and validation images, with the same part of each class.
 
     Which images are held out depends on their names only, so it is the same for every seed and
-    storage, and stays nearly the same when images are added. `fraction`: of the images of each
-    class, at least one, for the second table.
+    storage, and stays nearly the same when images are added.
     """
     labels = index.labels.array
     bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
     is_val = np.zeros(len(labels), bool)
     for name, (first, stop) in zip(index.classes, pairwise(bounds), strict=True):
-        if stop - first < 2:
+        if stop - first < part.fewest:
             raise UserError(
-                f"data.val_fraction={fraction:g}: class {name} has one image only, which cannot be "
-                "in both splits; add images, or leave the class out with data.classes"
+                f"{part.given}: class {name} has {stop - first} of the {part.fewest} images that "
+                "it needs; add images, or leave the class out with data.classes"
             )
         names = [index.name(row) for row in range(first, stop)]
-        is_val[first + np.array(chosen(names, fraction))] = True
+        is_val[first + np.array(chosen(names, part.stop, start=part.start))] = True
     train, val = (
         joined([index], index.classes, rows, labels[rows])
         for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val))
@@ -129,21 +153,24 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
     return train, val
 
 
-def chosen(names: Sequence[str], fraction: float) -> list[int]:
+def chosen(names: Sequence[str], stop: float, *, start: float = 0) -> list[int]:
     """Choose the validation images of one class by a hash of their names.
 
     Returns positions in `names`.
 
     Args:
         names: of two or more images, with the name of their class.
-        fraction: to choose, at least one image and not all of them.
+        stop: fraction of the images in the order of the hashes that are chosen, at least one image
+            and not all of them; but none of the fraction `start`.
     """
 
     def digest(position: int) -> bytes:
         return blake2b(os.fsencode(names[position]), digest_size=8).digest()
 
-    count = min(max(1, round(fraction * len(names))), len(names) - 1)
-    return sorted(range(len(names)), key=digest)[:count]
+    first, last = round(start * len(names)), round(stop * len(names))
+    if first == 0:
+        last = min(max(1, last), len(names) - 1)
+    return sorted(range(len(names)), key=digest)[first:last]
 
 
 def _united(places: Sequence[str], key: str) -> Index:

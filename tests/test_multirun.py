@@ -187,10 +187,11 @@ def desk(tmp_path: Path) -> Desk:
 def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     status, started, out = desk.run([0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
-    assert [line.split("  ")[:2] for line in out.splitlines()[-3:]] == [
+    assert [line.split("  ")[:2] for line in out.splitlines()[-4:]] == [
         [" 52.000", "train.seed=2"],
         [" 50.000", "train.seed=0"],
         ["no result", "train.seed=1"],
+        [" 51.000", "mean of 2, standard deviation 1.414"],
     ]
     runs = {path.name for path in (desk.folder / "runs").iterdir()}
     assert runs == {"demo", "demo,train.seed=2", "sweep,train.seed"}

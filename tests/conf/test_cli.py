@@ -214,6 +214,8 @@ MISTAKES = {
     "model.channels_last=1": "give auto or true or false",
     "train.epochs=1e308": "give a number > 0",
     "train.epochs=0": "give a number > 0",
+    "data.val_fold=6/5": "give a fold such as 2/5, or null",
+    "data.val_fold=1/1": "give a fold such as 2/5, or null",
     "data.val_fraction=1": "give a number >= 0 and < 1",
     "optim.clip_norm=-1": "give a number > 0 or null",
     "optim.weight_decay=inf": "give a number >= 0",
@@ -256,6 +258,8 @@ def test_mistake_is_one_line_and_status_2(
 
 def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
+    both = [DATA, "data.val_fold=2/5", "data.val_fraction=0.2"]
+    assert "data.val_fold=2/5: says which images are for validation; " in refusal(both, capsys)
     for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
         assert line.startswith("data.root is missing: pass data.root=") and "recipe=demo" in line

@@ -1,4 +1,4 @@
-"""Which images are the splits: data.classes, data.val_fraction, several roots."""
+"""Which images are the splits: data.classes, data.val_fraction, data.val_fold, several roots."""
 
 import shutil
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 from conf import cli
 from conf.schema import Config, Data, UserError
 from pipeline.build import build_datasets, build_val
-from pipeline.index import Index
+from pipeline.index import Index, load_index
 from pipeline.splits import chosen, load_splits
 from tests.small_run import SMALL
 from tests.stored import as_shards, as_tar, as_zip
@@ -101,6 +101,33 @@ def test_fraction_of_each_class(flat: Path, fraction: float) -> None:
     assert chosen([f"cat/{i}é.jpg" for i in range(500)], 0.01) == [279, 167, 416, 29, 148]
 
 
+@pytest.mark.parametrize("folds", [2, 5, 12])
+def test_folds_are_disjoint_and_cover_all(flat: Path, folds: int) -> None:
+    held_out = []
+    for fold in range(1, folds + 1):
+        train, val = splits(flat, val_fold=f"{fold}/{folds}")
+        counts = Counter(val.labels.array.tolist())
+        assert set(counts) == {0, 1, 2} and max(counts.values()) - 12 / folds < 1
+        assert len(train) + len(val) == 36 and not set(samples(train)) & set(samples(val))
+        held_out += samples(val)
+    assert sorted(held_out) == samples(load_index(flat, key="data.root"))
+    first = splits(flat, val_fraction=1 / folds)[1]
+    assert first.fingerprint() == splits(flat, val_fold=f"1/{folds}")[1].fingerprint()
+    built = build_datasets(config(flat, f"data.val_fold=2/{folds}")).val
+    assert (
+        built.fingerprint() == build_val(config(flat, f"data.val_fold=2/{folds}")).val.fingerprint()
+    )
+
+
+def test_too_few_images_for_the_folds(image_root: Path, flat: Path) -> None:
+    given = "data.val_fold=2/13"
+    assert refusal(flat, val_fold="2/13") == (
+        f"{given}: class checks has 12 of the 13 images that it needs; add images, or leave the "
+        "class out with data.classes"
+    )
+    assert refusal(image_root, val_fold="2/13").startswith(f"{given}: there is a validation split")
+
+
 def test_the_same_images_are_held_out_of_every_storage(
     flat: Path, image_root: Path, tmp_path: Path
 ) -> None:
@@ -122,11 +149,11 @@ def test_the_same_images_are_held_out_of_every_storage(
 def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
     as_zip(image_root / "train", flat.parent / "images.zip")
     assert "is one file; write data.val_fraction=0.1" in refusal(flat.parent / "images.zip")
-    there = f"data.val_fraction=0.1: there is a validation split, {image_root}/val; write "
+    there = f"data.val_fraction=0.1: there is a validation split, {image_root}/val; leave "
     assert refusal(image_root, val_fraction=0.1).startswith(there)
     for path in sorted((flat / "dots").iterdir())[1:]:
         path.unlink()
-    assert "class dots has one image only" in refusal(flat, val_fraction=0.1)
+    assert "class dots has 1 of the 2 images that it needs; " in refusal(flat, val_fraction=0.1)
     assert len(splits(flat, val_fraction=0.1, classes=["checks", "stripes"])[1]) == 2
     shutil.copytree(image_root / "val", flat / "my_val")
     as_tar(flat, packed := flat.parent / "flat.tar")
