@@ -6,9 +6,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
+@dataclass(eq=False)
 class StopSignal:
     """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
 
@@ -35,27 +37,21 @@ class StopSignal:
     If the main thread does not finish within ANSWER_SECONDS after a signal, the process ends if
     nothing is lost: all steps are in a checkpoint, or the disk hangs.
 
-    Args:
+    Attributes:
         failed: returns whether this rank must stop because it cannot continue; the next save
             raises the error.
         unsaved: returns whether there are steps that are not in a checkpoint on disk.
-
-    Attributes:
         received: number of the signal that this process received; 0 for none.
         number: the signal that stops all ranks, as of the last `poll`; FAILED if one of them
             cannot continue; 0 if training continues.
     """
 
-    FAILED = 1000  # above all signals
+    FAILED: ClassVar = 1000  # above all signals
+    world: World
+    failed: Callable[[], bool] = lambda: False
+    unsaved: Callable[[], bool] = lambda: True
 
-    def __init__(
-        self,
-        world: World,
-        failed: Callable[[], bool] = lambda: False,
-        *,
-        unsaved: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.world, self.failed, self.unsaved = world, failed, unsaved
+    def __post_init__(self) -> None:
         self.received = self.number = 0
         self._since = 0.0  # time.monotonic() of the first signal
         self._waiting = False  # whether the main thread is in `wait_for`

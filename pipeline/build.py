@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from conf.optional import require_part
-from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
+from conf.schema import Config, Data, UserError, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
@@ -113,11 +113,6 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS."""
-    if data.source not in DATASETS:
-        raise UserError(
-            f"data.source={data.source}: there is no such dataset; choose from "
-            f"{', '.join(DATASETS)}{did_you_mean(data.source, DATASETS)}"
-        )
     # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
     decoder = "auto" if config.loader.decoder in ON_GPU else config.loader.decoder
     return DATASETS[data.source](data, train, val, decoder, config.train.seed)

@@ -332,34 +332,20 @@ def _current(pool: WorkerPool, task: Task) -> str:
     return source.dataset.name(int(task.samples[position, 1]))
 
 
+@dataclass(eq=False)
 class Loader:
-    """Batches of one source, in the sampler's order.
+    """Batches of one source, in the sampler's order."""
 
-    Attribute `encoded_share`: share of the rows of later batches that may stay encoded.
+    pool: WorkerPool
+    source: int  # position in the pool
+    samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
+    in_use: int  # unreleased batches that the consumer may have when it asks for another
+    size: Callable[[int], int] = lambda step: 0  # step -> side of its images, pixels
+    encoded_share: float = 0.0  # of the rows of later batches, that may stay encoded
 
-    Args:
-        source: position in the pool.
-        samples: step -> int64 [n, 2] of (epoch, index), n <= B.
-        in_use: unreleased batches that the consumer may have when it asks for another.
-        size: step -> side of its images in pixels, for `Source.of_size`.
-    """
-
-    def __init__(
-        self,
-        pool: WorkerPool,
-        source: int,
-        samples: Callable[[int], np.ndarray],
-        *,
-        in_use: int,
-        size: Callable[[int], int] = lambda step: 0,
-    ) -> None:
-        self.pool = pool
-        self.source = source
-        self.samples = samples
-        self.size = size
-        self.encoded_share = 0.0
-        self.slots, self.batch_size, _ = pool.sources[source].samples.array.shape
-        self.ahead = self.slots - in_use
+    def __post_init__(self) -> None:
+        self.slots, self.batch_size, _ = self.pool.sources[self.source].samples.array.shape
+        self.ahead = self.slots - self.in_use
         assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch

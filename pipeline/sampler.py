@@ -12,38 +12,35 @@ its images several times, each time with another augmentation.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 
 import numpy as np
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainSampler:
     """Order of training samples.
 
-    Args:
+    Attributes:
         batch_size: global batch; a multiple of `world_size`.
         repeats: how often an epoch uses an image: the first num_samples / repeats images of its
             order, as timm's RepeatAugSampler. The global batch is sorted by repetition, so that
             mixup, which blends neighbours, does not blend an image with itself.
     """
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        repeats: int = 1,
-    ) -> None:
-        assert batch_size % world_size == 0
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self.share = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
-        self.repeats = repeats
+    num_samples: int
+    batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.batch_size % self.world_size == 0
+        share = self.batch_size // self.world_size
+        self.share = slice(self.rank * share, (self.rank + 1) * share)
         # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -84,47 +85,38 @@ def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
         )
 
 
+@dataclass(eq=False)
 class RunLog(AbstractContextManager["RunLog"]):
-    """Reports a run while the loop trains, from the first step to the last.
+    """Reports a run while the loop trains, from the first step to the last."""
 
-    Args:
-        state: read for the reports; only `totals`, the seconds by kind, are modified.
-        verdict: judges the speed, see engine/tune/verdict.py; None without that part.
-        started: time.monotonic() when the program began.
-    """
+    plan: Plan
+    run: RunDirectory
+    state: TrainState  # read for the reports; only `totals`, the seconds by kind, are modified
+    feed: Feed
+    tracker: Tracker
+    verdict: Any  # judges the speed, see engine/tune/verdict.py; None without that part
+    started: float  # time.monotonic() when the program began
 
-    def __init__(
-        self,
-        plan: Plan,
-        run: RunDirectory,
-        state: TrainState,
-        feed: Feed,
-        tracker: Tracker,
-        verdict: Any,
-        *,
-        started: float,
-    ) -> None:
-        config = plan.config
-        self.plan, self.run, self.state, self.world = plan, run, state, run.world
-        self.feed, self.tracker, self.verdict = feed, tracker, verdict
-        self.started = started
+    def __post_init__(self) -> None:
+        config, self.world = self.plan.config, self.run.world
         self.meter = Meter(self.world)
-        self.times = RunTimes(state.totals, began=started)
+        self.times = RunTimes(self.state.totals, began=self.started)
         self.monitor = GpuMonitor(self.world.device)
-        self._first_step = self._last_step = state.step
+        self._first_step = self._last_step = self.state.step
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
-        self.bad_files = BadFiles(feed.train.loader, run, tracker)
+        self.bad_files = BadFiles(self.feed.train.loader, self.run, self.tracker)
         self.expectation: Any = None
         if config.expect is not None and has_part("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
 
-            self.expectation = Expectation(config.expect, plan, continues=bool(state.history))
+            continues = bool(self.state.history)
+            self.expectation = Expectation(config.expect, self.plan, continues=continues)
         self.profiler: Any = None
         if config.profile.steps and self.world.is_main:
             from engine.extras.profiler import StepProfiler
 
-            self.profiler = StepProfiler(plan, run.path / "profile", tracker)
+            self.profiler = StepProfiler(self.plan, self.run.path / "profile", self.tracker)
 
     def __enter__(self) -> "RunLog":
         self._stack.enter_context(self.monitor)

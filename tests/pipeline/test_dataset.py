@@ -326,14 +326,6 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     assert datasets.train[3]["image"].max() == 203
 
 
-def test_dataset_without_an_entry_is_refused(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(DATASETS, "fake")
-    with pytest.raises(UserError, match=r"^data.source=fake: there is no such dataset; choose "):
-        build_datasets(config)
-
-
 # Numbers in a CSV file.
 
 
