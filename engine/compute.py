@@ -138,11 +138,9 @@ def resolve_compile(
     """Resolve model.compile=auto; return the mode and why it was chosen.
 
     The reason is empty if the mode was given, or on a CPU. With train.deterministic=true, a resumed
-    run keeps the mode in its checkpoint, because another mode rounds differently.
-
-    Args:
-        resumed: step and identity of the checkpoint to resume. The identity names the mode if the
-            checkpoint was written with train.deterministic=true.
+    run keeps the mode in its checkpoint, because another mode rounds differently. `resumed`: step
+    and identity of the checkpoint to resume. The identity names the mode if the checkpoint was
+    written with train.deterministic=true.
     """
     choice, repeatable = config.model.compile, config.train.deterministic
     first_step, stored = resumed

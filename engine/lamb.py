@@ -22,11 +22,8 @@ class Lamb(torch.optim.Optimizer):
 
     As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
     without weight decay (norms and biases) are not scaled. All of it runs on the device of the
-    parameters, also if `lr` is a tensor.
-
-    Attributes:
-        found_inf: float32 [], 1 to keep the parameters as they are, else 0; None: 0. The moments
-            change all the same.
+    parameters, also if `lr` is a tensor. Attribute `found_inf`: float32 [], 1 to keep the
+    parameters as they are, else 0; None: 0. The moments change all the same.
     """
 
     found_inf: Tensor | None = None

@@ -183,8 +183,7 @@ class Picture:
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
 
-        Raises:
-            UnreadableError: the file cannot be decoded.
+        Raises UnreadableError if the file cannot be decoded.
         """
         image, orientation = self.source, self.orientation
         for step in self.geometry or (CropResize((0, 0, *self.size), self.size),):
@@ -211,13 +210,12 @@ def open_picture(
 ) -> Picture:
     """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
+    Raises UnreadableError if Pillow cannot read it, or it is too large.
+
     Args:
         decoder: a name in DECODERS.
         max_pixels: data.max_pixels.
         exif_orientation: data.exif_orientation.
-
-    Raises:
-        UnreadableError: Pillow cannot read it, or it is too large.
     """
     try:
         size = colour_size(data)
@@ -326,12 +324,9 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    Args:
-        max_pixels: data.max_pixels.
-
-    Raises:
-        PIL.UnidentifiedImageError: the content has another format, or is no image.
-        OSError, ValueError, SyntaxError: the header is damaged, or the image is too large.
+    `max_pixels`: data.max_pixels. Raises PIL.UnidentifiedImageError if the content has another
+    format, or is no image, and OSError, ValueError or SyntaxError if the header is damaged, or the
+    image is too large.
     """
     if data.startswith(START):
         check_header(data)
@@ -354,8 +349,7 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
 def check_header(data: bytes) -> None:
     """Refuse a JPEG with more than MOST_SEARCHED fill bytes, other bytes and markers in its header.
 
-    Raises:
-        ValueError: it has.
+    Raises ValueError if it has.
     """
     at, searched = len(START), 0
     while at < len(data):
@@ -442,8 +436,8 @@ def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
 def rgb_pixels(image: Image.Image, data: bytes) -> np.ndarray:
     """Convert to uint8 [H, W, 3] as torchvision's loader, but keep the high byte of 16-bit grey.
 
-    Raises:
-        OSError, ValueError, SyntaxError: the data are damaged or end early, or levels have 32 bits.
+    Raises OSError, ValueError or SyntaxError if the data are damaged or end early, or levels have
+    32 bits.
     """
     image.load()
     if data.startswith(START) and ends_in_grey(image) and lacks_data(data):
@@ -547,8 +541,7 @@ def installed() -> list[str]:
 def resolve(name: str) -> str:
     """Return the name of a CPU decoder; `auto` is the fastest installed one.
 
-    Raises:
-        UserError: the decoder is not installed.
+    Raises UserError if the decoder is not installed.
     """
     if name == "auto":
         return installed()[0]

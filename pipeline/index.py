@@ -194,14 +194,12 @@ def find_storage(place: str) -> dict[str, list[str]]:
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed; a class counts each folder once.
+    Links are followed; a class counts each folder once. Raises UserError if the split is missing,
+    damaged or cannot be read, or a class holds no images.
 
     Args:
         folder: holds one folder per class; or what `find_storage` finds under this name.
         key: its config key, for messages.
-
-    Raises:
-        UserError: the split is missing, damaged or cannot be read, or a class holds no images.
     """
     stored = find_storage(os.fspath(folder))
     if len(stored) > 1:
@@ -283,8 +281,7 @@ def _scan_folder(files: Sequence[str], given: str) -> Arrays:
 def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
     """List the images in a class folder and the folders below it; links may lead in a circle.
 
-    Returns:
-        The sorted paths of the images below `base`; the folders.
+    Returns the sorted paths of the images below `base`; the folders.
     """
     images: list[bytes] = []
     folders: dict[tuple[int, int], bytes] = {}  # device and inode -> the first of its paths
