@@ -7,6 +7,7 @@ tests/test_fork_guide.py and tests/test_tasks.py.
 """
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -207,6 +208,18 @@ def _undo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in signals.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_undo")
+def test_commands_of_the_notebook_are_valid(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads((ROOT / "docs" / "colab.ipynb").read_text())["cells"]
+    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    monkeypatch.chdir(desk)
+    values = {"DATA": "cifar10", "VAL": "val", "OPTIONS": "", "images": "photo.jpg"}
+    commands = re.findall(r"^ *!(python .*)$", code.replace("runs/colab", "runs/NAME"), re.M)
+    assert len(commands) == 4 and not any(cell.get("outputs") for cell in cells)
+    for command in commands:
+        check_command(command.format(**values), monkeypatch)
 
 
 @pytest.mark.usefixtures("_undo")
