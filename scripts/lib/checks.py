@@ -106,7 +106,7 @@ def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) 
     """Yield the results in order; a terminal shows the progress."""
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(rows), CHUNK):
-            if sys.stderr.isatty():
+            if len(rows) > CHUNK and sys.stderr.isatty():
                 text = f"{start:,} of {len(rows):,} files\x1b[K\r"
                 print(text, end="", file=sys.stderr, flush=True)
             yield from pool.map(function, rows[start : start + CHUNK])
