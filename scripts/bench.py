@@ -24,14 +24,14 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import Config, RunError, Schedule, UserError
-from scripts.lib.options import option_parser
+from scripts.lib.options import Parser
 
 SCRIPT = "bench.py"
 STAGES = ("read", "decode", "loader", "copy", "step", "train")
 
 
 if __name__ == "__main__":
-    parser = option_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
@@ -39,9 +39,9 @@ if __name__ == "__main__":
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script=SCRIPT, purpose=__doc__)
     if not OPTIONS.seconds > 0:
-        cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", SCRIPT)
+        parser.error(f"--seconds {OPTIONS.seconds}: give a number > 0")
     if OPTIONS.workers and min(OPTIONS.workers) < 0:
-        cli.fail(f"--workers {min(OPTIONS.workers)}: give numbers from 0 on", SCRIPT)
+        parser.error(f"--workers {min(OPTIONS.workers)}: give numbers from 0 on")
 
 import time
 from collections.abc import Callable, Sequence

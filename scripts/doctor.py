@@ -22,18 +22,17 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from scripts.lib.options import option_parser
+from scripts.lib.options import Parser
 
 if __name__ == "__main__":
-    parser = option_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
-    parser.add_argument("--sample", type=int, default=2000, help="files to decode per split (2000)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
-    if OPTIONS.sample < 1 or OPTIONS.ranks < 1:
-        cli.fail("--sample and --ranks: give 1 or more; --all decodes every file", "doctor.py")
+    if OPTIONS.ranks < 1:
+        parser.error(f"--ranks {OPTIONS.ranks}: give 1 or more")
 
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +46,7 @@ from scripts.lib import data_checks, machine_checks
 from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
 from scripts.lib.trained import exit_status
 
+SAMPLE = 2000  # files of each split
 NAMED = 10  # files per row on the console
 # The order matters: later checks use earlier results.
 CHECKS = data_checks.CHECKS | machine_checks.CHECKS
@@ -84,7 +84,7 @@ def main() -> int:
     # A file name may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     rows: list[Row] = []
-    for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks)):
+    for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         rows.append(row)
         print("\n".join(map(printable, lines(row))), flush=True)
     counts = Counter(row.status for row in rows)

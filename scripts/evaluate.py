@@ -4,20 +4,13 @@
     python scripts/evaluate.py runs/A runs/B/checkpoints/last.json data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-A checkpoint is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
-step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
-model.name=NAME is required. Where a file holds a moving average of the weights, the average is
-evaluated.
-
-Accepts train.py's key=value overrides; a checkpoint brings the config of its run. data.root needs
-no training split. The classes of the images are found by name, so data.val may hold some of them.
+data.root needs no training split. The classes of the images are found by name, so data.val may hold
+some of them.
 
 Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
 (balanced accuracy) and F1, the expected calibration error (15 bins), and for two classes the area
-under the ROC curve. Writes to --out, by default evaluation/<name of the checkpoint> in the current
-folder, never to the run directory: evaluation.json, and of a classifier per_class.csv,
-confusion.csv, worst.csv (the 100 images with the largest loss), and pictures: worst.jpg,
-confusion.png, per_class.png, reliability.png. Earlier files are replaced.
+under the ROC curve. Writes evaluation.json, CSV files and pictures to --out, by default
+evaluation/<name of the checkpoint> in the current folder. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
 """
@@ -33,33 +26,25 @@ if __name__ == "__main__":
 
     set_up_process()
 
-from conf import cli
 from conf.schema import RESULT, UserError, affecting, typed_keys
-from scripts.lib.options import add_classes, option_parser, split_paths
+from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 SCRIPT = "evaluate.py"
-CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 
 
 def read_options() -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
-    usage = "python scripts/evaluate.py CHECKPOINT [CHECKPOINT ...] [options] [key=value ...]"
-    parser = option_parser(__doc__, usage=usage)
+    parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--self-check", action="store_true", help="compare with the run's own validation")
-    add_classes(parser)
     add("--out", type=Path, metavar="DIR", help="output folder")
     add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
-    options, words = parser.parse_known_args()
-    try:
-        options.paths, options.overrides = split_paths(words, what=CHECKPOINT)
-        if not options.paths:
-            raise UserError(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
-        if options.self_check and options.flip:
-            raise UserError("--self-check: a run validates without --flip; leave it out")
-    except UserError as mistake:
-        cli.fail(str(mistake), SCRIPT)
+    options = parse_paths(parser)
+    if not options.paths:
+        parser.error(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
+    if options.self_check and options.flip:
+        parser.error("--self-check: a run validates without --flip; leave it out")
     return options
 
 

@@ -4,31 +4,17 @@
     python scripts/export.py runs/NAME --to pt2 --self-check
     python scripts/export.py resnet50-0676ba61.pth --to safetensors model.name=resnet50
 
-CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
-step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
-model.name=NAME is required. Where a file holds a moving average of the weights, the average is
-exported. The result computes in fp32, on the CPU or on a GPU.
-
     --to onnx         ONNX, for onnxruntime and others; needs onnx, onnxscript and onnxruntime
     --to pt2          torch.export, for torch.export.load and AOTInductor
     --to safetensors  the weights alone, for the model of the same name
 
 ONNX and pt2 files take `images`, a batch of any size, float32 [B, C, S, S], normalised, and return
 `logits`, float32 [B, classes]. With --preprocessing, they take uint8 [B, S, S, C], RGB, the layout
-of Pillow, and normalise inside. Decoding, resize and crop stay outside. S is data.val_size.
+of Pillow, and normalise inside. Decoding, resize and crop stay outside: every file states them, and
+the names of the classes. S is data.val_size. The result computes in fp32.
 
-Every file has three texts, each of them JSON: `classes`, the names in the order of the logits;
-`preprocessing`, which lists the transforms before the model, mean, std and the expected input; and
-`model`. They are the metadata_props of ONNX, the extra_files of pt2 and the __metadata__ of
-safetensors.
-
-Compares the file with eager PyTorch on 16 random images, in batches of 1, 3 and 12. The largest
-difference of two logits must be at most 1e-4 of the largest logit. --self-check also predicts every
-file of the validation split, with only what the exported file states, and compares with the model
-in fp32: predictions may differ only where its two largest logits are less than 1e-3 apart, and
-these files are listed. Outputs that are no classes may differ by 1e-3 of the largest.
-
-The output file is written, or replaced, only if every check has passed.
+The output file is written, or replaced, only if it agrees with eager PyTorch on 16 random images;
+with --self-check, also on every file of the validation split.
 
 Exit status: 0 exported, 1 failed or a check found a difference, 2 wrong arguments.
 """
@@ -46,46 +32,35 @@ if __name__ == "__main__":
 
     set_up_process()
 
-from conf import cli
 from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
-from scripts.lib.options import add_classes, option_parser, split_paths
+from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 SCRIPT = "export.py"
-CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 # format -> packages that it needs, besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line: the options, `path` and `overrides`. A mistake ends the program."""
-    usage = "python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]"
-    parser = option_parser(__doc__, usage=usage)
+    """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
+    parser = checkpoint_parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
     add("--to", choices=FORMATS, required=True, help="format of the file")
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     add("--self-check", action="store_true", help="compare all predictions for the validation")
-    add_classes(parser)
-    options, words = parser.parse_known_args()
-    try:
-        paths, options.overrides = split_paths(words, what=CHECKPOINT)
-        if len(paths) != 1:
-            raise UserError(f"CHECKPOINT: {len(paths)} are given; give {CHECKPOINT}; see --help")
-        packages = FORMATS[options.to]
-        if missing := [name for name in packages if find_spec(name) is None]:
-            raise UserError(
-                f"--to {options.to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`"
-            )
-        if options.preprocessing and options.to == "safetensors":
-            raise UserError("--preprocessing: a safetensors file has no graph; give onnx or pt2")
-        if options.out is not None and options.out.suffix != f".{options.to}":
-            raise UserError(f"--out {options.out}: give a file that ends in .{options.to}")
-        if "train.precision" in typed_keys(options.overrides):
-            raise UserError("train.precision: an exported file computes in fp32; leave the key out")
-    except UserError as mistake:
-        cli.fail(str(mistake), SCRIPT)
-    options.path = Path(paths[0])
+    options = parse_paths(parser)
+    if len(options.paths) != 1:
+        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
+    to, packages = options.to, FORMATS[options.to]
+    if missing := [name for name in packages if find_spec(name) is None]:
+        parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
+    if options.preprocessing and to == "safetensors":
+        parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
+    if options.out is not None and options.out.suffix != f".{to}":
+        parser.error(f"--out {options.out}: give a file that ends in .{to}")
+    if "train.precision" in typed_keys(options.overrides):
+        parser.error("train.precision: an exported file computes in fp32; leave the key out")
     return options
 
 
@@ -99,9 +74,8 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -254,16 +228,6 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the warnings of the exporters about their own code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in QUIET:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        yield
 
 
 # Reading, as another program would.
@@ -437,7 +401,8 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
         temporary = Path(folder) / out.name
         try:
-            with quiet():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the exporters, about their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             lines = [compare(job, predict, model)]
@@ -461,7 +426,9 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
 
 def run(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
-    trained = open_trained(options.path, options.overrides, classes=options.classes)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")
     model = replace(trained.config.model, channels_last=False)

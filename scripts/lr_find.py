@@ -26,10 +26,10 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import Config
-from scripts.lib.options import option_parser
+from scripts.lib.options import Parser
 
 if __name__ == "__main__":
-    parser = option_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="optimiser steps (100)")
     parser.add_argument("--lowest", type=float, help="first learning rate (0.03 x optim.lr)")
     parser.add_argument("--highest", type=float, help="last learning rate (3000 x optim.lr)")
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     OPTIONS.lowest = OPTIONS.lowest or CONFIG.optim.lr * 0.03
     OPTIONS.highest = OPTIONS.highest or CONFIG.optim.lr * 3000
     if OPTIONS.steps < 20 or not 0 < OPTIONS.lowest < OPTIONS.highest < math.inf:
-        cli.fail("give --steps of at least 20, and 0 < --lowest < --highest", "lr_find.py")
+        parser.error("give --steps of at least 20, and 0 < --lowest < --highest")
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -4,14 +4,9 @@
     find photos -name '*.jpg' | python scripts/predict.py runs/NAME - --format csv > classes.csv
     python scripts/predict.py resnet50-0676ba61.pth model.name=resnet50 photo.jpg --top 1
 
-CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
-step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
-model.name=NAME is required. PATH is an image, a folder (its images, also those in folders below it,
-sorted), or - for a list on standard input, one path per line.
-
-Accepts train.py's key=value overrides, such as data.val_size=288, train.device=cpu or
-loader.workers=4 (threads that decode images; the default is one per core). The images get the
-validation transforms of the checkpoint.
+PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
+standard input, one path per line. The images get the validation transforms of the checkpoint.
+loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
 batch by batch. Of `probability`, these are the most probable classes:
@@ -19,9 +14,8 @@ batch by batch. Of `probability`, these are the most probable classes:
   jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
          "name": ...}, ...]}
   csv    path,class_1,probability_1,class_2,...,name_1,name_2,...
-An index is the position of the class in the model's output. Where the names of the classes are not
-known, the index is the name. The table shows, and `name` is, the readable name of a class whose
-folder is named by a WordNet ID of ImageNet: goldfish for n01443537.
+An index is the position of the class in the model's output, and its name where the names are not
+known. `name` is the readable name: goldfish for ImageNet's folder n01443537.
 
 Another value is a number; or a list, by the names of the outputs if there are as many; or a mask,
 which is written to a PNG file in --out, whose path is printed.
@@ -48,7 +42,7 @@ if __name__ == "__main__":
 
 from conf import cli, strict_json
 from conf.schema import UserError, typed_keys
-from scripts.lib.options import add_classes, option_parser, split_paths
+from scripts.lib.options import checkpoint_parser, split_paths
 
 SCRIPT = "predict.py"
 MOST = 5  # classes per image, unless --top is given
@@ -63,13 +57,11 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an argument is wrong or missing.
     """
-    usage = "python scripts/predict.py CHECKPOINT PATH... [options] [key=value ...]"
-    parser = option_parser(__doc__, usage=usage)
+    parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
-    add_classes(parser)
     options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
     checked = [word for word in words if word != LIST and not os.path.islink(word)]

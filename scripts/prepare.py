@@ -53,14 +53,14 @@ if __name__ == "__main__":
 
 from conf import cli
 from conf.schema import MAX_PIXELS, UserError
-from scripts.lib.options import option_parser
+from scripts.lib.options import Parser
 
 FORMATS = ("folder", "tar", "zip")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line. A mistake ends the program with status 2."""
-    parser = option_parser(__doc__)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
     add("--to", required=True, help="output folder: new, empty, or started by the same command")

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from scripts.lib.options import option_parser
+from scripts.lib.options import Parser
 
 # isort: split
 import yaml
@@ -574,7 +574,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = option_parser(__doc__)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
     add("--out", type=Path, metavar="FILE", help="output file (report.html)")

@@ -117,9 +117,9 @@ def test_a_fault_is_a_row_and_status_1(root: Path) -> None:
 
 
 def test_a_mistake_is_one_line_and_status_2(root: Path) -> None:
-    process = run(root, "--sample", "0")
+    process = run(root, "--ranks", "0")
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (2, "", 1)
-    assert process.stderr.startswith("doctor.py: --sample and --ranks: give 1 or more")
+    assert process.stderr.startswith("doctor.py: --ranks 0: give 1 or more")
 
 
 def test_data_without_files(tmp_path: Path) -> None:
