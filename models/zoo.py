@@ -16,6 +16,7 @@ from conf.optional import has_part
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
 from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_convolution_of
+from models.published import address
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights
@@ -82,9 +83,11 @@ def build(
     except Exception as error:  # whatever a constructor or a download raises
         reason = (str(error).splitlines() or [""])[0]
         if pretrained:
+            file = address(name)
+            remedy = f"copy {file} to this machine and " if file else ""
             raise UserError(
                 f"model.weights=pretrained: the weights of {name} cannot be loaded "
-                f"({type(error).__name__}: {reason}); give a file with model.weights=FILE"
+                f"({type(error).__name__}: {reason}); {remedy}give model.weights=FILE"
             ) from None
         if not isinstance(error, AssertionError) and not args:
             raise

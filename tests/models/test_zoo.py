@@ -119,7 +119,8 @@ def test_published_weights_without_a_network(
         models.build("resnet18", num_classes=2, image_size=32, pretrained=True)
     assert re.fullmatch(
         r"model\.weights=pretrained: the weights of resnet18 cannot be loaded \(URLError: "
-        r".*refused>\); give a file with model\.weights=FILE",
+        r".*refused>\); copy https://download\.pytorch\.org/models/resnet18-f37072fd\.pth to this "
+        r"machine and give model\.weights=FILE",
         str(error.value),
     )
     with pytest.raises(UserError, match="resnet_tiny has no published weights"):
