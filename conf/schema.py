@@ -562,21 +562,6 @@ def affecting(config: Config, what: Affects) -> dict[str, Any]:
     }
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe the changed values of keys that may change when a run resumes, except run.*.
-
-    These are the keys that do not affect the result, and those of the samples, which may move.
-    """
-    fixed = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT}
-    return [
-        f"{name}: {show(stored[name])} -> {show(value)}"
-        for name, value in now.items()
-        if stored.get(name, value) != value
-        and name not in fixed - set(CHOOSE_SAMPLES)
-        and not name.startswith("run.")
-    ]
-
-
 def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
     """Return transforms with `other` in place of every parameter `size` of this value."""
     if isinstance(node, Mapping):

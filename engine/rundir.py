@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.compose import to_yaml
-from conf.schema import Config, UserError, config_values, differences
+from conf.schema import Config, UserError, config_values
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.compile_cache import CompileCache
@@ -32,7 +32,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     Attributes, set by `open`:
         resumed: the checkpoint from which this start continues; None at step 0.
-        changes: a sentence for each key that differs from the config in that checkpoint.
         finished: summary.json of an earlier start that finished this run, or None.
         last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
             step at which this start begins.
@@ -44,7 +43,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
-        self.changes: list[str] = []
         self.finished: dict[str, Any] | None = None
         self.step_on_disk = self.last_saved_step = 0
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
@@ -79,13 +77,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """
         world, values = self.world, {**config_values(self.config), "ranks": self.world.size}
         world.require_same(identity)
-        self.resumed, accepted, before, self.finished = world.broadcast(
+        self.resumed, accepted, self.finished = world.broadcast(
             lambda: self._open(state, plan, identity)
         )
         if self.resumed is not None:
             if not world.is_main:
                 _load_state(state, self.resumed, checkpoint.load(self.resumed), accepted)
-            self.changes = differences(before, values)
             self.step_on_disk = self.last_saved_step = state.step
             self._adjust(state, self.resumed, accepted)
         made_by = world.broadcast(checkpoint.provenance)
@@ -97,18 +94,17 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     def _open(
         self, state: TrainState, plan: Plan, identity: dict[str, Any]
-    ) -> tuple[Path | None, dict[str, str], dict[str, Any], dict[str, Any] | None]:
+    ) -> tuple[Path | None, dict[str, str], dict[str, Any] | None]:
         """Open the folder on rank 0, which reads the checkpoint before it creates anything.
 
-        Return the checkpoint, the accepted changes, the config in it, and the summary if the run is
-        finished. Then nothing is written.
+        Return the checkpoint, the accepted changes, and the summary if the run is finished. Then
+        nothing is written.
         """
         path: Path | None = None
         changes: dict[str, str] = {}
-        before: dict[str, Any] = {}
         if self._found is not None:
             path, content = self._found
-            accept, before = self.config.checkpoint.accept_changes, content["config"]
+            accept = self.config.checkpoint.accept_changes
             changes = accepted_changes(
                 path, content, identity, accept=accept, stop_step=plan.stop_step
             )
@@ -128,12 +124,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         found = tuple(map(summary.get, ("status", "step", "best_by")))
         expected = "finished", state.step, self.config.train.best_by
         if state.step >= plan.stop_step and found == expected:
-            return path, changes, before, summary
+            return path, changes, summary
         self.write("config.yaml", to_yaml(self.config))
         self.write("overrides.yaml", to_yaml(self.config.typed))
         for name in ("summary.json", "diverged.json"):  # of an earlier start
             (self.path / name).unlink(missing_ok=True)
-        return path, changes, before, None
+        return path, changes, None
 
     def _adjust(self, state: TrainState, resumed: Path, accepted: dict[str, str]) -> None:
         """Drop from a loaded state what does not hold in this run, and note where it came from."""

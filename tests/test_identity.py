@@ -85,9 +85,6 @@ def test_keys_without_effect_on_the_result_can_change(program: Program) -> None:
     status, out, _ = program(*changes, "data.on_error=skip")
     assert status == 0
     assert "resumed from step-00000005.pt" in out
-    for line in ("loader.workers: 0 -> 1", "train.max_steps: 5 -> 7"):
-        assert f"changed  {line}\n" in out
-    assert "changed  loader.decoder" not in out  # the same pixels
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 7
 
 
@@ -139,8 +136,7 @@ def test_changed_images_with_the_same_names_are_refused(
     """A downscaled copy of a dataset keeps its names. An exact copy may be in any folder."""
     program("train.max_steps=2")
     moved = shutil.copytree(image_root, tmp_path / "moved")
-    status, out, _ = program(f"data.root={moved}", "train.max_steps=3")
-    assert status == 0 and f"changed  data.root: {image_root} -> {moved}\n" in out
+    assert program(f"data.root={moved}", "train.max_steps=3")[0] == 0
     (moved / "val" / "dots" / "00.jpg").write_bytes(
         (moved / "val" / "dots" / "01.jpg").read_bytes()
     )
@@ -173,8 +169,7 @@ def test_stored_config_is_not_resolved(program: Program, monkeypatch: pytest.Mon
     branch = ["run.name=two", "checkpoint.resume=foreign.pt", "checkpoint.accept_changes=true"]
     status, out, err = program(*branch)
     assert "accepted at step 2: optim.lr was ${oc.env:SECRET}, is 0.2" in out
-    assert status == 0 and "changed  log.every_steps: ${oc.env:SECRET} -> 1\n" in out
-    assert "hunter2" not in out + err
+    assert status == 0 and "hunter2" not in out + err
 
 
 def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:

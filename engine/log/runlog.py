@@ -73,7 +73,6 @@ def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
         *plan.lines(),
         f"run      {run.path}{resumed}",
         *(f"history  {line}" for line in state.history),
-        *(f"changed  {change}" for change in run.changes),
     )
     if run.finished is not None:
         more = "a larger train.max_steps to continue, "

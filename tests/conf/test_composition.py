@@ -16,7 +16,6 @@ from conf.schema import (
     UserError,
     affecting,
     config_values,
-    differences,
     group_names,
 )
 
@@ -271,15 +270,6 @@ def test_keys_out_of_effect_do_not_affect_the_result() -> None:
     for optim, expected in {"sgd": {"optim.momentum"}, "adamw": {"optim.betas"}}.items():
         found = affecting(composed(f"optim={optim}"), RESULT)
         assert found.keys() & {"optim.betas", "optim.momentum"} == expected
-
-
-def test_differences_are_those_that_do_not_affect_the_result() -> None:
-    now = composed("data.root=/moved loader.workers=3 optim.lr=0.5 run.name=a train.max_steps=7")
-    assert differences(config_values(composed("loader.workers=2")), config_values(now)) == [
-        "data.root: /imagenet -> /moved",
-        "loader.workers: 2 -> 3",
-        "train.max_steps: null -> 7",
-    ]
 
 
 # The config of a checkpoint with overrides.

@@ -178,7 +178,7 @@ def test_accepted_changes_are_returned(run: Path) -> None:
 
 
 def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
-    content = {"identity": stored, "step": 7}
+    content = {"identity": stored, "step": 7, "config": stored | now}
     return accepted_changes(Path("step-7.pt"), content, now, accept=accept, stop_step=9)
 
 
