@@ -46,7 +46,10 @@ def set_up_process() -> None:
         fail(str(error))
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
-        fail("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+        fail(
+            "Windows is not supported; run `wsl --install` in PowerShell and restart: then clone "
+            "and run this program in that Linux (WSL 2), which sees the GPU"
+        )
     if missing:
         fail(
             f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "

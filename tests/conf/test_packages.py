@@ -59,10 +59,12 @@ def test_packages_are_the_required_ones() -> None:
 
 
 WINDOWS = """
-import runpy, signal, sys
+import os, runpy, signal, sys
 sys.platform = "win32"
 for name in ("SIGPIPE", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
     delattr(signal, name)
+for name in ("fork", "getuid", "geteuid", "killpg", "setsid", "sched_getaffinity", "uname"):
+    delattr(os, name)
 sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -81,7 +83,7 @@ def test_windows_is_refused(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "train.py: Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux "
-        "programs\n"
+        "train.py: Windows is not supported; run `wsl --install` in PowerShell and restart: then "
+        "clone and run this program in that Linux (WSL 2), which sees the GPU\n"
     )
     assert list(tmp_path.iterdir()) == []
