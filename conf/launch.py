@@ -27,16 +27,13 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of a job, and the place where they meet.
-
-    Attributes:
-        host, port: where rank 0 or torchrun listens, if there are several ranks.
-    """
+    """The ranks of a job, and the place where they meet."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
 

@@ -480,17 +480,7 @@ class Profile:
 
 @dataclass
 class Config:
-    """What the user chose. Only the sections hold keys.
-
-    Attributes:
-        adapt: values that are not typed follow from the weights and the number of images
-            (engine/extras/finetune.py). Set by a recipe.
-        typed: the overrides as typed, for overrides.yaml.
-        notes: to print at the start.
-        expect: what the recipe is expected to reach: the node of its file, for
-            engine/extras/expectation.py.
-        changed: values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE.
-    """
+    """What the user chose. Only the sections hold keys."""
 
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
@@ -504,10 +494,15 @@ class Config:
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
+    # Whether values that are not typed follow from the weights and the number of images
+    # (engine/extras/finetune.py). Set by a recipe.
     adapt: bool = False
+    # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
-    notes: list[str] = field(default_factory=list, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
+    # What the recipe is expected to reach: the node of its file, for engine/extras/expectation.py
     expect: dict[str, Any] | None = field(default=None, compare=False)
+    # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
     changed: dict[str, str] = field(default_factory=dict, compare=False)
     recipe: str = field(default="", compare=False)
 

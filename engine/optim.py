@@ -89,18 +89,12 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
 
 @dataclass(frozen=True)
 class Curve:
-    """The learning rate of every step.
-
-    Attributes:
-        peak: learning rate at the end of the warm-up.
-        warmup_steps: steps of linear increase from zero.
-        total_steps: step at which cosine and linear reach `config.final_lr`.
-    """
+    """The learning rate of every step."""
 
     config: Schedule
-    peak: float
-    warmup_steps: int
-    total_steps: int
+    peak: float  # learning rate at the end of the warm-up
+    warmup_steps: int  # steps of linear increase from zero
+    total_steps: int  # step at which cosine and linear reach `config.final_lr`
     steps_per_epoch: float
 
     def at(self, step: int) -> float:

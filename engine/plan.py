@@ -51,48 +51,37 @@ class Due:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run will do. A step is an optimiser step over the global batch.
-
-    Attributes:
-        image_size: side of the training images in pixels; with data.sizes, of the largest.
-        sizes: the side of the training images by step; empty without data.sizes.
-        schedule_steps: the length of the learning-rate schedule.
-        stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
-        device, device_type: name of the GPU and "cuda", or "cpu" and "cpu".
-        compile_reason: why model.compile=auto chose this mode; empty if the user set it.
-        flops_by_size: side of the training images -> operations of a forward pass of one image.
-        state_bytes: memory of the training state, and about the size of a checkpoint.
-        fields: of a sample of the training split.
-        class_weights: weight of each class in the loss; empty if all count alike.
-        notes: on values that are probably not what the user wants.
-    """
+    """What one run will do. A step is an optimiser step over the global batch."""
 
     config: Config
     world_size: int
     train_images: int
     val_images: int
     classes: tuple[str, ...]
-    image_size: int
+    image_size: int  # side of the training images in pixels; with data.sizes, of the largest
     val_size: int
-    sizes: SizeSchedule
-    schedule_steps: int
-    stop_step: int
+    sizes: SizeSchedule  # the side of the training images by step; empty without data.sizes
+    schedule_steps: int  # the length of the learning-rate schedule
+    stop_step: int  # where the run ends: `schedule_steps`, or train.max_steps if that is earlier
     curve: Curve
     loader: LoaderPlan
+    # Name of the GPU and "cuda", or "cpu" and "cpu"
     device: str
     device_type: str
     precision: str
     channels_last: bool
     compile: str
-    compile_reason: str
+    compile_reason: str  # why model.compile=auto chose this mode; empty if the user set it
     parameters: int
     has_batch_norm: bool
+    # Side of the training images -> operations of a forward pass of one image
     flops_by_size: Mapping[int, int]
-    state_bytes: int
-    fields: Mapping[str, Field]
+    state_bytes: int  # memory of the training state, and about the size of a checkpoint
+    fields: Mapping[str, Field]  # of a sample of the training split
     best_by: BestBy
+    # Weight of each class in the loss; empty if all count alike
     class_weights: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on values that are probably not what the user wants
 
     @property
     def batch_size(self) -> int:

@@ -19,24 +19,17 @@ from engine.metrics import calibration_error, macro_f1, macro_precision, macro_r
 
 @dataclass(frozen=True)
 class Value:
-    """A named value.
+    """A named value."""
 
-    Attributes:
-        form: how Python formats it.
-        unit: what follows the number.
-        lower: whether a lower value is better.
-        console: whether the console shows it; by default, unless its name has a slash.
-        judge: for what is no mean over the images: called once per validation with the rows of the
-            whole split, in its order, on the CPU.
-        rows: the names of the rows that `judge` takes; without them, the value is left out. A row
-            that is not in VALUES itself is not averaged.
-    """
-
-    form: str = ".4g"
-    unit: str = ""
-    lower: bool = False
-    console: bool = True
+    form: str = ".4g"  # how Python formats it
+    unit: str = ""  # what follows the number
+    lower: bool = False  # whether a lower value is better
+    console: bool = True  # whether the console shows it; by default, unless its name has a slash
+    # For what is no mean over the images: called once per validation with the rows of the whole
+    # split, in its order, on the CPU
     judge: Callable[..., float] | None = None
+    # The names of the rows that `judge` takes; without them, the value is left out. A row that is
+    # not in VALUES itself is not averaged.
     rows: tuple[str, ...] = ()
 
 

@@ -30,19 +30,12 @@ ALPHAS = 0.001, 1000  # the range of alpha
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's rows of the global batch, and the random numbers of all rows.
+    """A rank's rows of the global batch, and the random numbers of all rows."""
 
-    Attributes:
-        rng: generator of this step, in the same state on every rank.
-        total: rows of the global batch: draw this many of everything.
-        first: this rank's first row.
-        count: its number of rows.
-    """
-
-    rng: np.random.Generator
-    total: int
-    first: int
-    count: int
+    rng: np.random.Generator  # generator of this step, in the same state on every rank
+    total: int  # rows of the global batch: draw this many of everything
+    first: int  # this rank's first row
+    count: int  # its number of rows
 
     def own(self, values: np.ndarray) -> np.ndarray:
         """Return this rank's rows of values [total, ...]."""

@@ -39,17 +39,12 @@ class BadImageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Field:
-    """One named array of a sample.
+    """One named array of a sample."""
 
-    Attributes:
-        dtype: numpy dtype, which torch must have too.
-        shape: of one sample. That of an image is [..., H, W, C].
-        image: whether it is normalised and goes through the transforms of a batch. On the device,
-            it is float [B, ..., C, H, W]; other fields arrive as they are.
-    """
-
-    dtype: Any
-    shape: tuple[int, ...] = ()
+    dtype: Any  # numpy dtype, which torch must have too
+    shape: tuple[int, ...] = ()  # of one sample. That of an image is [..., H, W, C]
+    # Whether it is normalised and goes through the transforms of a batch. On the device, it is
+    # float [B, ..., C, H, W]; other fields arrive as they are.
     image: bool = False
 
     @property

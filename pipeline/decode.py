@@ -70,22 +70,15 @@ Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class CropResize:
-    """A step of the geometry: crop the region `box`, resize it to `size`, perhaps mirror it.
+    """A step of the geometry: crop the region `box`, resize it to `size`, perhaps mirror it."""
 
-    Attributes:
-        box: pixels outside the image are black.
-        size: (width, height).
-        interpolation: one of INTERPOLATIONS, with antialiasing.
-        quick: let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large
-            photos, a little softer.
-        mirrored: flip left and right.
-    """
-
-    box: Box
-    size: tuple[int, int]
-    interpolation: str = "bilinear"
+    box: Box  # pixels outside the image are black
+    size: tuple[int, int]  # (width, height)
+    interpolation: str = "bilinear"  # one of INTERPOLATIONS, with antialiasing
+    # Let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large photos, a
+    # little softer
     quick: bool = False
-    mirrored: bool = False
+    mirrored: bool = False  # flip left and right
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +125,14 @@ class Picture:
 
     The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
     (pipeline/gpu). Every other method returns a new picture and computes nothing.
-
-    Attributes:
-        source: a file, or pixels, uint8, uint16 or float32 [H, W, C].
-        geometry: the steps, in order.
-        origin: the picture that the source was computed from, and how its pixels moved then, for
-            `pipeline.augment.follow`; None if the source is the file or its pixels.
-        orientation: how the source is to be turned before the geometry, as in EXIF, from 1 to 8.
     """
 
-    source: np.ndarray | JpegFile
-    geometry: tuple[CropResize, ...] = ()
+    source: np.ndarray | JpegFile  # a file, or pixels, uint8, uint16 or float32 [H, W, C]
+    geometry: tuple[CropResize, ...] = ()  # the steps, in order
+    # The picture that the source was computed from, and how its pixels moved then, for
+    # `pipeline.augment.follow`; None if the source is the file or its pixels
     origin: "tuple[Picture, Sequence[Move]] | None" = None
+    # How the source is to be turned before the geometry, as in EXIF, from 1 to 8
     orientation: int = 1
 
     @property

@@ -52,24 +52,16 @@ class Index:
     """The sample table of one split.
 
     The order is by class, then by path, wherever the images are stored.
-
-    Attributes:
-        root: the split's folder or file, for messages.
-        classes: class names, sorted; a label is a position in it.
-        sources: what holds the images.
-        paths: uint8 [bytes]: every path below its source, end to end.
-        offsets: int64 [samples + 1]: where each path starts.
-        labels: int64 [samples].
-        places: int64 [samples, 3]: number of the source, and offset and length in bytes in a
-            container. None if all are whole files of the only source.
     """
 
-    root: str
-    classes: tuple[str, ...]
-    sources: tuple[Folder | Container, ...]
-    paths: SharedArray
-    offsets: SharedArray
-    labels: SharedArray
+    root: str  # the split's folder or file, for messages
+    classes: tuple[str, ...]  # class names, sorted; a label is a position in it
+    sources: tuple[Folder | Container, ...]  # what holds the images
+    paths: SharedArray  # uint8 [bytes]: every path below its source, end to end
+    offsets: SharedArray  # int64 [samples + 1]: where each path starts
+    labels: SharedArray  # int64 [samples]
+    # int64 [samples, 3]: number of the source, and offset and length in bytes in a container. None
+    # if all are whole files of the only source.
     places: SharedArray | None = None
 
     @classmethod

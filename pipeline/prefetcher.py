@@ -32,18 +32,13 @@ TARGET = "target"  # the field that batch transforms add: the mixed form of `Mix
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch for the step. On a GPU its memory is reused later: clone it to keep it.
+    """A batch for the step. On a GPU its memory is reused later: clone it to keep it."""
 
-    Attributes:
-        fields: name -> tensor [B, ...], as `batch[name]`. Images are [B, ..., C, H, W] in the
-            training dtype, normalised. TARGET is there if batch transforms mixed the labels.
-        samples: int64 [B, 2], the (epoch, index) of each row.
-        step: of the sampler.
-    """
-
+    # Name -> tensor [B, ...], as `batch[name]`. Images are [B, ..., C, H, W] in the training dtype,
+    # normalised. TARGET is there if batch transforms mixed the labels.
     fields: dict[str, Tensor]
-    samples: Tensor
-    step: int
+    samples: Tensor  # int64 [B, 2], the (epoch, index) of each row
+    step: int  # of the sampler
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:

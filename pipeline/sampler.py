@@ -21,20 +21,16 @@ import numpy as np
 
 @dataclass(kw_only=True, eq=False)
 class TrainSampler:
-    """Order of training samples.
-
-    Attributes:
-        batch_size: global batch; a multiple of `world_size`.
-        repeats: how often an epoch uses an image: the first num_samples / repeats images of its
-            order, as timm's RepeatAugSampler. The global batch is sorted by repetition, so that
-            mixup, which blends neighbours, does not blend an image with itself.
-    """
+    """Order of training samples."""
 
     num_samples: int
-    batch_size: int
+    batch_size: int  # global batch; a multiple of `world_size`
     seed: int
     rank: int = 0
     world_size: int = 1
+    # How often an epoch uses an image: the first num_samples / repeats images of its order, as
+    # timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which blends
+    # neighbours, does not blend an image with itself.
     repeats: int = 1
 
     def __post_init__(self) -> None:

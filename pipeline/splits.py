@@ -20,18 +20,13 @@ SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
 
 
 class HeldOut(NamedTuple):
-    """The validation images of each class: a part of it, in the order of `chosen`.
+    """The validation images of each class: a part of it, in the order of `chosen`."""
 
-    Attributes:
-        given: key=value, for messages.
-        start, stop: fractions of the images of the class.
-        fewest: number of images that a class needs.
-    """
-
-    given: str
+    given: str  # key=value, for messages
+    # Fractions of the images of the class
     start: float
     stop: float
-    fewest: int
+    fewest: int  # number of images that a class needs
 
 
 def held_out(data: Data) -> HeldOut | None:

@@ -23,16 +23,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Predictions:
-    """One row for every image of a split, in its order.
+    """One row for every image of a split, in its order."""
 
-    Attributes:
-        labels, predictions: int64 [N]; the prediction is class 0 if a logit is NaN.
-        losses, confidences, top1, top5: float64 [N], of `engine.scores.class_values`; top5 is None
-            if there are fewer than six classes.
-    """
-
+    # int64 [N]; the prediction is class 0 if a logit is NaN
     labels: Ints
     predictions: Ints
+    # float64 [N], of `engine.scores.class_values`; top5 is None if there are fewer than six classes
     losses: Floats
     confidences: Floats
     top1: Floats

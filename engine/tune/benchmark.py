@@ -42,20 +42,15 @@ class Benchmark:
 
     Methods that wait for images raise StoppedError at a signal, and LoaderError if an image cannot
     be read.
-
-    Attributes:
-        feed: with up to PROBE_WORKERS active workers, and buffers for more.
-        step: a real training step; the caller restores the state it changes.
-        stop: ends the measurement at a signal, on all ranks at the same batch.
-        next_step: where training begins; the batches from there on are used and discarded.
     """
 
-    feed: Feed
+    feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
+    # A real training step; the caller restores the state it changes
     step: Callable[[Batch], object]
     plan: Plan
     world: World
-    stop: StopSignal
-    next_step: int
+    stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
+    next_step: int  # where training begins; the batches from there on are used and discarded
 
     @property
     def loader(self) -> Loader:

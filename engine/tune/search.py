@@ -28,18 +28,13 @@ FEWEST_STEPS = 4  # of a trial
 
 
 class Candidate(NamedTuple):
-    """A decoder to try.
+    """A decoder to try."""
 
-    Attributes:
-        first, cap: the number of workers to begin with, and the largest number.
-        per_worker: expected images/s per worker, with the share of the JPEG engines.
-        bound: images/s that the decoder cannot exceed.
-    """
-
+    # The number of workers to begin with, and the largest number
     first: int
     cap: int
-    per_worker: float
-    bound: float
+    per_worker: float  # expected images/s per worker, with the share of the JPEG engines
+    bound: float  # images/s that the decoder cannot exceed
 
     def expected_rate(self, workers: int, demand: float) -> float:
         """Images/s to expect of a trial, for a step of `demand` images/s."""

@@ -70,17 +70,13 @@ def file_bytes_per_row(mean_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """The buffers of a ring that hold encoded rows.
+    """The buffers of a ring that hold encoded rows."""
 
-    Attributes:
-        files: uint8 [slots, bytes]; each row has an equal share; the rows of a task pool theirs.
-        geometry: float64 [slots, B, COLUMNS]: the crop and the file or the pixels of each row.
-        size: side of the images of the batch, in pixels.
-    """
-
+    # uint8 [slots, bytes]; each row has an equal share; the rows of a task pool theirs
     files: SharedArray
+    # float64 [slots, B, COLUMNS]: the crop and the file or the pixels of each row
     geometry: SharedArray
-    size: int
+    size: int  # side of the images of the batch, in pixels
 
     def mark_as_pixels(self, slot: int, rows: int | slice) -> None:
         """Note that rows of a slot hold pixels and need no decoding."""
