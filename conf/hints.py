@@ -82,27 +82,31 @@ def refuse_word(word: str, before: str = "") -> NoReturn:
 def _refuse_flags(words: Sequence[str]) -> NoReturn:
     """Refuse the flags of another trainer, and say what to write instead of all of them."""
     flags: list[str] = []
-    overrides: list[str] = []
+    overrides: dict[str, str] = {}  # key -> value
     sentences: dict[str, list[str]] = {}  # answer -> flags
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
             if _is_path(word):  # as in pytorch/examples
-                overrides.append(f"data.root={shlex.quote(word)}")
+                overrides["data.root"] = word
             continue
         flag, _, value = word.partition("=")
-        text, values = what_to_write(flag), [value] if value else []
-        most = sys.maxsize if "[{}]" in text else "{}" in text
+        answer, values = what_to_write(flag), [value] if value else []
+        most = sys.maxsize if "[{}]" in answer else "{}" in answer
         while rest and len(values) < most and not rest[0].startswith("-") and "=" not in rest[0]:
             values.append(rest.pop(0))
         flags.append(flag)
-        answer = advice(flag, ",".join(values) or "VALUE")
+        answer = answer.replace("{}", ",".join(values) or "VALUE")
         if answer.startswith("write "):
-            overrides.append(answer.removeprefix("write "))
+            key, _, value = answer[6:].partition("=")
+            if key in overrides and value[0] in "[{":  # one list or dict of all entries
+                value = f"{overrides[key][:-1]}, {value[1:]}"
+            overrides[key] = value
         else:
             sentences.setdefault(answer, []).append(flag)
-    parts = [f"write {' '.join(dict.fromkeys(overrides))}"] if overrides else []
+    written = [shlex.quote(f"{key}={value}") for key, value in overrides.items()]
+    parts = [f"write {' '.join(written)}"] if written else []
     for answer, asked in sentences.items():
         parts.append(answer if asked == flags else f"{', '.join(asked)}: {answer}")
     raise UserError(f"{', '.join(flags)}: not an option; {'; '.join(parts)}")

@@ -130,10 +130,12 @@ def _check_choice(text: str, group: str, choice: Any, config_dir: Path | None) -
     choices = group_names(group, config_dir)
     if isinstance(choice, (str, int)) and show(choice) in choices:  # 10.yaml is allowed
         return
+    word = str(choice).lower()
+    similar = next((known for known in choices if known in word), word)  # cosineannealinglr
     more = {
         "model": f"; for any other model write model.name={choice}",
         "data": f"; for a folder of images write data.root={choice}",
-    }.get(group) or did_you_mean(str(choice).lower(), choices)
+    }.get(group) or did_you_mean(similar, choices)
     raise UserError(f"{text}: no such {group}; choose one of {', '.join(choices)}{more}")
 
 

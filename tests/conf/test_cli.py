@@ -201,6 +201,7 @@ MISTAKES = {
     "recipe=imagenet_rn5": f"choose one of {RECIPE}; did you mean imagenet_rn50?",
     "optim=../optim/sgd": f"choose one of {OPTIM}",
     "model=resnet101": "; for any other model write model.name=resnet101",
+    "schedule=cosineannealinglr": "one of constant, cosine, linear, step; did you mean cosine?",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
     # a wrong type
@@ -282,6 +283,8 @@ FLAGS = {
     "=1": "=1: there is no key =1; --help lists all keys",
     "--optim.lr 0.1": "--optim.lr: not an option; write optim.lr=0.1",
     "--arch": "--arch: not an option; write model.name=VALUE",
+    "--drop 0.1 --drop-path 0.2": "--drop, --drop-path: not an option; "
+    "write 'model.args={drop_rate: 0.1, drop_path_rate: 0.2}'",
     "-p 10": "-p: not an option; write log.every_steps=10",
     "-c args.yaml": "-c: not an option; "
     "recipe=NAME for a file in conf/recipe, or in the folder of --config-dir",
@@ -300,7 +303,7 @@ FLAGS = {
     ),
     "--pretrained -a resnet18 '/my images'": (
         "--pretrained, -a: not an option; write model.weights=pretrained model.name=resnet18 "
-        "data.root='/my images'"
+        "'data.root=/my images'"
     ),
 }
 
