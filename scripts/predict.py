@@ -20,6 +20,9 @@ known. `name` is the readable name: goldfish for ImageNet's folder n01443537.
 Another value is a number; or a list, by the names of the outputs if there are as many; or a mask,
 which is written to a PNG file in --out, whose path is printed.
 
+--features FILE.npz also writes the input of the model's last layer, for example for a search for
+similar images: `features`, float32 [images, C], and `paths`. They stay in memory until the end.
+
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
 Exit status: 0 predicted, also if some files could not be read; 1 failed, or no image could be read;
@@ -62,6 +65,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
+    add("--features", type=Path, metavar="FILE", help="write the input of the last layer, as .npz")
     options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
     checked = [word for word in words if word != LIST and not os.path.islink(word)]
@@ -76,6 +80,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         )
     if options.top is not None and options.top < 1:
         raise UserError(f"--top {options.top}: give 1 or more")
+    if options.features is not None and options.features.suffix != ".npz":
+        raise UserError(f"--features {options.features}: give a file that ends in .npz")
     options.checkpoint, *options.paths = paths
     return options
 
@@ -97,7 +103,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import train
 from conf.escape import printable, write_csv
@@ -105,6 +111,7 @@ from conf.files import LARGEST_IMAGE, read_bytes
 from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown
+from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.build import build_transform
@@ -133,6 +140,7 @@ class Result:
     # [H, W]; `predictions` -> the most probable classes as in a JSON line.
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
+    features: np.ndarray | None = None  # float32 [C]
 
 
 def find_files(paths: Iterable[str]) -> Iterator[str]:
@@ -158,12 +166,20 @@ class Predictor:
 
     Args:
         top: number of classes per image; None for MOST, or for all if there are fewer.
+        features: whether the results hold the input of the last layer.
 
     Raises:
         UserError: a transform, the decoder or the size of the images is wrong.
     """
 
-    def __init__(self, trained: Trained, device: torch.device, *, top: int | None = None) -> None:
+    def __init__(
+        self,
+        trained: Trained,
+        device: torch.device,
+        *,
+        top: int | None = None,
+        features: bool = False,
+    ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform = build_transform(config.augment.val, "augment.val")
         self.size = self.transform.image_size
@@ -182,6 +198,7 @@ class Predictor:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.model, self.device = trained.build(device), device
+        self.last_input = watch_head(self.model) if features else None
         dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(device)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
@@ -237,18 +254,30 @@ class Predictor:
         loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]
         found: Iterator[dict[str, Any]] = iter(())
+        features: Iterator[np.ndarray | None] = iter(())
         if images:
             inputs = self.format.normalised(torch.from_numpy(np.stack(images)).to(self.device))
             inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
             with autocast(self.device.type, self.precision):
                 outputs = self.model(inputs)
             found = iter(self.rows(train.predictions(outputs)))
+            features = iter(self.features(len(images)))
         results = []
         for path, image in loaded:
-            values = {} if isinstance(image, str) else next(found)
-            reason = image if isinstance(image, str) else "the model's output is not a number"
-            results.append(Result(path, values, "" if values else reason))
+            if isinstance(image, str):
+                results.append(Result(path, reason=image))
+                continue
+            values, reason = next(found), "the model's output is not a number"
+            results.append(Result(path, values, "" if values else reason, next(features)))
         return results
+
+    def features(self, count: int) -> Sequence[np.ndarray | None]:
+        """Return the input of the last layer for each image of the batch; None if not asked for."""
+        if self.last_input is None:
+            return [None] * count
+        if not self.last_input:
+            raise UserError("--features: the last layer of this model is not called; leave it out")
+        return list(self.last_input[0].float().cpu().numpy())
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return `Result.values` of each image; nothing of one with a value that is not finite."""
@@ -294,6 +323,20 @@ class Predictor:
 
         rows = zip(*(each.tolist() for each in probabilities.topk(top)), strict=True)
         return [list(map(entry, *row)) for row in rows]
+
+
+def watch_head(model: nn.Module) -> list[Tensor]:
+    """Return a list that holds, after each forward pass, the input of the last layer.
+
+    It is float [B, C]: of an input with positions, [B, C, H, W], the mean over them.
+    """
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept[:] = [inputs[0].flatten(2).mean(2) if inputs[0].ndim > 2 else inputs[0]]
+
+    model.get_submodule(head_of(model)[0].rpartition(".")[0]).register_forward_pre_hook(keep)
+    return kept
 
 
 def rounded(value: Any) -> Any:
@@ -380,6 +423,17 @@ def columns(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
+def write_features(batches: Iterable[list[Result]], file: Path) -> Iterator[list[Result]]:
+    """Pass the results on, and write the features of all images at the end."""
+    file.parent.mkdir(parents=True, exist_ok=True)  # fails before the images are read
+    kept = []
+    for batch in batches:
+        kept += [(result.path, result.features) for result in batch if not result.reason]
+        yield batch
+    paths, features = zip(*kept, strict=True) if kept else ((), ())
+    np.savez(file, paths=np.array(paths), features=np.array(features, np.float32))
+
+
 def write_all(batches: Iterable[list[Result]], output: Output) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
     read = failed = 0
@@ -402,12 +456,16 @@ def predict_all(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
-    predictor = Predictor(trained, device, top=options.top)
+    wants_features = options.features is not None
+    predictor = Predictor(trained, device, top=options.top, features=wants_features)
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
     output = Output(form, sys.stdout, predictor.names, options.out)
-    return write_all(predictor.run(find_files(options.paths)), output)
+    batches = predictor.run(find_files(options.paths))
+    if wants_features:
+        batches = write_features(batches, options.features)
+    return write_all(batches, output)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+import models
 import train
 from conf.schema import UserError
 from pipeline.build import build_val
@@ -23,6 +24,7 @@ from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.libraries import timm_module
 from tests.reliability.odd_images import exif
 
 CPU = torch.device("cpu")
@@ -81,6 +83,39 @@ def test_same_predictions_as_the_pipeline(folder: Path, image_root: Path, transf
         assert ours == sorted(ours, reverse=True) and sum(ours) > 0.999
         classes = [entry["index"] for entry in result.values["predictions"]]
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
+
+
+def test_features_are_the_input_of_the_last_layer(
+    folder: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder), str(damaged), "--features", str(tmp_path / "new" / "f.npz"), *HERE]
+    assert predict.predict_all(predict.arguments(words)) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    with np.load(tmp_path / "new" / "f.npz") as stored:
+        paths, features = stored["paths"], stored["features"]
+    assert paths.tolist() == [row["path"] for row in printed] and len(paths) == 2
+    assert features.dtype == np.float32
+    model = open_trained(folder, HERE).build(CPU)
+    with torch.no_grad():
+        probabilities = model.fc(torch.from_numpy(features)).softmax(1).tolist()
+    for row, expected in zip(printed, probabilities, strict=True):
+        found = {entry["index"]: entry["probability"] for entry in row["predictions"]}
+        assert found == pytest.approx(dict(enumerate(expected)), abs=1e-5)
+    with pytest.raises(UserError, match=r"^--features f: give a file that ends in \.npz$"):
+        predict.arguments([str(folder), str(damaged), "--features", "f"])
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_16", "densenet121", "timm/resnet18"])
+def test_features_of_other_models(name: str) -> None:
+    """The last layer may be a convolution, or get the first of several tokens."""
+    if name.startswith("timm/"):
+        timm_module("models")
+    with torch.device("meta"):
+        model = models.build(name, num_classes=7, image_size=224).eval()
+        features = predict.watch_head(model)
+        model(torch.zeros(2, 3, 224, 224))
+    (shape,) = {p.shape[1] for p in model.parameters() if p.ndim > 1 and p.shape[0] == 7}
+    assert [one.shape for one in features] == [(2, shape)]
 
 
 def test_a_photo_is_turned_as_in_the_training(
