@@ -36,16 +36,11 @@ class RunError(RuntimeError):
 
 
 class Affects(Flag):
-    """What changes when the value of a key changes.
-
-    Attributes:
-        RESULT: the trained weights or the validation metrics. Such a key is constant within a run.
-        SPEED: the speed of a step or of data loading. loader.workers=auto measures each value anew.
-    """
+    """What changes when the value of a key changes."""
 
     NOTHING = 0
-    RESULT = auto()
-    SPEED = auto()
+    RESULT = auto()  # the trained weights or the validation metrics: constant within a run
+    SPEED = auto()  # of a step or of data loading: loader.workers=auto measures each value anew
 
 
 NOTHING, RESULT, SPEED = Affects.NOTHING, Affects.RESULT, Affects.SPEED

@@ -32,20 +32,14 @@ class Divergence(nn.Module):
         optimizer: torch's fused optimisers and `Lamb` leave the weights as they are while their
             `found_inf` is 1. Others are only stopped on a CPU.
         scales_loss: whether the loss is scaled, for fp16.
-
-    Attributes:
-        found: float32 [], 1 once a gradient was not finite, else 0. With a scaled loss, it is 0
-            again in the step after an overflow.
-        first: float64 [2], or float32 [2]: the number of steps since then, that step included, and
-            its loss.
-        scale: float32 [], what the loss is multiplied by; 1 unless it is scaled.
-        good_steps: int32 [], the steps since the scale has changed.
     """
 
+    # float32 [], 1 once a gradient was not finite, else 0. With a scaled loss, it is 0 again in the
+    # step after an overflow.
     found: Tensor
-    first: Tensor
-    scale: Tensor
-    good_steps: Tensor
+    first: Tensor  # float64 or float32 [2]: the number of steps since then, it included; its loss
+    scale: Tensor  # float32 [], what the loss is multiplied by; 1 unless it is scaled
+    good_steps: Tensor  # int32 [], the steps since the scale has changed
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, scales_loss: bool = False) -> None:
         super().__init__()

@@ -39,10 +39,6 @@ class Heartbeat:
 
     It does so only if this rank has been in the same section for as long: then its main thread
     waits in a collective. A rank that responds may take longer.
-
-    Attributes:
-        wakeup: receives the signals of this process; for signal.set_wakeup_fd.
-        forwards: whether to pass signals of other ranks to the main thread, which handles them.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
@@ -50,7 +46,8 @@ class Heartbeat:
         self.timeout_seconds = timeout_seconds
         self.section = "start"
         self.peers: dict[str, Peer] = {}  # by name
-        self.forwards = False
+        self.forwards = False  # whether the main thread handles signals of other ranks
+        # For signal.set_wakeup_fd: it receives the signals of this process.
         self._woken, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self._signal = 0

@@ -44,13 +44,10 @@ class MovingAverage(nn.Module):
     min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of the steps so
     far, so that of a short run forgets the initial weights. timm and torchvision have no warm-up by
     default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are copied.
-
-    Attributes:
-        module: the averaged model.
-        n_averaged: int64 [], number of updates. On the device, because an update may be part of a
-            CUDA graph, which reads only device memory.
     """
 
+    # int64 [], number of updates. On the device, because an update may be part of a CUDA graph,
+    # which reads only device memory.
     n_averaged: Tensor
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -86,33 +83,28 @@ class TrainState:
     """Model, optimiser, step and validation results.
 
     It holds no random state: order, augmentation and dropout are functions of (seed, step).
-
-    Attributes:
-        sample_losses: the losses of each training image, classification.suspects.SampleLosses;
-            None without that part.
-        scales_loss: whether the loss is scaled, for fp16.
-        divergence: whether a gradient was not finite, and the loss scale. Of it, only the scale is
-            stored: training has ended after a bad step.
-        ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
-        best: the best validation row so far, by train.best_by.
-        last: the newest validation row.
-        totals: seconds of all starts so far, by kind; see engine.log.measurements.
-        origin: the checkpoint of another run from which this run started.
-        history: differences from a run with this config: the checkpoint it started from, and the
-            changes accepted at a step.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    # Moving average of the weights if train.ema_decay is set; `best` then refers to it
     ema: MovingAverage | None = None
+    # The losses of each training image, classification.suspects.SampleLosses; None without that
+    # part
     sample_losses: Any = None
     step: int = 0
+    # The best validation row so far, by train.best_by
     best: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # the newest validation row
+    # Seconds of all starts so far, by kind; see engine.log.measurements
     totals: dict[str, float] = field(default_factory=dict)
-    origin: str | None = None
+    origin: str | None = None  # the checkpoint of another run from which this run started
+    # Differences from a run with this config: the checkpoint it started from, and the changes
+    # accepted at a step
     history: list[str] = field(default_factory=list)
-    scales_loss: bool = False
+    scales_loss: bool = False  # whether the loss is scaled, for fp16
+    # Whether a gradient was not finite, and the loss scale. Of it, only the scale is stored:
+    # training has ended after a bad step.
     divergence: Divergence = field(init=False)
 
     def __post_init__(self) -> None:

@@ -36,23 +36,18 @@ class StopSignal:
 
     If the main thread does not finish within ANSWER_SECONDS after a signal, the process ends if
     nothing is lost: all steps are in a checkpoint, or the disk hangs.
-
-    Attributes:
-        failed: returns whether this rank must stop because it cannot continue; the next save
-            raises the error.
-        unsaved: returns whether there are steps that are not in a checkpoint on disk.
-        received: number of the signal that this process received; 0 for none.
-        number: the signal that stops all ranks, as of the last `poll`; FAILED if one of them
-            cannot continue; 0 if training continues.
     """
 
     FAILED: ClassVar = 1000  # above all signals
     world: World
+    # Whether this rank must stop because it cannot continue; the next save raises the error.
     failed: Callable[[], bool] = lambda: False
-    unsaved: Callable[[], bool] = lambda: True
+    unsaved: Callable[[], bool] = lambda: True  # whether steps are not in a checkpoint on disk
 
     def __post_init__(self) -> None:
-        self.received = self.number = 0
+        self.received = 0  # number of the signal that this process received
+        # The signal that stops all ranks, or FAILED if one cannot continue, as of the last `poll`.
+        self.number = 0
         self._since = 0.0  # time.monotonic() of the first signal
         self._waiting = False  # whether the main thread is in `wait_for`
         self._saving: tuple[float, float, str] | None = None  # began, seconds allowed, what

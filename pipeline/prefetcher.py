@@ -88,52 +88,41 @@ class Batch:
             tensor.copy_(other.fields[name])
 
 
+@dataclass(eq=False)
 class ImageFormat:
-    """Format of the images on the device, normalised by `mean` and `std` in [0, 1].
+    """Format of the images on the device, normalised by `mean` and `std` in [0, 1]."""
 
-    Args:
-        mean, std: of each channel, or one value for all channels.
-        highest: the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats.
+    device: torch.device
+    mean: Sequence[float]  # of each channel, or one value for all channels; so is `std`
+    std: Sequence[float]
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    highest: int = 255  # the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats
 
-    Attributes:
-        scale, shift: float32 [C, 1, 1], or [1, 1, 1] for all channels; a level x becomes
-            scale * x + shift.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        highest: int = 255,
-    ) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.highest = highest
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    def __post_init__(self) -> None:
+        last, usual = torch.channels_last, torch.contiguous_format
+        self.memory_format = last if self.channels_last else usual
         # (x / highest - mean) / std as one multiplication and one addition
-        means, stds = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
-        self.scale = (1 / (highest * stds)).float().to(device)[:, None, None]
-        self.shift = (-means / stds).float().to(device)[:, None, None]
+        means, stds = (torch.tensor(each, dtype=torch.float64) for each in (self.mean, self.std))
+        # float32 [C, 1, 1], or [1, 1, 1] for all channels: a level x becomes scale * x + shift.
+        self.scale = (1 / (self.highest * stds)).float().to(self.device)[:, None, None]
+        self.shift = (-means / stds).float().to(self.device)[:, None, None]
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""
         return (channels_first(pixels).float() * self.scale).add_(self.shift)
 
 
+@dataclass(eq=False)
 class DeviceSlot:
-    """Memory on the device for one batch. On a GPU it is allocated once and reused.
+    """Memory on the device for one batch. On a GPU it is allocated once and reused."""
 
-    `largest`: field -> number of elements of the largest batch. Smaller ones use the front of its
-    memory.
-    """
+    format: ImageFormat
+    # Field -> number of elements of the largest batch. Smaller ones use the front of its memory.
+    largest: Mapping[str, int]
 
-    def __init__(self, format: ImageFormat, largest: Mapping[str, int]) -> None:
-        self.format = format
-        self.largest = largest
-        self.reused = format.device.type == "cuda"
+    def __post_init__(self) -> None:
+        self.reused = self.format.device.type == "cuda"
         self.consumed: Any = None  # the event after which the step no longer reads the batch
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 

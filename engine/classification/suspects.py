@@ -32,14 +32,10 @@ class SampleLosses(nn.Module):
     Args:
         images, classes: numbers of training images and of classes.
         first_epoch: the first epoch that counts, as numbered in the samples.
-
-    Attributes:
-        sums: int32 [images, 2], the sum of the losses in 1/UNIT, and their number.
-        latest: int32 [images], the last epoch that counted * classes + the class predicted in it;
-            -1 if none.
     """
 
-    sums: Tensor
+    sums: Tensor  # int32 [images, 2], the sum of the losses in 1/UNIT, and their number
+    # int32 [images], the last epoch that counted * classes + the class predicted in it; -1 if none
     latest: Tensor
 
     def __init__(

@@ -234,22 +234,15 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
 class EngineUpload:
     """Decodes the encoded rows of a batch on the GPU. Calls block on the host, without the GIL.
 
-    Args:
-        loader: its source has `encoded` buffers.
-        decoder: for batches of this size.
-
-    Attributes:
-        taken: number of batches that the engines decoded.
-        refused: the last error of the engines.
-        hybrid: whether workers decode a share of each batch.
+    The source of `loader` has `encoded` buffers; `decoder` is for batches of this size.
     """
 
     def __init__(self, loader: Loader, decoder: GpuDecoder) -> None:
         self.loader, self.decoder = loader, decoder
         self.rows: EncodedRows = loader.pool.sources[loader.source].encoded
-        self.taken = 0
-        self.refused: EngineError | None = None
-        self.hybrid = False
+        self.taken = 0  # number of batches that the engines decoded
+        self.refused: EngineError | None = None  # the last error of the engines
+        self.hybrid = False  # whether workers decode a share of each batch
         self._enough = math.inf
 
     def share_with_workers(self, hybrid: bool, *, enough: float = math.inf) -> None:
