@@ -73,6 +73,7 @@ ROUNDS = 4
 KNEE = 0.98  # of the best rate: a gain from more workers is noise
 COPIES = 20  # per window
 FOREVER = 1 << 40  # steps
+Rates = dict[int, tuple[list[float], list[float]]]  # workers -> of the loader, with the step
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ class Stage:
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
     """Measure some of STAGES, in their order.
 
-    Raises:
-        UserError: the config or the data is invalid.
+    Raises UserError: the config or the data is invalid.
     """
     with join_world(config.train.device) as world:
         config, datasets, plan = prepare(config, world)
@@ -124,14 +124,11 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
 
 def compare_workers(
     config: Config, numbers: Sequence[int], *, seconds: float = 10.0
-) -> tuple[Stage, dict[int, list[tuple[Stage, Stage]]]]:
+) -> list[Stage]:
     """Measure the loader alone and with the step, compiled once, for some numbers of workers.
 
-    Returns:
-        The step alone; and (loader, train) of each round by number, without those that cannot run.
-
-    Raises:
-        UserError: the config or the data is invalid.
+    Returns a stage for each number, with the rates of all rounds, without those that cannot run.
+    Raises UserError: the config or the data is invalid; RunError: no number of workers can run.
     """
     with join_world(config.train.device) as world:
         config = replace(config, loader=replace(config.loader, workers=1))
@@ -139,7 +136,7 @@ def compare_workers(
         stepper = Stepper(plan, world)
         with open_feed(config, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
-        found: dict[int, list[tuple[Stage, Stage]]] = {number: [] for number in numbers}
+        found: Rates = {number: ([], []) for number in numbers}
         start = 0  # each measurement takes other files, which the one before has not cached
         for turn in range(ROUNDS):
             for number in list(found)[:: -1 if turn % 2 else 1]:
@@ -155,13 +152,14 @@ def compare_workers(
                     print(f"loader.workers={number}: failed: {error}", flush=True)
                     del found[number]
                     continue
-                found[number].append((loader, fed))
+                found[number][0].append(loader.rate)
+                found[number][1].append(fed.rate)
                 print(
                     f"{turn + 1}/{ROUNDS}  loader.workers={number}: loader alone "
                     f"{loader.rate:,.0f}, with the step {fed.rate:,.0f} images/s",
                     flush=True,
                 )
-    return alone, found
+    return compared(found, alone.rate)
 
 
 def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
@@ -351,32 +349,28 @@ def table(stages: Sequence[Stage]) -> str:
     return "\n".join(lines)
 
 
-def summary(numbers: dict[int, list[tuple[Stage, Stage]]], alone: Stage) -> list[Stage]:
-    """Return a stage for each number of workers, with the rates of all rounds in it.
+def compared(found: Rates, alone: float) -> list[Stage]:
+    """Return a stage for each number of workers, and mark the best one and the knee.
 
-    Raises:
-        RunError: no number of workers can run.
+    Args:
+        alone: images/s of the step alone.
     """
-    rates = {n: median(fed.rate for _, fed in rounds) for n, rounds in numbers.items()}
-    if not rates:
+    if not found:
         raise RunError("no number of workers can run")
-    best = max(rates, key=rates.__getitem__)
-    knee = min(number for number, rate in rates.items() if rate >= KNEE * rates[best])
+    best = max(median(fed) for _, fed in found.values())
+    knee = min(number for number, (_, fed) in found.items() if median(fed) >= KNEE * best)
     stages = []
-    for number, rounds in numbers.items():
-        marks = [name for name, marked in (("best", best), ("knee", knee)) if marked == number]
-        share = f"{rates[number] / alone.rate:.2f} of the step alone ({alone.rate:,.0f})"
-        loader = f"loader alone {median(loader.rate for loader, _ in rounds):,.0f}"
-        note = ", ".join([share, loader, *marks])
-        stages.append(Stage(f"{number} workers", [fed.rate for _, fed in rounds], note))
+    for number, (loader, fed) in found.items():
+        note = f"{median(fed) / alone:.2f} of the step alone ({alone:,.0f}), "
+        note += f"loader alone {median(loader):,.0f}" + ", best" * (median(fed) == best)
+        stages.append(Stage(f"{number} workers", fed, note + ", knee" * (number == knee)))
     return stages
 
 
 def main() -> int:
     if OPTIONS.workers:
         numbers = sorted(set(OPTIONS.workers))
-        alone, found = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
-        stages = summary(found, alone)
+        stages = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
     else:
         stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
     if not stages:

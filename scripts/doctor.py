@@ -1,13 +1,13 @@
 """Check the data, the GPUs and the machine before a long training run.
 
     python scripts/doctor.py data.root=/imagenet
-    python scripts/doctor.py data.root=/imagenet --all --ranks 8 --json doctor.json
+    python scripts/doctor.py data.root=/imagenet --all --ranks 8 > doctor.txt
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 files of each split,
 spread over it, or every file with --all. Prints a row for each check: ok, warn or fail, the result,
-and the remedy (->). Changes nothing, but fills the cache as a run does; a temporary file near
-run.dir measures the disk. On a GPU, the training step is compiled and measured, to compare what it
-needs with what the storage delivers.
+the remedy (->), and the files; on a terminal, at most 10 of them. Changes nothing, but fills the
+cache as a run does; a temporary file near run.dir measures the disk. On a GPU, the training step is
+compiled and measured, to compare what it needs with what the storage delivers.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
@@ -28,7 +28,6 @@ if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
     if OPTIONS.ranks < 1:
@@ -36,18 +35,17 @@ if __name__ == "__main__":
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from conf.escape import printable
 from conf.schema import RunError, UserError
-from engine import checkpoint
 from pipeline.decode import describe
 from scripts.lib import data_checks, machine_checks
 from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
 from scripts.lib.trained import exit_status
 
 SAMPLE = 2000  # files of each split
-NAMED = 10  # files per row on the console
+NAMED = 10  # files per row on a terminal
 # The order matters: later checks use earlier results.
 CHECKS = data_checks.CHECKS | machine_checks.CHECKS
 
@@ -71,28 +69,24 @@ def check(case: Case) -> Iterator[Row]:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Format a row for the console: the remedy and up to NAMED details are indented below it."""
+    """Format a row, and below it the remedy and the details, on a terminal up to NAMED."""
     width = max(map(len, CHECKS))
     yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
-    below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:NAMED])
-    if len(row.details) > NAMED:
-        below.append(f"and {len(row.details) - NAMED:,} more: --json FILE lists all")
+    most = NAMED if sys.stdout.isatty() else len(row.details)
+    below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
+    if len(row.details) > most:
+        below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
     yield from (" " * (width + 8) + text for text in below)
 
 
 def main() -> int:
     # A file name may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    rows: list[Row] = []
+    counts = Counter[str]()
     for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
-        rows.append(row)
+        counts[row.status] += 1
         print("\n".join(map(printable, lines(row))), flush=True)
-    counts = Counter(row.status for row in rows)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
-    if OPTIONS.json:
-        tables = [asdict(row) for row in rows]
-        content = {"counts": counts, "rows": tables, "made_by": checkpoint.provenance()}
-        checkpoint.write_json(OPTIONS.json, content)
     return 1 if counts["fail"] else 0
 
 

@@ -179,8 +179,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to an evaluation on this machine.
 
-    Raises:
-        UserError: data.root is missing.
+    Raises UserError: data.root is missing.
     """
     config = trained.config
     loader, data = config.loader, config.data
@@ -210,8 +209,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     Returns:
         The names of the model's classes, or of its outputs if samples have no class number.
 
-    Raises:
-        UserError: the images have other classes than the model.
+    Raises UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
     if val.fields.get("label") != LABEL:
@@ -267,8 +265,7 @@ def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
 def check_repeats(trained: Trained, world: World) -> None:
     """Refuse to compare this evaluation with a validation of something else.
 
-    Raises:
-        UserError: says what differs.
+    Raises UserError: says what differs.
     """
     stored, path = trained.stored, trained.path
     if not stored:

@@ -79,8 +79,7 @@ class Rise(Curve):
 def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> list[float]:
     """Train with a rising learning rate; return the loss of each step that was taken. Collective.
 
-    Raises:
-        TrainingError: the loss diverges at once.
+    Raises TrainingError: the loss diverges at once.
     """
     # Compiling takes longer than the steps. `never`: a checkpoint in the run directory is ignored.
     mode = "off" if config.model.compile == "auto" else config.model.compile

@@ -9,16 +9,12 @@ standard input, one path per line. The images get the validation transforms of t
 loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
-batch by batch. Of `probability`, these are the most probable classes:
+batch by batch; of `probability`, the most probable classes:
   table  for people; the default on a terminal
   jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
          "name": ...}, ...]}
   csv    path,class_1,probability_1,class_2,...,name_1,name_2,...
-An index is the position of the class in the model's output, and its name where the names are not
-known. `name` is the readable name: goldfish for ImageNet's folder n01443537.
-
-Another value is a number; or a list, by the names of the outputs if there are as many; or a mask,
-which is written to a PNG file in --out, whose path is printed.
+Masks are written to PNG files in --out, whose paths are printed.
 
 --features FILE.npz also writes the input of the model's last layer, for example for a search for
 similar images: `features`, float32 [images, C], and `paths`. They stay in memory until the end.
@@ -57,8 +53,7 @@ WHAT = "a checkpoint, then images or folders"
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line; return the options, `checkpoint`, `paths` and `overrides`.
 
-    Raises:
-        UserError: an argument is wrong or missing.
+    Raises UserError: an argument is wrong or missing.
     """
     parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
@@ -168,8 +163,7 @@ class Predictor:
         top: number of classes per image; None for MOST, or for all if there are fewer.
         features: whether the results hold the input of the last layer.
 
-    Raises:
-        UserError: a transform, the decoder or the size of the images is wrong.
+    Raises UserError: a transform, the decoder or the size of the images is wrong.
     """
 
     def __init__(
@@ -248,8 +242,7 @@ class Predictor:
     def results(self, batch: Sequence[tuple[str, Future[Loaded]]]) -> list[Result]:
         """Predict for a batch; unreadable files stay in their places.
 
-        Raises:
-            UserError: `train.predictions` does not fit the model, or `top` does not fit it.
+        Raises UserError: `train.predictions` does not fit the model, or `top` does not fit it.
         """
         loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]

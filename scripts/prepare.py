@@ -24,11 +24,10 @@ on the same file system. Otherwise, images are copied byte for byte. --format ta
 and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the members
 <class>/<name>. data.root takes these files as it takes folders.
 
---side N makes images smaller, so that they are faster to read and decode: one whose short side is
-longer than N pixels is resized with antialiasing and saved as a baseline RGB JPEG of quality 90,
-4:2:0. Of its EXIF data, only the orientation is kept, and no ICC profile: the trainer ignores them.
-So is a file named .jpg or .jpeg that is not an RGB or grey JPEG. Other images, and files with other
-names (.png, ...), are kept. Names and labels do not change. docs/performance.md compares sizes.
+--side N makes images smaller, so that they are faster to read and decode: files named .jpg or .jpeg
+whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become baseline RGB
+JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are kept. docs/performance.md
+compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
@@ -97,7 +96,6 @@ import torch
 from PIL import Image
 
 from conf import strict_json
-from conf.escape import printable
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.destination import Container, make_folder, open_destination, write_whole
@@ -135,9 +133,7 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
     """Check that a file is an image and complete.
 
     Only files that do not end as their format requires are decoded: some programs append bytes.
-
-    Raises:
-        Exception: it is not; Pillow's plugins raise many types.
+    Raises Exception: it is not; Pillow's plugins raise many types.
     """
     image = decode.open_image(data, max_pixels)
     end = ENDS.get(image.format or "")
@@ -153,8 +149,7 @@ def decoder() -> str:
 def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -> bytes:
     """Return a file whose image has a short side of at most `side` pixels: see --side.
 
-    Raises:
-        Exception: it cannot be decoded; Pillow's plugins raise many types.
+    Raises Exception: it cannot be decoded; Pillow's plugins raise many types.
     """
     image = decode.open_image(data, max_pixels)
     # MPO is a camera's JPEG followed by a preview.
@@ -265,8 +260,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     Returns:
         The number of each outcome, and of bytes; and the lines of unreadable.txt.
 
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError: a file cannot be written.
     """
     counts: Counter[str] = Counter()
     unreadable: list[str] = []
@@ -358,11 +352,9 @@ def run(options: argparse.Namespace) -> int:
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",
         f"train with: {report['train_with']}",
-        *(printable(f"unreadable: {line.replace(chr(9), ': ')}") for line in unreadable[:20]),
+        *[f"the unreadable images are listed in {listed}"] * bool(unreadable),
         sep="\n",
     )
-    if len(unreadable) > 20:
-        print(f"and {len(unreadable) - 20:,} more, see {listed}")
     return 1 if unreadable else 0
 
 

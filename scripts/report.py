@@ -22,14 +22,13 @@ import re
 import sys
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,6 +42,7 @@ from conf import cli
 from scripts.lib.options import Parser
 
 # isort: split
+import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -131,8 +131,7 @@ def number_in(value: Any, default: float = math.nan) -> float:
 def read_runs(folder: Path) -> list[Run]:
     """Read a run directory, or the runs in a folder of runs.
 
-    Raises:
-        UserError: the folder is neither.
+    Raises UserError: the folder is neither.
     """
     if any((folder / name).is_file() for name in FILES):
         return [read_run(folder)]
@@ -299,10 +298,6 @@ def time_breakdown(run: Run) -> list[tuple[str, float]]:
 # Charts.
 
 
-Point = tuple[float, float, float, float]
-"""x, y, and the minimum and maximum there."""
-
-
 def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Return the charts of each section: one for each numeric key, with a curve per run and split.
 
@@ -335,19 +330,23 @@ def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[s
     return {section: drawn for section, drawn in found.items() if drawn}, zero
 
 
-Curves = dict[str, list[Point]]
-"""Label -> curve."""
+Curves = dict[str, np.ndarray]
+"""Label -> float64 [points, 4]: x, y, and the minimum and maximum there."""
 
 
 def curves_of(run: Run, key: str, place: str) -> Curves:
-    """Return the curves of a key in a run."""
+    """Return the finite curves of a key; of a long one, the means of BUCKETS neighbourhoods."""
     curves = {}
     for name in (key, f"reference_{key}"):
         for split in SPLITS:
             label = LABELS[split] if name == key else "earlier runs of the recipe"
-            points = thinned([point_of(row, name, place) for row in run.rows[split]])
-            if points:
-                curves[label] = points
+            rows = [point_of(row, name, place) for row in run.rows[split]]
+            points = np.array(rows).reshape(-1, 4)
+            points = points[np.isfinite(points).all(1)]
+            if len(points):
+                parts = np.array_split(points, min(len(points), BUCKETS))
+                ends = [(*p.mean(0)[:2], p[:, 2].min(), p[:, 3].max()) for p in parts]
+                curves[label] = np.array(ends)
     return curves
 
 
@@ -363,9 +362,9 @@ def extent(runs: Sequence[Curves]) -> tuple[float, float]:
 
     These are FAR times as large as those of the run with the median range.
     """
-    points = [[point for curve in curves.values() for point in curve] for curves in runs if curves]
-    ends = [(min(p[2] for p in found), max(p[3] for p in found)) for found in points]
-    low, high = sorted(ends, key=lambda end: end[1] - end[0])[(len(ends) - 1) // 2]
+    points = [np.concatenate([*curves.values()]) for curves in runs if curves]
+    ends = sorted([(p[:, 2].min(), p[:, 3].max()) for p in points], key=np.ptp)
+    low, high = ends[(len(ends) - 1) // 2]
     far = FAR * max(abs(low), abs(high)) or math.inf
     return (
         min(least for least, _ in ends if low - least <= far),
@@ -379,55 +378,49 @@ def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
     Args:
         ends: of the vertical axis; values outside are drawn on its ends, and listed in `outside`.
     """
-    points = [point for drawn in curves.values() for point in drawn]
-    low, high, step_x = axis(min(p[0] for p in points), max(p[0] for p in points))
+    points = np.concatenate([*curves.values()])
+    low, high, step_x = axis(points[:, 0].min(), points[:, 0].max())
     least, most, step_y = axis(*ends)
-    extremes = min(p[2] for p in points), max(p[3] for p in points)
-    outside = [rounded(y) for y in extremes if not least <= y <= most]
+    extremes = points[:, 2].min(), points[:, 3].max()
 
-    def right(x: float) -> float:
-        return round(WIDTH * (x - low) / (high - low), 1)
+    def right(x: np.ndarray) -> list[float]:
+        return (WIDTH * (x - low) / (high - low)).round(1).tolist()
 
-    def down(y: float) -> float:
-        return round(HEIGHT * (most - min(max(y, least), most)) / (most - least), 1)
+    def down(y: np.ndarray) -> list[float]:
+        return (HEIGHT * (most - y.clip(least, most)) / (most - least)).round(1).tolist()
 
-    def path(pairs: Iterable[tuple[float, float]]) -> str:
-        return "M" + "L".join(f"{right(x)} {down(y)}" for x, y in pairs)
-
-    def ticks(low: float, high: float, step: float) -> list[float]:
-        return [i * step for i in range(round(low / step), round(high / step) + 1)]
+    def path(x: np.ndarray, y: np.ndarray) -> str:
+        return "M" + "L".join(f"{a} {b}" for a, b in zip(right(x), down(y), strict=True))
 
     drawn = []
-    for label, line in curves.items():
-        edge = [(x, top) for x, _, _, top in line] + [(x, low) for x, _, low, _ in reversed(line)]
+    for label, curve in curves.items():
+        x, y, bottom, top = curve.T
+        edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         drawn.append(
             {
                 "label": label,
-                "line": path((x, y) for x, y, _, _ in line) + "h0",  # a single point is a dot
-                "band": path(edge) + "Z" if any(low < top for _, _, low, top in line) else "",
-                "last": rounded(line[-1][1]),
+                "line": path(x, y) + "h0",  # a single point is a dot
+                "band": edge if (bottom < top).any() else "",
+                "last": rounded(y[-1]),
             }
         )
-    x = [(right(place), f"{place:.4g}") for place in ticks(low, high, step_x)]
-    y = [(down(place), f"{place:.4g}") for place in ticks(least, most, step_y)]
-    return {"curves": drawn, "x": x, "y": y, "outside": outside}
+    x, y = ticks(low, high, step_x), ticks(least, most, step_y)
+    return {
+        "curves": drawn,
+        "x": [*zip(right(x), (f"{value:.4g}" for value in x), strict=True)],
+        "y": [*zip(down(y), (f"{value:.4g}" for value in y), strict=True)],
+        "outside": [rounded(y) for y in extremes if not least <= y <= most],
+    }
 
 
-def point_of(row: dict[str, Any], key: str, place: str) -> Point:
+def ticks(low: float, high: float, step: float) -> np.ndarray:
+    return np.arange(round(low / step), round(high / step) + 1) * step
+
+
+def point_of(row: dict[str, Any], key: str, place: str) -> tuple[float, float, float, float]:
     y = number_in(row.get(key))
     low, high = number_in(row.get(f"{key}_min"), y), number_in(row.get(f"{key}_max"), y)
     return number_in(row.get(place)), y, min(low, y, high), max(low, y, high)
-
-
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the finite points; of a long curve, the means of about BUCKETS neighbourhoods."""
-    points = [point for point in points if all(map(math.isfinite, point))]
-    size = max(1, len(points) // BUCKETS)
-    found = []
-    for start in range(0, len(points), size):
-        x, y, low, high = zip(*points[start : start + size], strict=True)
-        found.append((fmean(x), fmean(y), min(low), max(high)))
-    return found
 
 
 def axis(low: float, high: float) -> tuple[float, float, float]:
@@ -478,10 +471,8 @@ def build(runs: Sequence[Run]) -> str:
 def reference(runs: Sequence[Run]) -> str:
     """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
 
-    It is the value that train.best_by names.
-
-    Raises:
-        UserError: there are too few runs, they differ, or one is not complete.
+    It is the value that train.best_by names. Raises UserError: there are too few runs, they differ,
+    or one is not complete.
     """
     if len(runs) < LEAST_RUNS:
         raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
@@ -496,32 +487,28 @@ def reference(runs: Sequence[Run]) -> str:
     means = [fmean(values) for values in zip(*curves, strict=True)]
     deviations = [stdev(values) for values in zip(*curves, strict=True)]
     form = ".2f" if max(means) >= 10 else ".5g"  # percent, or another unit
+    curve = {
+        name: [float(f"{value:{form}}") for value in values]
+        for name, values in ((by, means), ("std", deviations))
+    }
     seconds = fmean(number_in(run.summary.get("total_seconds"), 0) for run in runs)
-    lines = [
-        "expect:  # add classes, train_images and hardware",
-        f"  {by}: {means[-1]:{form}}",
-        f"  std: {deviations[-1]:{form}}",
-        f"  runs: {len(runs)}",
-        "  status: reproduced here",
-        f"  source: {len(runs)} runs with this program",
-        f"  val_images: {images.pop()}",
-        f"  time: {timedelta(seconds=round(seconds))}",
-        "  reference:",
-        f"    runs: {len(runs)}",
-    ]
-    for name, values in ((by, means), ("std", deviations)):
-        start = f"    {name}: ["
-        text = ", ".join(f"{value:{form}}" for value in values)
-        indent = " " * len(start)
-        lines.append(fill(f"{text}]", 100, initial_indent=start, subsequent_indent=indent))
-    return "\n".join(lines)
+    expect = {
+        **{name: values[-1] for name, values in curve.items()},
+        "runs": len(runs),
+        "status": "reproduced here",
+        "source": f"{len(runs)} runs with this program",
+        "val_images": images.pop(),
+        "time": str(timedelta(seconds=round(seconds))),
+        "reference": {"runs": len(runs), **curve},
+    }
+    node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
+    return f"# add classes, train_images and hardware\n{node}"
 
 
 def refuse_different(runs: Sequence[Run]) -> None:
     """Refuse runs that are not repetitions of one training.
 
-    Raises:
-        UserError: names the key that differs, or the seed that occurs twice.
+    Raises UserError: names the key that differs, or the seed that occurs twice.
     """
     for key, *texts in differences(runs):
         known = FIELDS.get(key)
@@ -538,8 +525,7 @@ def refuse_different(runs: Sequence[Run]) -> None:
 def by_epoch(run: Run, name: str) -> list[float]:
     """Return a value of the validation after each epoch.
 
-    Raises:
-        UserError: the run is not finished, or an epoch was not validated.
+    Raises UserError: the run is not finished, or an epoch was not validated.
     """
     found: dict[int, float] = {}
     for row in run.rows["val"]:  # the last batch of an epoch ends a little after it
@@ -555,17 +541,12 @@ def by_epoch(run: Run, name: str) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the reference or write the page.
-
-    Raises:
-        UserError: a folder is no run, or the runs cannot be a reference.
-        OSError: the page cannot be written.
-    """
+    """Print the reference or write the page."""
     # Each run once, also if its folder is given twice.
     found = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
     runs = list(found.values())
     if options.reference:
-        print(reference(runs))
+        print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     out.write_text(build(runs), encoding="utf-8")

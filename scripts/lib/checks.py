@@ -85,8 +85,7 @@ class Case:
     def splits(self) -> dict[str, Index]:
         """Return the sample tables of both splits.
 
-        Raises:
-            NotChecked: there are no image files.
+        Raises NotChecked: there are no image files.
         """
         if self.datasets is None:
             raise NotChecked("needs the data, see data")

@@ -21,10 +21,8 @@ from conf.schema import UserError
 class Container:
     """A tar or zip file to which members are added; <path>.partial until it is complete.
 
-    Members have no owner and no time, so equal images give equal files.
-
-    Raises:
-        OSError: it cannot be created or written.
+    Members have no owner and no time, so equal images give equal files. Raises OSError: it cannot
+    be created or written.
     """
 
     def __init__(self, path: str) -> None:
@@ -88,8 +86,8 @@ def open_destination(to: str, marker: str, settings: dict[str, object]) -> None:
 def make_folder(to: str, below: str) -> None:
     """Create the folder `below` the destination.
 
-    Raises:
-        UserError: a part of the path is a link, and the files would be written to somewhere else.
+    Raises UserError: a part of the path is a link, and the files would be written to somewhere
+    else.
     """
     path = to
     for name in below.split("/"):  # 1 us each

@@ -108,8 +108,7 @@ class Trained:
     def check_size(self, size: int) -> int:
         """Check that the model takes images of a size; return the operations for one image.
 
-        Raises:
-            UserError: it does not.
+        Raises UserError: it does not.
         """
         return count_flops(self._on_meta(), self.shape_at(size), key="data.val_size")
 
@@ -123,8 +122,7 @@ class Trained:
         Returns:
             float [B, C, S, S] -> logits [B, num_classes].
 
-        Raises:
-            UserError: the weights are of another model.
+        Raises UserError: the weights are of another model.
         """
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))

@@ -216,7 +216,7 @@ def test_a_file_states_whether_photos_are_turned(
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(0.0, "differ by less than 0.001"), (0.1, "differ by 0.1")]
+    ("error", "outcome"), [(0.0, "differ by less than 0.001"), (0.1, "differ by more than 0.001")]
 )
 def test_self_check_without_classes(
     trained: Trained, files: FolderDataset, error: float, outcome: str, monkeypatch: Any

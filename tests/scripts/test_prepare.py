@@ -216,21 +216,8 @@ def one_list(root: Path) -> Path:
     return write(root, {**images, "lists/all.tsv": text}) / "lists" / "all.tsv"
 
 
-SOURCES = {
-    source.__name__: source
-    for source in (
-        official,
-        kaggle,
-        kaggle_old_mac,
-        kaggle_inside,
-        kaggle_zip,
-        folders,
-        a_tar_that_names_a_split,
-        zip_and_tar,
-        lists,
-        one_list,
-    )
-}
+KAGGLE = [kaggle, kaggle_old_mac, kaggle_inside, kaggle_zip]
+SOURCES = [official, *KAGGLE, folders, a_tar_that_names_a_split, zip_and_tar, lists, one_list]
 
 
 def laid_out(to: Path) -> dict[str, bytes]:
@@ -279,7 +266,7 @@ def _stdout(monkeypatch: pytest.MonkeyPatch) -> None:
 # Every format.
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 def test_every_format_gives_the_same_folders(tmp_path: Path, source: Source) -> None:
     to = tmp_path / "new" / "to"
     assert run(source(tmp_path / "source"), to) == 0
@@ -413,7 +400,6 @@ def test_damaged_and_unclear_parquet(tmp_path: Path) -> None:
     ("label", "metadata"),
     [
         (0, "{"),
-        (0, "[]"),
         (0, "[" * 100_000),
         (0, '{"info": {"features": {"label": 3}}}'),
         (7, json.dumps({"info": {"features": label_feature("a", "b")}})),
@@ -495,10 +481,6 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
             {"ILSVRC2012_devkit_t12.tar.gz": devkit(truth=VAL * 2)},
             "validation image ILSVRC2012_val_00000007.JPEG is missing (6 in all)",
         ),
-        (
-            {"ILSVRC2012_img_val.tar": tar({**FLAT, "ILSVRC2012_val_00000007.JPEG": jpeg(7)})},
-            "validation image ILSVRC2012_val_00000007.JPEG has no label",
-        ),
         ({"ILSVRC2012_img_val.tar": tar(FLAT)[: 512 * 3]}, "img_val.tar: is damaged or incomplete"),
     ],
 )
@@ -511,12 +493,6 @@ def test_incomplete_official_files(
         if data:
             write(source, {name: data})
     assert message in refused(source)
-
-
-def test_labels_of_any_size_are_not_read(tmp_path: Path) -> None:
-    source = kaggle(tmp_path)
-    os.truncate(source / "LOC_val_solution.csv", 2**42)
-    assert "more than 67,108,864); download" in refused(source)
 
 
 @pytest.mark.parametrize(
@@ -610,7 +586,8 @@ def test_unreadable_images_are_listed_and_can_be_repaired(
     assert written(to, kind) == {n: data for n, data in EXPECTED.items() if n not in broken}
     lines = (to / "unreadable.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == sorted(broken)
-    assert f"unreadable: {broken[1]}: OSError: " in capsys.readouterr().out
+    assert lines[1].startswith(f"{sorted(broken)[1]}\t")
+    assert f"listed in {to}/unreadable.txt" in capsys.readouterr().out
     folders(source)
     assert run(source, to, "--format", kind) == 0
     assert written(to, kind) == EXPECTED
@@ -664,9 +641,7 @@ def test_few_large_images_are_in_memory() -> None:
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_continues(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    file_size_limit: Callable[[int], Any],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[int], Any]
 ) -> None:
     source, to = official(tmp_path / "source"), tmp_path / "to"
     with file_size_limit(5_000):
@@ -802,10 +777,6 @@ def refused(source: Path, **options: Any) -> str:
             "only train has images of b, val has none",
         ),
         (
-            {"train/a/1.jpg": jpeg(1), "train/b/1.jpg": jpeg(1), "val/1.jpg": jpeg(1)},
-            "1.jpg is not in a class folder; move it into one",
-        ),
-        (
             {f"{s}/{c}/{i}.jpg": b"" for s in ("train", "my-val") for c in "ab" for i in range(2)},
             "my-val/ holds folders and looks like a split; put train/ and val/ into one folder",
         ),
@@ -824,20 +795,14 @@ def refused(source: Path, **options: Any) -> str:
         ),
         ({"train.csv": "x.jpg,a\n"}, "train.csv: the first line does not name the columns"),
         ({"train.csv": "file,cls\nx.jpg,a\n"}, "line 2: no such file "),
-        ({"train.csv": "file,cls\rx.jpg,a\r"}, "train.csv: line 2: no such file "),
         ({"train.csv": f"file,cls\n{'x' * 200_000},a\n"}, "line 2: field larger than field limit"),
         ({"train.tar": tar({f"{'é' * 128}/{i}.jpg": b"" for i in range(2)})}, "name of 256 bytes"),
         ({"train.csv": "file,cls\nx.jpg,\n"}, "line 2: is not a path and a label"),
         ({"train.csv": "file,cls\nx.jpg,a\nx.jpg,b\n", "x.jpg": b""}, "line 3: names x.jpg again"),
         (
-            {"val.tar": tar({"a.jpg": b"", "a.cls": "1"})},
-            "only val has images of 1, train has none",
-        ),
-        (
             {"train.tar": tar({f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"})},
             "train/a.jpg has no label; add train/a.cls",
         ),
-        ({"train.tar": tar({"a.jpg": jpeg(1), "a.json": "{}"})}, "a.json contains no label"),
         ({"train.tar": tar({"a.jpg": b"", "a.json": "[" * 10**5})}, "a.json contains no label"),
         ({"train.tar.gz": tar({"a/a.jpg": jpeg(1)}, "w:gz")}, "is compressed; run gunzip"),
         ({"train.tar": b"no tar"}, "is damaged or incomplete"),
@@ -880,9 +845,7 @@ def test_members_outside_the_class_folders_are_not_written(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["tar", "to", "to2", "zip"]
 
 
-def test_class_names_need_not_be_utf8_except_in_a_zip_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_class_names_need_not_be_utf8_except_in_a_zip_file(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     files = {f"{name}/{i}.jpg": jpeg(i) for i in range(2)}
     source = write(tmp_path / "source", {**IMAGES, **files})
@@ -890,7 +853,7 @@ def test_class_names_need_not_be_utf8_except_in_a_zip_file(
         assert run(source, tmp_path / kind, "--format", kind) == 0
         assert {n.split("/")[1] for n in written(tmp_path / kind, kind)} == {"a", "b", name}
     assert run(source, tmp_path / "zip", "--format", "zip") == 1
-    assert "unreadable: train/caf\\udce9/" in capsys.readouterr().out
+    assert b"train/caf\xe9/" in (tmp_path / "zip" / "unreadable.txt").read_bytes()
 
 
 def test_only_files_are_listed(tmp_path: Path) -> None:
@@ -907,22 +870,19 @@ def test_only_files_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "message"),
     [
-        [],
-        ["{s}"],
-        ["{s}", "--to"],
-        ["{s}", "--to", "{to}", "--format", "rar"],
-        ["{s}", "--to", "{to}", "--side", "3"],
-        ["{s}", "--to", "{to}", "--val-fraction", "1"],
-        ["{s}", "--to", "{to}", "--val-fraction", "many"],
-        ["{s}", "--to", "{to}", "--fromat", "tar"],
-        ["{s}", "{s}", "--to", "{to}"],
+        ("in", "the following arguments are required: --to"),
+        ("in --to out --side 3", "--side 3: give 8 to 8192"),
+        ("in --to out --val-fraction 1", "--val-fraction 1.0: give a number between 0 and 1"),
+        ("in --to out --fromat tar", "unrecognized arguments: --fromat tar"),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, words: list[str]) -> None:
+def test_wrong_arguments(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        prepare.arguments([w.format(s=tmp_path, to=tmp_path / "to") for w in words])
+        prepare.arguments(words.split())
+    said = capsys.readouterr().err
+    assert said.endswith(f": {message}\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", [".", "new", "train/x", ".."])
@@ -958,8 +918,8 @@ def test_another_use_of_a_destination_is_refused(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff", b"[]", b"3", b'{"settings": 3}', b"{}", b"[" * 100_000, bytes(2 << 20), None],
-    ids=["empty", "bytes", "list", "number", "settings", "none", "nested", "large", "fifo"],
+    [b"", b"\xff", b"[]", b'{"settings": 3}', b"[" * 100_000, bytes(2 << 20), None],
+    ids=["empty", "bytes", "list", "settings", "nested", "large", "fifo"],
 )
 def test_a_damaged_marker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None

@@ -85,10 +85,7 @@ def test_safetensors(tmp_path: Path, weights: Weights) -> None:
     assert same(models.read_file(tmp_path / "odd.safetensors", origin="file"), odd)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}"],
-)
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}"])
 def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):

@@ -72,8 +72,7 @@ def damaged(path: str, reason: object) -> UserError:
 def tree_of_folder(root: str) -> Tree:
     """List the files below a folder, except hidden ones; links are followed, each folder once.
 
-    Raises:
-        OSError: a folder cannot be read.
+    Raises OSError: a folder cannot be read.
     """
     found, seen, folders = {}, set(), [""]
     while folders:
@@ -153,8 +152,7 @@ def read_place(place: Place, largest: int = LARGEST_IMAGE) -> bytes:
     Args:
         largest: the bytes that there may be, of a member before it is inflated.
 
-    Raises:
-        OSError: they cannot be read, or are more or fewer.
+    Raises OSError: they cannot be read, or are more or fewer.
     """
     where, size = ": ".join(filter(None, (place.file, place.member))), size_of(place)
     if size > largest:

@@ -33,8 +33,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
         tree: the files of the source, which hold the labels; if not, they are above it.
         images: file name -> place.
 
-    Raises:
-        UserError: the labels are missing, or they do not belong to these images.
+    Raises UserError: the labels are missing, or they do not belong to these images.
     """
     labels = val_labels(source, tree)
     if wrong := sorted(images.keys() ^ labels.keys()):
@@ -49,8 +48,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
 def val_labels(source: str, tree: Tree) -> dict[str, str]:
     """Return the class of every validation image: file name -> WordNet id.
 
-    Raises:
-        UserError: there are no labels, they are damaged, or they are not ImageNet's.
+    Raises UserError: there are no labels, they are damaged, or they are not ImageNet's.
     """
     for name, parse in ((SOLUTION, parse_solution), (DEVKIT, parse_devkit)):
         place = nearest(source, tree, name)
@@ -89,8 +87,7 @@ def nearest(source: str, tree: Tree, name: str) -> Place | None:
 def parse_solution(data: bytes) -> dict[str, str]:
     """Read LOC_val_solution.csv: name of an image; class and box of every object in it.
 
-    Raises:
-        ValueError, csv.Error: a row has another form or names several classes.
+    Raises ValueError, csv.Error: a row has another form or names several classes.
     """
     labels: dict[str, str] = {}
     rows = csv.reader(io.StringIO(data.decode(), newline=""))
@@ -111,10 +108,7 @@ def parse_devkit(data: bytes) -> dict[str, str]:
     ILSVRC2012_ID, from 1 on and not in the order of the WordNet ids, and then the synsets above
     them. It is a MAT-file: a header of 128 bytes and, after a tag of 8 bytes, a compressed table,
     in which a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
-    Format".
-
-    Raises:
-        ValueError, LookupError, zlib.error: it is damaged.
+    Format". Raises ValueError, LookupError, zlib.error: it is damaged.
     """
     content = zlib.decompressobj(wbits=31).decompress(data, LARGEST_LABEL)
     files = {

@@ -37,8 +37,7 @@ OTHER = "other"  # split of images that are left out
 def read(place: Place) -> bytes:
     """Return the bytes of an image; may be called from several threads.
 
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError: it cannot be read.
     """
     return read_row(place) if place.file.endswith(".parquet") else read_place(place)
 
@@ -131,9 +130,8 @@ def is_container(path: str) -> bool:
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """Return the files of a dataset and the split that the path of each states.
 
-    Raises:
-        UserError: there are several datasets, the split of a file is not clear, or ImageNet's
-            validation images are missing.
+    Raises UserError: there are several datasets, the split of a file is not clear, or ImageNet's
+    validation images are missing.
     """
     words = rf"\b({'|'.join(SPLITS)})\b"
     folders = {os.path.dirname(path) for path in paths}
@@ -189,8 +187,7 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
     Args:
         splits: name of a folder -> split.
 
-    Raises:
-        UserError: an image is not in a class folder.
+    Raises UserError: an image is not in a class folder.
     """
     images = {path: place for path, place in tree.items() if is_image(path)}
     while len({path.split("/")[0] for path in images}) == 1:
@@ -259,8 +256,7 @@ def with_validation(
     Returns:
         The samples of train and val, and what was decided, in sentences.
 
-    Raises:
-        UserError: there is a validation split already, or a class has only one image.
+    Raises UserError: there is a validation split already, or a class has only one image.
     """
     counts = Counter(sample.split for sample in samples)
     notes = []
@@ -295,8 +291,7 @@ def with_validation(
 def check(source: str, samples: list[Sample]) -> None:
     """Refuse equal and too long names, splits with different classes, and a single class.
 
-    Raises:
-        UserError: names the classes or the image.
+    Raises UserError: names the classes or the image.
     """
     for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
         if count > 1:

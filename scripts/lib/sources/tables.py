@@ -27,8 +27,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     Args:
         path: below SOURCE; it makes the names unique.
 
-    Raises:
-        UserError: pyarrow is not installed, the file is damaged, or its columns are not clear.
+    Raises UserError: pyarrow is not installed, the file is damaged, or its columns are not clear.
     """
     try:
         from pyarrow import parquet
@@ -63,8 +62,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
 def parquet_columns(path: str) -> tuple[str, str, list[str]]:
     """Return the columns of image and label, and the names of the classes, if the file has them.
 
-    Raises:
-        UserError: there is no such column or several.
+    Raises UserError: there is no such column or several.
     """
     from pyarrow import parquet, types
 
@@ -89,8 +87,7 @@ _row_groups = Lock()  # one thread reads a row group, the others find it in the 
 def read_row(place: Place) -> bytes:
     """Return the image in a row of a Parquet file.
 
-    Raises:
-        OSError: there is none.
+    Raises OSError: there is none.
     """
     with _row_groups:
         image = row_group(place.file, place.size)[place.start].as_py()
@@ -119,8 +116,7 @@ def read_list(path: str, split: str) -> list[Sample]:
     Args:
         split: of all images, if no column states it.
 
-    Raises:
-        UserError: there are no such columns, or a line is wrong or its image missing.
+    Raises UserError: there are no such columns, or a line is wrong or its image missing.
     """
     folder = os.path.dirname(os.path.abspath(path))
     samples: dict[str, Sample] = {}
