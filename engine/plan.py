@@ -403,7 +403,7 @@ def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
     if weights is None and "class_weights" in keys_of(config.train.loss):
         keys.append("train.class_weights=balanced")
     if not config.train.best_by.startswith("macro_"):
-        keys.append("train.best_by=macro_f1")
+        keys.append("train.best_by=macro_recall, the mean accuracy of the classes")
     if datasets.train.labels is None or not keys:
         return []
     counts = datasets.train.class_counts(len(datasets.classes))

@@ -64,7 +64,8 @@ def data(case: Case) -> Iterator[Row]:
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         text += f", {counts.min():,} to {counts.max():,} each"
         if name == "train" and counts.max() > UNEQUAL * counts.min():
-            yield warn(text, "large classes dominate: see train.class_weights=balanced")
+            cure = "train.class_weights=balanced, train.best_by=macro_recall"
+            yield warn(text, f"large classes dominate: try {cure}")
         else:
             yield ok(text)
 

@@ -161,16 +161,17 @@ class Labelled(FakeDataset):
     labels = None
 
 
-WEIGHTS, BEST = "train.class_weights=balanced", "train.best_by=macro_f1"
+WEIGHTS, BEST = "train.class_weights=balanced", "train.best_by=macro_recall"
+MEANING = "the mean accuracy of the classes"
 
 
 @pytest.mark.parametrize(
     ("counts", "typed", "advice"),
     [
-        ((1, 11, 9), [], f"{WEIGHTS} and {BEST}"),
-        ((0, 11, 9), [WEIGHTS], BEST),
+        ((1, 11, 9), [], f"{WEIGHTS} and {BEST}, {MEANING}"),
+        ((0, 11, 9), [WEIGHTS], f"{BEST}, {MEANING}"),
         ((1, 11, 9), [BEST], WEIGHTS),
-        ((1, 11, 9), ["train.loss=bce"], BEST),
+        ((1, 11, 9), ["train.loss=bce"], f"{BEST}, {MEANING}"),
         ((1, 11, 9), ["train.class_weights={a: 9}", BEST], ""),
         ((1, 10, 9), [], ""),
         (None, [], ""),
