@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,32 +48,26 @@ class _Captured(NamedTuple):
     values: Values
 
 
+@dataclass(eq=False)
 class StepGraph(AbstractContextManager["StepGraph"]):
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one.
     A batch of another shape drops the graph, whose memory it needs, and leads to another capture.
-
-    Args:
-        step: launches the kernels of a step on a batch; it must not wait for the GPU. All
-            tensors that it uses, except the batch, must keep their addresses. Between steps, also
-            after an error, there must be no gradients: those of a failed capture are not computed.
-        before: called with the number of a step before its kernels are launched, to fill the
-            tensors of values that change from step to step, such as the learning rate.
-        network: what the step trains; more steps precede a capture if it is DDP.
-        disabled_reason: why no graph is captured; None to capture. Set if a capture fails.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Batch], Values],
-        *,
-        before: Callable[[int], None],
-        network: nn.Module,
-        disabled_reason: str | None = None,
-    ) -> None:
-        self.step, self.before, self.disabled_reason = step, before, disabled_reason
-        has_ddp = isinstance(network, DistributedDataParallel)
+    # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
+    # uses, except the batch, must keep their addresses. Between steps, also after an error, there
+    # must be no gradients: those of a failed capture are not computed.
+    step: Callable[[Batch], Values]
+    # Called with the number of a step before its kernels are launched, to fill the tensors of
+    # values that change from step to step, such as the learning rate.
+    before: Callable[[int], None]
+    network: nn.Module  # what the step trains; more steps precede a capture if it is DDP
+    disabled_reason: str | None = None  # why no graph is captured; set if a capture fails
+
+    def __post_init__(self) -> None:
+        has_ddp = isinstance(self.network, DistributedDataParallel)
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps_by_shape: Counter[Hashable] = Counter()

@@ -22,8 +22,11 @@ def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
     layer1 to layer4 and the head; those of a ViT the patch embedding, each block and the head.
     `fine`: divide stages into blocks, such as `layer2.0`, as timm does for layer-wise decay.
     """
-    if hasattr(model, "group_matcher"):
-        return _of_timm(model, fine)
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is not None:
+        from timm.models import group_parameters
+
+        return list(group_parameters(model, matcher(coarse=not fine)).values())
     parameters = dict(model.named_parameters())
     found: list[Stage] = []
     has_weight = False  # whether a stage has begun with the weight of a layer
@@ -79,12 +82,6 @@ def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             module.eval()
     return model
-
-
-def _of_timm(model: Any, fine: bool) -> list[Stage]:
-    from timm.models import group_parameters
-
-    return list(group_parameters(model, model.group_matcher(coarse=not fine)).values())
 
 
 def _module_of(parameter: str, fine: bool) -> str:

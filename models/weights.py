@@ -160,7 +160,9 @@ def fit_weights(
     if new_head:
         weights = {name: _resized(name, value, own) for name, value in weights.items()}
         head = head_of(model)
-        if not all(k not in weights or _other_classes(weights[k], own[k]) for k in head):
+        # A head for another number of classes differs in the first dimension only.
+        shapes = [(weights[k].shape, own[k].shape) for k in head if k in weights]
+        if any(stored == now or stored[1:] != now[1:] for stored, now in shapes):
             head = []
         weights |= {name: own[name] for name in head}
     # The oldest weights of torchvision have no num_batches_tracked.
@@ -183,11 +185,6 @@ def fit_weights(
     own.update(weights)  # it has the versions of the layers, which MNASNet requires
     model.load_state_dict(own)
     return head
-
-
-def _other_classes(stored: Tensor, own: Tensor) -> bool:
-    """Whether two tensors of a head are for different numbers of classes, their first dimension."""
-    return stored.shape != own.shape and stored.shape[1:] == own.shape[1:]
 
 
 def head_of(model: nn.Module) -> list[str]:

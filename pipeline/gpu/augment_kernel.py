@@ -47,23 +47,14 @@ def apply_rounds(pixels: Tensor, rows: Tensor, interpolated: bool) -> Tensor:
     # to every batch, because all of them use the same stream.
     other = torch.empty_like(pixels)
     tables = torch.empty(batch, 3, 256, dtype=torch.uint8, device=pixels.device)
+    numbers = channels, columns, size, BLOCK, interpolated
     # Without fused multiply-add, the products round as in Pillow's C code.
     for row in rows:
         _make_tables[(3 * batch,)](
             pixels, tables, row, columns, size, COUNTED, num_warps=8, enable_fp_fusion=False
         )
         _make_pixels[(batch * triton.cdiv(size**2, BLOCK),)](
-            pixels,
-            other,
-            tables,
-            row,
-            channels,
-            columns,
-            size,
-            BLOCK,
-            interpolated,
-            num_warps=4,
-            enable_fp_fusion=False,
+            pixels, other, tables, row, *numbers, num_warps=4, enable_fp_fusion=False
         )
         pixels, other = other, pixels
     return pixels
