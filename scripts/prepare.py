@@ -93,7 +93,6 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from conf import strict_json
 from pipeline import decode, machine
@@ -162,11 +161,13 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
         return data
     if short > side:
         picture = picture.resized((side * width // short, side * height // short))
-    buffer, exif = io.BytesIO(), Image.Exif()
+    made, buffer = picture.pillow(), io.BytesIO()
+    exif = made.getexif()
     if (orientation := decode.orientation_in(image.info.get("exif", b""))) > 1:
         exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
     # optimize=True would save 3 % of the bytes for 25 % more time
-    picture.pillow().save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", exif=exif)
+    options = {"exif": exif} if exif else {}
+    made.save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", **options)
     return buffer.getvalue()
 
 
