@@ -303,8 +303,8 @@ class Stepper:
         return len(batch.samples)
 
     def finish(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        if (kind := self.world.device.type) != "cpu":
+            torch.get_device_module(kind).synchronize()
 
     def alone(self, feed: Feed, seconds: float) -> Stage:
         """Measure with four batches that stay on the device."""

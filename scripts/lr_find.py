@@ -96,7 +96,7 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
             feed.train.loader.pool.activate(plan.loader.workers)  # they are not measured here
         step = stack.enter_context(train.build_step(replace(plan, curve=curve), state, world))
         for batch in feed.train.batches(0, steps):
-            loss = step(batch)["loss"].double()  # a copy: the next step overwrites the value
+            loss = step(batch)["loss"].clone()  # the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)
             if has_diverged(losses) or state.divergence.first[0]:  # then the weights stay the same
                 break

@@ -241,7 +241,7 @@ MISTAKES = {
     "trainer.max_epochs=20": "there is no key trainer.max_epochs; write train.epochs=20",
     "experiment=demo": "write recipe=demo",  # of timm's flag, --experiment, see FLAGS
     "logger.wandb.project=a": "write 'log.trackers=[VALUE]'",
-    "callbacks.early_stopping.patience=3": "the loop in train.py calls what it needs",
+    "callbacks.early_stopping.patience=3": "the loop is in train.py, to change",
     "hydra.run.dir=a": "write run.dir=a",
     "model._target_=a.B": "a config names no code",
     # interpolation
