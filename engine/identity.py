@@ -20,6 +20,7 @@ FIXED = (
     "model.freeze",
     "loader.batch_size",
 )
+WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {
@@ -37,9 +38,10 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     """
     replaced = (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
-    if (weights := keys["model.weights"]) not in (None, "pretrained"):
-        digest = checkpoint.sha256(checkpoint.find(Path(weights)))
-        keys["model.weights"] = f"SHA-256 {digest[:16]}"
+    for name in WEIGHTS:
+        if keys[name] not in (None, "pretrained"):
+            digest = checkpoint.sha256(checkpoint.find(Path(keys[name])))
+            keys[name] = f"SHA-256 {digest[:16]}"
     if config.train.deterministic:  # eager and compiled steps round differently
         keys["model.compile"] = plan.compile
     return {
