@@ -326,7 +326,7 @@ def test_every_flag_of_other_trainers_is_answered() -> None:
     for answer in ANSWERS.values():
         for name in re.findall(rf"(?<![/\w])(?:{'|'.join(SECTIONS)})\.[a-z]\w*", answer):
             assert name in KEYS or name == "train.py", answer
-        for name in re.findall(r"(?:docs|scripts|engine)/[\w.]+\w", answer):
+        for name in re.findall(r"(?:docs|scripts|engine)/[\w.-]+\w", answer):
             assert (ROOT / name).exists(), answer
         for name in re.findall(r"put `([\w.]+): \{\w", answer):
             assert name in transforms, answer
