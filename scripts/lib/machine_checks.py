@@ -57,7 +57,8 @@ def gpu(case: Case) -> Iterator[Row]:
     count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
     names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
     text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; "
-    text += f"PyTorch for CUDA {torch.version.cuda}"
+    rocm = f"ROCm {torch.version.hip}"  # AMD's GPUs are devices of torch.cuda, too
+    text += f"PyTorch for {f'CUDA {torch.version.cuda}' if torch.version.cuda else rocm}"
     cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
     try:

@@ -462,6 +462,13 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     return see
 
 
+def test_gpus_of_others(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert see()[0].found.endswith("; PyTorch for ROCm 6.4")
+    assert [row.found for row in see("train.device=mps")] == ["train.device=mps was not tested"]
+
+
 def test_two_healthy_gpus(see: See) -> None:
     assert [(row.status, row.found) for row in see()] == [
         ("ok", "2 NVIDIA H200, 2 used; PyTorch for CUDA 13.0"),
