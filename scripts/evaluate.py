@@ -126,9 +126,8 @@ class MirrorAverage(nn.Module):
 def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     """Evaluate one model on its validation images. Collective.
 
-    Raises:
-        UserError: the data or the config does not fit the model.
-        LoaderError: an image cannot be read.
+    Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
+    read.
     """
     config, device = trained.config, world.device
     if config.loader.batch_size % world.size:

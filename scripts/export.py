@@ -387,9 +387,8 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
     Returns:
         Lines about the checks and the file.
 
-    Raises:
-        UserError: the weights do not fit the model.
-        ExportError: a check has found a difference, or the model cannot be exported.
+    Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
+    or the model cannot be exported.
     """
     model = job.trained.build(CPU)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:

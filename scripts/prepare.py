@@ -174,9 +174,7 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
 def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
-    Raises:
-        UserError: its folder is a link.
-        OSError: it cannot be written.
+    Raises UserError: its folder is a link; OSError: it cannot be written.
     """
     member = f"{sample.label}/{sample.name}"
     target = os.path.join(options.to, sample.split, member)
@@ -311,9 +309,8 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status.
 
-    Raises:
-        UserError: the source or the destination cannot be used; nothing was created.
-        OSError: a file cannot be written.
+    Raises UserError: the source or the destination cannot be used, and nothing was created;
+    OSError: a file cannot be written.
     """
     began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)

@@ -60,9 +60,8 @@ def open_destination(to: str, marker: str, settings: dict[str, object]) -> None:
     Args:
         marker: name of the JSON file in it that contains the settings.
 
-    Raises:
-        UserError: it contains other files, or other settings started it.
-        OSError: it cannot be written.
+    Raises UserError: it contains other files, or other settings started it; OSError: it cannot be
+    written.
     """
     os.makedirs(to, exist_ok=True)
     path = os.path.join(to, marker)

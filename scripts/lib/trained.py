@@ -172,9 +172,8 @@ def open_trained(
         classes: a text file with the name of a class in each line, in the order of the logits;
             replaces the names in the file.
 
-    Raises:
-        UserError: the file cannot be read, does not fit the model, or the overrides are wrong.
-        CheckpointError: the SHA-256 of the checkpoint differs from its manifest.
+    Raises UserError: the file cannot be read, does not fit the model, or the overrides are wrong;
+    CheckpointError: the SHA-256 of the checkpoint differs from its manifest.
     """
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))

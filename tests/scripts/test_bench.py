@@ -1,10 +1,9 @@
 """The stages and the comparison of workers on small JPEG files. No test depends on a rate."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -12,9 +11,9 @@ from conf import cli
 from conf.schema import Config, RunError
 from pipeline import machine
 from scripts import bench
+from tests.ranks import Ranks
 from tests.small_run import SMALL
 
-ROOT = Path(__file__).parents[2]
 BASE = [*SMALL, "loader.workers=1"]
 
 
@@ -22,16 +21,9 @@ def compose(root: Path, *overrides: str) -> Config:
     return cli.load([*BASE, f"data.root={root}", *overrides])
 
 
-def run(root: Path, to: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/bench.py", *BASE, f"data.root={root}", "--out", str(to)]
-    return subprocess.run(
-        [*command, "--seconds", "0.1", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def run(ranks: Ranks, root: Path, to: Path, *arguments: str) -> CompletedProcess[str]:
+    command = [sys.executable, bench.__file__, *BASE, f"data.root={root}", "--out", str(to)]
+    return ranks.run([*command, "--seconds", "0.1", *arguments], 1)
 
 
 def test_stages_on_a_cpu(image_root: Path) -> None:
@@ -57,8 +49,8 @@ def test_the_copy_of_a_batch(image_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_output(image_root: Path, tmp_path: Path) -> None:
-    done = run(image_root, tmp_path, "--only", "copy", "read", "loader")
+def test_the_output(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
+    done = run(ranks, image_root, tmp_path, "--only", "copy", "read", "loader")
     assert (done.returncode, done.stderr) == (0, "")
     record = json.loads((tmp_path / "bench.json").read_text())
     assert [stage["name"] for stage in record["stages"]] == ["read", "loader"]
@@ -104,9 +96,9 @@ def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    image_root: Path, tmp_path: Path, arguments: list[str], message: str
+    ranks: Ranks, image_root: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    done = run(image_root, tmp_path / "out", *arguments)
+    done = run(ranks, image_root, tmp_path / "out", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"bench.py: {message}")
     assert not (tmp_path / "out").exists()

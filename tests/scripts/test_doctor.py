@@ -5,11 +5,11 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +27,11 @@ from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
 from tests.drawings import draw_image
 from tests.nvml import Nvml, NvmlError
+from tests.ranks import Ranks
 from tests.reliability.odd_images import encoded
 from tests.small_run import SMALL
 from tests.stored import as_tar
 
-ROOT = Path(__file__).parents[2]
 TWICE = ("data", "readable")  # a row for each split
 GIB = 1 << 30
 Rows = dict[str, list[Row]]
@@ -68,23 +68,17 @@ def only(rows: Any) -> Any:
     return rows[0]
 
 
-def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: Ranks, root: Path) -> CompletedProcess[str]:
     place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
-    return subprocess.run(
-        [sys.executable, "scripts/doctor.py", *SMALL, *place, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return ranks.run([sys.executable, doctor.__file__, *SMALL, *place], 1)
 
 
 # The whole script.
 
 
-def test_a_healthy_dataset(root: Path, tmp_path: Path) -> None:
+def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
-    process = run(root)
+    process = run(ranks, root)
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
     names = "|".join(doctor.CHECKS)
     rows = re.findall(rf"^(ok|warn|fail) +({names})  ", process.stdout, re.M)
@@ -105,10 +99,10 @@ def test_a_healthy_dataset(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_a_row_and_status_1(root: Path) -> None:
+def test_a_fault_is_a_row_and_status_1(ranks: Ranks, root: Path) -> None:
     name = os.fsdecode(b"train/dots/not utf-8 \xff.jpg")
     (root / name).write_bytes(b"<html>404")
-    process = run(root)
+    process = run(ranks, root)
     assert (process.returncode, process.stderr) == (1, ""), process.stdout + process.stderr
     assert re.search(r"^fail  readable +train: 1 of all 37 cannot be read$", process.stdout, re.M)
     assert "not utf-8 \\udcff.jpg: not an image, begins with b'<html>404'" in process.stdout

@@ -28,11 +28,13 @@ from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.ranks import Ranks
 from tests.stored import as_list, as_tar, as_zip
 
 VALUES = 6  # loss, top1, calibration error; precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 HERE = ["train.device=cpu", "loader.workers=0"]
+SCRIPT = [sys.executable, evaluate.__file__]
 FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 
 
@@ -49,14 +51,6 @@ def opened(path: Path, *overrides: str) -> Trained:
 
 def measured(path: Path, *overrides: str, flip: bool = False) -> Evaluated:
     return evaluate.run(opened(path, *overrides), ALONE, flip=flip)
-
-
-def script(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, evaluate.__file__, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
 
 
 def table_of(path: Path) -> list[dict[str, str]]:
@@ -135,11 +129,12 @@ def test_files(found: Evaluated, tmp_path: Path) -> None:
         assert Path(row["path"]).parent.name == row["class"].replace("n01443537", CLASSES[0])
 
 
-def test_command_line(folder: Path, tmp_path: Path) -> None:
+def test_command_line(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     """Several checkpoints; the name of the run contains `=`; nothing is written into the run."""
     before = sorted(folder.rglob("*"))
     last = folder / "checkpoints" / "last.json"
-    done = script(folder, last, *HERE, "--json", "--self-check", folder=tmp_path)
+    options = [*HERE, "--json", "--self-check"]
+    done = ranks.run([*SCRIPT, str(folder), str(last), *options], 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 2 and done.stderr.count(": equal\n") == 2 * VALUES
@@ -174,14 +169,14 @@ def test_mistakes_in_the_command_line(
     assert capsys.readouterr().err.startswith(f"evaluate.py: {message}")
 
 
-def test_output_folders(folder: Path, image_root: Path, tmp_path: Path) -> None:
+def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: Path) -> None:
     """Each has its own; none is inside a split, where it would be taken for a class."""
     assert evaluate.output_folders(["a", "b", "a"], tmp_path) == [
         tmp_path / name for name in ("a", "b", "a-2")
     ]
     assert evaluate.output_folders(["a"], tmp_path) == [tmp_path]
     inside = image_root / "val" / "out"
-    done = script(folder, *HERE, "--out", inside, folder=tmp_path)
+    done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path)
     assert done.returncode == 2 and not inside.exists()
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 

@@ -703,12 +703,6 @@ def test_pixels_equal_a_resize_and_encode_by_pillow() -> None:
     assert (grey == grey[..., :1]).all()
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_small_images_are_kept(mode: str) -> None:
-    data = encoded(drawn(mode).resize((96, 200)), quality=70, progressive=True, comment=b"kept")
-    assert smaller(data) is data
-
-
 @pytest.mark.parametrize("size", [(60, 90), (200, 300)])
 @pytest.mark.parametrize(("kind", "mode"), [("JPEG", "CMYK"), ("PNG", "RGBA")])
 def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple[int, int]) -> None:

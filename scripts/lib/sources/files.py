@@ -96,9 +96,7 @@ def tree_of_folder(root: str) -> Tree:
 def tree_of_file(path: str) -> Tree:
     """List the files in a zip or tar file, except hidden ones.
 
-    Raises:
-        UserError: it is damaged, or compressed as a whole.
-        OSError: it cannot be read.
+    Raises UserError: it is damaged, or compressed as a whole; OSError: it cannot be read.
     """
     try:
         found = tree_of_zip(path) if path.lower().endswith(".zip") else tree_of_tar(path)

@@ -54,9 +54,8 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
         The images, in the order in which they are read quickly, of two splits, train and val, with
         the same classes; and sentences about what was left out or decided.
 
-    Raises:
-        UserError: the format is unknown, ambiguous or incomplete, or a file is damaged.
-        OSError: a folder or a file cannot be read.
+    Raises UserError: the format is unknown, ambiguous or incomplete, or a file is damaged; OSError:
+    a folder or a file cannot be read.
     """
     refuse_address("", source)
     if not os.path.exists(source):
