@@ -89,6 +89,7 @@ from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_transform, build_val
 from pipeline.dataset import IMAGE, LABEL, Field, FolderDataset
+from pipeline.decode import describe
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
@@ -226,10 +227,6 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         exported.save(path, external_data=False)
 
 
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
 # Reading, as another program would.
 
 
@@ -315,7 +312,7 @@ def self_check(
                 pixels = np.moveaxis(pixels, -1, -3)
             return pixels, files.load(0, i)[IMAGE]
         except Exception as error:  # Pillow raises many types
-            raise ExportError(f"--self-check: {files.name(i)}: {first_line(error)}") from None
+            raise ExportError(f"--self-check: {files.name(i)}: {describe(error)}") from None
 
     device = resolve_device(trained.config.train.device)
     torch.set_float32_matmul_precision("highest")
@@ -402,9 +399,9 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
         except (OSError, ExportError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
-            name = job.trained.config.model.name
+            name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
             raise ExportError(
-                f"--to {job.to}: model.name={name} cannot be exported ({first_line(error)})"
+                f"--to {job.to}: model.name={name} cannot be exported ({reason})"
             ) from None
         if files is not None:
             lines += self_check(job, predict, texts, files)

@@ -26,23 +26,9 @@ from engine.plan import check_channels
 from models.layers import RGB
 from models.weights import head_of
 
-# Keys that belong to the machine or to the training, not to the model: their defaults are used.
-NOT_OF_THE_MODEL = (
-    "loader.workers",
-    "loader.decoder",
-    "loader.pin_memory",
-    "loader.prefetch_factor",
-    "loader.prefetch_batches",
-    "loader.start_method",
-    "augment.train",
-    "augment.batch",
-    "model.weights",
-    "train.device",
-    "checkpoint.resume",
-    "run.name",
-    "run.dir",
-    "profile.steps",
-)
+# Sections and keys of the machine or the training, not of the model: their defaults are used.
+SECTIONS = {"loader", "checkpoint", "run", "profile"}  # except for loader.batch_size
+KEYS = {"augment.train", "augment.batch", "model.weights", "train.device"}
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -197,11 +183,14 @@ def _open_ours(
     state = content["state"]
     stored["last"] = state.get("last") or {}
     plan = stored["plan"]
-    values = {k: v for k, v in content["config"].items() if k not in NOT_OF_THE_MODEL}
+    values = dict(content["config"])
+    # The share of one rank, which fits into the memory of one device.
+    batch_size = values["loader.batch_size"] // values.get("ranks", 1)
+    others = {key for key in values if key.partition(".")[0] in SECTIONS} | KEYS
+    values = {key: value for key, value in values.items() if key not in others}
+    values["loader.batch_size"] = batch_size
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images
-    # The share of one rank, which fits into the memory of one device.
-    values["loader.batch_size"] //= values.get("ranks", 1)
     config = load(overrides, stored=values)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):

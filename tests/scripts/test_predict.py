@@ -306,11 +306,7 @@ def test_values_of_other_tasks(
     ("shape", "top", "message"),
     [
         ((1,), None, r"^the model has one output, which is no probability of classes; change pred"),
-        (
-            (3, 4, 4),
-            None,
-            r"^probability: torch\.float32 \[3, 4, 4\] for each image cannot be print",
-        ),
+        ((3, 4, 4), None, r"^probability: torch\.float32 \[3, 4, 4\] for each image cannot"),
         ((3,), 4, r"^--top 4: the model has 3 classes; give 3 or less"),
     ],
 )
