@@ -89,7 +89,7 @@ def test_help_and_wrong_folders(
         cli.parse(["-cd", str(folder), "--help"], script="train.py", purpose="")
     assert " | mine\n" in capsys.readouterr().out
     for words, says in {
-        ("--config-dir",): "argument -cd/--config-dir: expected one argument",
+        ("--config-dir",): "argument --config-dir: expected one argument",
         ("-cd", str(tmp_path)): f"--config-dir={tmp_path}: has no folder augment or data or loader",
         ("-cd", str(folder), "recipe=min"): "no such recipe; choose one of ",
     }.items():

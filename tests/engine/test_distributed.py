@@ -52,7 +52,8 @@ def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_ranks(ranks: Ranks) -> None:
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
-    assert done.stdout == "rank 0 is done\nrank 1 is done\n", done.stderr
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
+    assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_a_photo_is_turned_as_in_the_training(
         ours, theirs = (
             {e["class"]: e["probability"] for e in f.values["predictions"]} for f in found
         )
-        assert (ours == pytest.approx(theirs, abs=1e-4)) == (upright == "true")
+        assert (ours == pytest.approx(theirs, abs=4e-4)) == (upright == "true")
 
 
 def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predictor) -> None:

@@ -55,6 +55,7 @@ def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> No
     assert len(set(contents(drawn).values())) == 61  # no two are equal
 
 
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
 def test_the_pixels_are_those_of_version_1() -> None:
     """Results on the demo are compared with those of other versions of the program."""
     digest = hashlib.sha256()
