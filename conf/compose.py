@@ -323,7 +323,7 @@ def _check_effect(key: str, text: str, config: Config) -> None:
         return
     values, when = config_values(config), FIELDS[key].metadata["when"]
     because = " and ".join(f"{other}={show(values[other])}" for other in when)
-    needed = " and ".join(f"{other}={' or '.join(allowed)}" for other, allowed in when.items())
+    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in when.items())
     raise UserError(f"{text}: has no effect with {because}; give {needed}, or leave it out")
 
 

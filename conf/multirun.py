@@ -145,12 +145,11 @@ def _means(values: Mapping[tuple[str, ...], float]) -> Iterator[str]:
     """Yield mean and standard deviation of the jobs that only the keys of REPEATS tell apart."""
     groups = defaultdict(list)
     for job, value in values.items():
-        groups[" ".join(word for word in job if _key(word) not in REPEATS)].append(value)
+        groups["".join(f"  {word}" for word in job if _key(word) not in REPEATS)].append(value)
     for fixed, found in groups.items():
         if len(found) > 1:
             mean, deviation = statistics.mean(found), statistics.stdev(found)
-            text = f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}  {fixed}"
-            yield text.rstrip()
+            yield f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}{fixed}"
 
 
 def _some_jobs(columns: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

@@ -62,7 +62,7 @@ def key(
     affects: Affects,
     check: Check = ANY,
     *,
-    when: Mapping[str, tuple[str, ...]] | None = None,
+    when: Mapping[str, tuple[str | None, ...]] | None = None,
     alike: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
     """A dataclass field with the metadata of a key. The sentence for --help is the string below it.
@@ -231,6 +231,7 @@ LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"
 NOT_OF_THE_RECIPE = {*DATA_FOLDERS, *LEFT_TO_USER}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
+NO_FOLD = {"data.val_fold": (None,), **FILES}
 STEP = {"schedule.name": ("step",)}
 HAS_MOMENTUM = all_but("optim", "adamw", "lamb")
 HAS_BETAS = all_but("optim", "sgd")
@@ -238,10 +239,6 @@ HAS_BETAS = all_but("optim", "sgd")
 
 def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
-
-
-def _fold_name(fold: Any) -> Any:
-    return fold and str(fold).replace("/", "of")  # in the name of a run
 
 
 def _in_any_order(names: Any) -> Any:
@@ -263,10 +260,12 @@ class Data:
     """validation split: a folder or file in data.root, or an absolute path"""
     classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_in_any_order)
     """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
-    val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=FILES)
+    val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
-    val_fold: str | None = key(None, BOTH, FOLD, when=FILES, alike=_fold_name)
+    val_fold: str | None = key(
+        None, BOTH, FOLD, when=FILES, alike=lambda i: i and i.replace("/", "of")
+    )
     """2/5: validate on the second of five disjoint parts of the images of each class, in place of
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
     image_size: int = key(224, BOTH, SIDE)
@@ -584,11 +583,6 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         if epoch >= config.train.epochs:
             end = f"train.epochs={show(config.train.epochs)}"
             raise UserError(f"{typed}: the run ends after {end}, before epoch {epoch}; lower it")
-    if data.val_fold and data.val_fraction:
-        raise UserError(
-            f"data.val_fold={data.val_fold}: says which images are for validation; leave out "
-            f"data.val_fraction={data.val_fraction:g}"
-        )
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"

@@ -192,7 +192,7 @@ class Predictor:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.model, self.device = trained.build(device), device
-        self.last_input = watch_head(self.model) if features else None
+        self.last_input = watch_head(self.model) if features else []
         dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(device)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
@@ -247,30 +247,23 @@ class Predictor:
         loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]
         found: Iterator[dict[str, Any]] = iter(())
-        features: Iterator[np.ndarray | None] = iter(())
+        features: Iterator[np.ndarray] = iter(())
         if images:
             inputs = self.format.normalised(torch.from_numpy(np.stack(images)).to(self.device))
             inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
             with autocast(self.device.type, self.precision):
                 outputs = self.model(inputs)
             found = iter(self.rows(train.predictions(outputs)))
-            features = iter(self.features(len(images)))
+            if self.last_input:
+                features = iter(self.last_input[0].float().cpu().numpy())
         results = []
         for path, image in loaded:
             if isinstance(image, str):
                 results.append(Result(path, reason=image))
                 continue
             values, reason = next(found), "the model's output is not a number"
-            results.append(Result(path, values, "" if values else reason, next(features)))
+            results.append(Result(path, values, "" if values else reason, next(features, None)))
         return results
-
-    def features(self, count: int) -> Sequence[np.ndarray | None]:
-        """Return the input of the last layer for each image of the batch; None if not asked for."""
-        if self.last_input is None:
-            return [None] * count
-        if not self.last_input:
-            raise UserError("--features: the last layer of this model is not called; leave it out")
-        return list(self.last_input[0].float().cpu().numpy())
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return `Result.values` of each image; nothing of one with a value that is not finite."""
@@ -422,6 +415,8 @@ def write_features(batches: Iterable[list[Result]], file: Path) -> Iterator[list
     kept = []
     for batch in batches:
         kept += [(result.path, result.features) for result in batch if not result.reason]
+        if kept and kept[-1][1] is None:
+            raise UserError("--features: the last layer of this model is not called; leave it out")
         yield batch
     paths, features = zip(*kept, strict=True) if kept else ((), ())
     np.savez(file, paths=np.array(paths), features=np.array(features, np.float32))

@@ -260,7 +260,9 @@ def test_mistake_is_one_line_and_status_2(
 def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
     both = [DATA, "data.val_fold=2/5", "data.val_fraction=0.2"]
-    assert "data.val_fold=2/5: says which images are for validation; " in refusal(both, capsys)
+    assert "data.val_fraction=0.2: has no effect with data.val_fold=2/5 and" in refusal(
+        both, capsys
+    )
     for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
         assert line.startswith("data.root is missing: pass data.root=") and "recipe=demo" in line
