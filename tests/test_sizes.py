@@ -10,8 +10,7 @@ import torch
 import train
 from conf import cli
 from engine.log.runlog import RunLog
-from tests.results import rows
-from tests.small_run import compose, run
+from tests.small_run import run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 SIZES = "data.sizes={0: 16, 1: 32}"  # 36 images in batches of 8: epoch 1 begins with step 5
@@ -55,18 +54,6 @@ def test_later_sizes_are_compiled_before_the_first_step(
     again = run(image_root, tmp_path / "resumed" / "run", *options)
     assert events == [32, "step", 16, *["step"] * 5]
     assert again["params_sha256"] == plain["params_sha256"]
-
-
-def test_each_size_matters(image_root: Path, tmp_path: Path) -> None:
-    """The steps before the change are those of the smaller size, the next ones are not."""
-    losses = {}
-    for name, size in (("grows", SIZES), ("small", "data.image_size=16"), ("large", "run.name=x")):
-        config = compose(image_root, tmp_path / name, size, "data.val_size=32")
-        train.train(config)
-        losses[name] = [row["loss"] for row in rows(tmp_path / name, "train")]
-    assert losses["grows"][:5] == losses["small"][:5]
-    assert all(one != other for one, other in zip(losses["grows"], losses["large"], strict=True))
-    assert losses["grows"][5] != losses["small"][5]
 
 
 def test_fast_recipe_is_that_of_its_source() -> None:

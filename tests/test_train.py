@@ -524,19 +524,6 @@ def test_damaged_checkpoint(
     check_curves(folder)
 
 
-def test_killed_before_the_first_checkpoint(go: Any, folder: Path, short: Ended) -> None:
-    shutil.copytree(short[0], folder)
-    for path in [*(folder / "checkpoints").iterdir(), folder / "summary.json"]:
-        path.unlink()
-    (folder / "checkpoints" / "step-00000005.pt.tmp").write_bytes(b"half")
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 10, "epo')
-    assert go(BOARD)["params_sha256"] == short[1]["params_sha256"]
-    assert rows(folder, "val") == rows(short[0], "val")
-    assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
-    check_curves(folder)
-
-
 def test_resume_from_a_path(
     go: Any, folder: Path, image_root: Path, tmp_path: Path, straight: Ended
 ) -> None:

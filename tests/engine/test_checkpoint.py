@@ -64,25 +64,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_load_returns_the_saved_content(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 4),
-        "b": torch.randn(5).bfloat16(),
-        "c": torch.tensor(7),
-        "d": torch.randn(2, 3).t(),
-    }
-    rest = {"list": [1, 2.5, None, "x"]}
-    more = {name: {"a": 1} for name in ("identity", "config", "plan")}
-    saved = {"step": 5, "state": {**tensors, **rest}, "x": 1.5, **more}
-    path = save(tmp_path / "new" / "checkpoints", saved, keep=1)
-    stored = load(path)
-    for name, tensor in tensors.items():
-        assert torch.equal(stored["state"].pop(name), tensor)
-    assert stored == {**saved, "format": FORMAT, "state": rest}
-    assert files(path.parent) == {"step-00000005.pt", "step-00000005.json", "last.json"}
-    assert load_newest(tmp_path) is load_newest(tmp_path / "missing") is None
-
-
 def test_keep_and_best(tmp_path: Path) -> None:
     kept = {}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):

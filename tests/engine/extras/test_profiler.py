@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import train
-from conf.schema import UserError
 from engine.extras.profiler import StepProfiler
 from engine.log.tracker import Tracker
 from tests import small_run
@@ -103,9 +102,3 @@ def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> No
     arguments = small_run.command(image_root, tmp_path / "run", "loader.workers=0", *options)
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "train.py: the loss is " in done.stderr
-
-
-def test_steps_that_are_never_reached_are_refused(image_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"profile\.steps=\[6, ?9\]: the run ends after 6 steps"):
-        run(image_root, tmp_path / "run", "train.max_steps=6", "profile.steps=[6,9]")
-    assert not (tmp_path / "run").exists()

@@ -1,18 +1,16 @@
 """data.on_error=skip: unreadable training images are replaced by a rule, listed and limited."""
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-import train
 from engine.log.bad_files import BadFiles
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
 from tests.ranks import Ranks
 from tests.results import rows
-from tests.small_run import command, compose, run
+from tests.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 SKIP = ["data.on_error=skip", "data.max_bad_fraction=0.1"]
@@ -35,63 +33,32 @@ def bad_files(folder: Path) -> list[str]:
     return sorted(path for path, _ in lines)
 
 
-def test_corrupt_training_images_are_skipped_and_counted(
-    damaged: tuple[Path, list[Path]],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """What replaces a skipped image does not depend on the number of workers."""
-    root, broken = damaged
-    skipped = [run(root, tmp_path / f"run{n}", *SKIP, f"loader.workers={n}") for n in (0, 2)]
-    for path in broken:
-        assert caplog.text.count(f"skipped {path}: ") == 2  # once in each run of 2 epochs
-    for n, summary in enumerate(skipped):
-        folder = tmp_path / f"run{2 * n}"
-        assert (summary["status"], summary["unreadable_images"]) == ("finished", 3)
-        assert bad_files(folder) == sorted(map(str, broken))
-        counts = [row["data_unreadable_images"] for row in rows(folder, "train")]
-        assert counts == sorted(counts) and counts[-1] == 3
-    assert f"\nskipped   3 unreadable images: {folder / 'bad_files.txt'}\n" in capfd.readouterr()[0]
-    assert skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
-
-
 def test_the_list_of_bad_files_survives_a_resume(
-    damaged: tuple[Path, list[Path]], tmp_path: Path
+    damaged: tuple[Path, list[Path]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that was repaired stays listed, and does not count any more."""
+    """As do the steps until the limit. A repaired file stays listed and counts no more."""
     root, broken = damaged
     folder = tmp_path / "run"
     options = ["data.on_error=skip", "data.max_bad_fraction=0.08", "loader.workers=0"]
     good = (root / "train" / "dots" / "00.jpg").read_bytes()
-    with pytest.raises(TrainingError, match=r"^data.max_bad_fraction=0.08: 3 of 36 training ima"):
+    message = (
+        r"^data.max_bad_fraction=0.08: 3 of 36 training images cannot be read, for example "
+        rf"{root}/train/\S+: UnidentifiedImageError: .*; replace them \({folder}/bad_files.txt "
+        r"lists them\), or raise this limit$"
+    )
+    with pytest.raises(TrainingError, match=message):
         run(root, folder, *options, "checkpoint.every_steps=1")
     assert bad_files(folder) == sorted(map(str, broken))
+    assert not (folder / "summary.json").exists()
     broken[0].write_bytes(good)
     options.append("checkpoint.accept_changes=true")
     assert run(root, folder, *options)["unreadable_images"] == 3
     assert bad_files(folder) == sorted(map(str, broken))
-
-
-def test_too_many_corrupt_training_images_end_the_run(
-    damaged: tuple[Path, list[Path]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    root, broken = damaged
-    folder = tmp_path / "run"
-    assert train.main(compose(root, folder, "data.on_error=skip")) == 1
-    (error,) = (x for x in capfd.readouterr().err.splitlines() if not x.startswith("WARNING"))
-    assert re.match(
-        r"train.py: data.max_bad_fraction=0.01: \d of 36 training images cannot be read, "
-        rf"for example {root}/train/\S+: UnidentifiedImageError: .*; "
-        rf"replace them \({folder}/bad_files.txt "
-        r"lists them\), or raise this limit$",
-        error,
-    )
-    assert set(bad_files(folder)) <= set(map(str, broken))
-    assert not (folder / "summary.json").exists()
-    # The steps until then are kept: this start resumes, but meets another unreadable image.
-    assert train.main(compose(root, folder, *SKIP)) == 0
-    assert "resumed from step-" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "resumed from step-" in out
+    assert f"\nskipped   3 unreadable images: {folder / 'bad_files.txt'}\n" in out
+    counts = [row["data_unreadable_images"] for row in rows(folder, "train")]
+    assert counts == sorted(counts) and counts[-1] == 3
 
 
 def test_too_many_after_the_last_checkpoint(

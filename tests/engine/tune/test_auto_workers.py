@@ -7,8 +7,6 @@ measurements.
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
@@ -34,7 +32,7 @@ from tests.engine.tune.tuning import (
     simulate_engines,
 )
 from tests.engines import PillowEngines
-from tests.processes import HANGS_SECONDS, family, wait_until
+from tests.processes import family, wait_until
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
@@ -205,34 +203,6 @@ def test_unreadable_file_during_the_measurement(
     assert f"train.py: {broken}: " in capfd.readouterr().err
     assert not [*(tmp_path / "cache").rglob("autotune/*")]
     no_process_is_left(before)
-
-
-@pytest.mark.slow
-def test_signal_during_the_measurement(image_root: Path, tmp_path: Path) -> None:
-    """The exit status is 128 + signal, and nothing is saved: the next start measures."""
-    with subprocess.Popen(
-        command(tmp_path, image_root, tmp_path / "run"),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        wait_until((tmp_path / "measuring-0").exists, process)
-        processes = family(process.pid)
-        assert len(processes) > 1
-        os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=HANGS_SECONDS)
-    wait_until(lambda: not any(map(family, processes)))
-    assert process.returncode == 128 + signal.SIGTERM
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert summary["step"] == 0
-    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
-
-    rest, straight = (
-        run(image_root, tmp_path / name, "loader.workers=1") for name in ("run", "straight")
-    )
-    assert rest["params_sha256"] == straight["params_sha256"]
 
 
 @pytest.fixture
