@@ -47,27 +47,6 @@ RECIPE = [
     "log.every_steps=1",
     "log.trackers=[]",
 ]
-CHANGES = {
-    "sample order and random numbers": ["train.seed=1"],
-    "crop": [
-        "augment.train=[{random_resized_crop: {size: 32, scale: [0.36, 1.0]}}, horizontal_flip]"
-    ],
-    "flip": ["augment.train=[{random_resized_crop: {size: 32, scale: [0.35, 1.0]}}]"],
-    "validation crop": ["augment.val=[{resize: {size: 36}}, {center_crop: {size: 32}}]"],
-    "mixup": ["augment.batch=[{mixup: {alpha: 0.21}}]"],
-    "normalisation": ["data.mean=[0.48, 0.456, 0.406]"],
-    "learning rate": ["optim.lr=0.0303"],
-    "momentum": ["optim.momentum=0.89"],
-    "Nesterov momentum": ["optim.nesterov=false"],
-    "weight decay": ["optim.weight_decay=0.045"],
-    "decayed parameters": ["optim.decay_norms=true"],
-    "gradient clipping": ["optim.clip_norm=2"],
-    "schedule": ["schedule.name=linear"],
-    "length of the schedule": ["train.epochs=7.2"],
-    "warm-up": ["schedule.warmup_epochs=1.4"],
-    "label smoothing": ["train.label_smoothing=0.09"],
-    "moving average": ["train.ema_decay=0.79"],
-}
 
 
 def golden_model(num_classes: int, image_size: int) -> nn.Module:
@@ -87,9 +66,9 @@ def _golden_model(monkeypatch: pytest.MonkeyPatch, own_logging: None) -> None:
     monkeypatch.setitem(zoo.OURS, "golden", golden_model)
 
 
-def losses(images: Path, folder: Path, overrides: list[str]) -> dict[str, list[float]]:
+def losses(images: Path, folder: Path) -> dict[str, list[float]]:
     """Train 20 steps; return every training and validation loss in metrics.jsonl."""
-    config = cli.load([*RECIPE, f"data.root={images}", f"run.dir={folder}", *overrides])
+    config = cli.load([*RECIPE, f"data.root={images}", f"run.dir={folder}"])
     assert train.main(config) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     val = [row for row in rows if row["split"] == "val"]
@@ -107,7 +86,7 @@ def deviation(found: dict[str, list[float]], expected: dict[str, list[float]]) -
 
 
 def test_losses_are_the_stored_ones(image_root: Path, tmp_path: Path) -> None:
-    found = losses(image_root, tmp_path / "run", [])
+    found = losses(image_root, tmp_path / "run")
     assert [len(values) for values in found.values()] == [20, 7, 7]
     if not GOLDEN.exists():
         lines = (f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
@@ -118,12 +97,3 @@ def test_losses_are_the_stored_ones(image_root: Path, tmp_path: Path) -> None:
         f"the training has changed: {found} instead of {expected}; if this is intended, write "
         f"{GOLDEN.name} again (see the docstring of this file)"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_algorithm_is_noticed(
-    change: str, image_root: Path, tmp_path: Path
-) -> None:
-    found = losses(image_root, tmp_path / "run", CHANGES[change])
-    assert deviation(found, json.loads(GOLDEN.read_text())) > 2 * TOLERANCE

@@ -231,6 +231,8 @@ def test_names_are_readable() -> None:
         "demo,optim.nesterov=false,train.epochs=3"
     )
     assert composed("optim.lr=0.3 run.name=mine").run.dir == "runs/mine"
+    for classes in ("[dots,checks]", "[checks,dots]"):
+        assert ",data.classes=checks-dots," in name(f"data.classes={classes}")
 
 
 def test_long_names_of_a_sweep_begin_with_what_differs() -> None:

@@ -72,19 +72,6 @@ def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
         np.testing.assert_array_equal(pixels, expected.pixels())
 
 
-def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Path) -> None:
-    dataset, again = (open_dataset(image_root / "train", seed=1) for _ in range(2))
-    first = {
-        (epoch, index): dataset.load(epoch, index)["image"].tobytes()
-        for epoch in range(2)
-        for index in range(6)
-    }
-    for (epoch, index), pixels in reversed(first.items()):  # in another order
-        assert again.load(epoch, index)["image"].tobytes() == pixels
-    assert len(set(first.values())) == len(first)
-    assert open_dataset(image_root / "train", seed=2)[0]["image"].tobytes() != first[0, 0]
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:

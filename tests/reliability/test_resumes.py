@@ -1,7 +1,7 @@
 """Chained resumes, each with another loader and storage, are bit-equal to an uninterrupted run.
 
-The short forms are test_same_result and test_resume_after_max_steps of tests/test_train.py, and
-tests/test_storage.py.
+The short forms are test_same_result and test_resume_after_max_steps of tests/test_train.py; for
+the storage, tests/pipeline/test_containers.py.
 """
 
 import itertools
