@@ -19,6 +19,14 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     ]
 
 
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return everything below a folder, with the content of its files."""
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
+
+
 def logged_steps(folder: Path) -> int:
     """Return the number of training steps in metrics.jsonl, which may not exist yet."""
     path = folder / "metrics.jsonl"

@@ -19,9 +19,7 @@ from conf.schema import UserError, config_values
 from engine import checkpoint
 from engine.extras.finetune import decide
 from pipeline.build import build_datasets
-from tests import toy
 from tests.libraries import timm_module
-from tests.ranks import Ranks
 from tests.results import same, stored
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -149,17 +147,6 @@ def test_frozen_stages_and_resume_bit_by_bit(
     assert {group["lr_scale"] for group in state["optimizer"]["param_groups"]} == {1, 0.5, 0.25}
     status, _, err = program("optim.layer_decay=0.5", "train.ema_decay=0.9", "train.epochs=4")
     assert status == 2 and "model.freeze was layer1, is null; model.freeze cannot change" in err
-
-
-def test_two_ranks(pretrained: Path, angles: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """The ranks exchange the gradients of the other parameters only."""
-    options = ["model.freeze=2", "train.max_steps=3", "optim.layer_decay=0.5"]
-    arguments = overrides(pretrained, angles, tmp_path / "run", *options)
-    done = ranks.run(["python", toy.__file__, *arguments], 2)
-    assert done.returncode == 0, done.stderr
-    state, before = stored(tmp_path / "run")["model"], stored(pretrained)["model"]
-    assert same(frozen_tensors(state), frozen_tensors(before))
-    assert not torch.equal(state["layer2.0.conv1.weight"], before["layer2.0.conv1.weight"])
 
 
 @pytest.mark.gpu

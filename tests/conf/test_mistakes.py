@@ -17,6 +17,7 @@ import train
 from conf import cli
 from pipeline import machine
 from tests.processes import descendants
+from tests.results import tree
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -29,14 +30,6 @@ SMALL = [
 ]
 
 Refusal = Callable[..., str]
-
-
-def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, with the content of its files."""
-    return {
-        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
-        for p in sorted(folder.rglob("*"))
-    }
 
 
 @pytest.fixture
@@ -73,12 +66,6 @@ def refusal(workplace: Path, capsys: pytest.CaptureFixture[str], own_logging: No
 def images(image_root: Path, tmp_path: Path) -> Path:
     """A copy of the shared images that a test may break."""
     return Path(shutil.copytree(image_root, tmp_path / "images"))
-
-
-def test_good_input_is_not_refused(image_root: Path, workplace: Path, own_logging: None) -> None:
-    """The base of the tests below, which each change one thing."""
-    assert train.main(cli.load([*SMALL, f"data.root={image_root}"])) == 0
-    assert [p.name for p in workplace.iterdir()] == ["runs"]
 
 
 def rename_images(images: Path, pattern: str) -> None:

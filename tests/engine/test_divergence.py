@@ -106,18 +106,6 @@ def test_nothing_changes_from_the_first_bad_step_on(
     assert math.isfinite(noted) == (loss is bad_gradient)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_fused_optimisers_keep_their_moments(name: str) -> None:
-    state = new_state(name, fused=True)
-    for step in range(2):
-        train.train_step(state, state.model, toy_loss, random_batch(step), lr=0.1)
-    before = copy.deepcopy(state.optimizer.state_dict()["state"])
-    train.train_step(state, state.model, bad_image, random_batch(2), lr=0.1)
-    for number, moments in state.optimizer.state_dict()["state"].items():
-        for moment, value in moments.items():
-            assert torch.equal(value, before[number][moment]), moment
-
-
 @pytest.mark.parametrize(("place", "value"), [(0, math.nan), (7, math.inf), (99, -math.inf)])
 def test_every_gradient_is_checked(place: int, value: float) -> None:
     weights = [nn.Parameter(torch.ones(10, 10)), nn.Parameter(torch.ones(3))]
@@ -128,16 +116,6 @@ def test_every_gradient_is_checked(place: int, value: float) -> None:
     assert torch.equal(weights[0].grad, before) and weights[1].grad is None
     weights[0].grad.view(-1)[place] = value
     assert not divergence.check(weights, torch.tensor(2.0))
-
-
-def test_a_copy_that_was_not_sent_is_not_read() -> None:
-    state = new_state("sgd", fused=False)
-    assert state.divergence.read() is None
-    train.train_step(state, state.model, bad_image, random_batch(1), lr=0.1)
-    assert state.divergence.read() is None
-    state.divergence.send(1)
-    assert state.divergence.read() == (1, pytest.approx(math.nan, nan_ok=True))
-    assert state.divergence.read() is None
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -18,15 +18,9 @@ from engine.identity import FIXED, accepted_changes
 from engine.rundir import RunDirectory
 from tests.engine.plans import ALONE, plan
 from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, open_run, state_of
+from tests.results import tree
 
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
-
-
-def tree(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
-        for p in sorted(folder.rglob("*"))
-    }
 
 
 @pytest.fixture

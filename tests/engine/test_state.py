@@ -130,21 +130,6 @@ def test_average_by_hand() -> None:
         assert (ema.module.num_batches_tracked.item(), int(ema.n_averaged)) == (3 * count, count)
 
 
-@pytest.mark.parametrize(
-    ("updates", "decay"),
-    [(0, 0.1), (8, 0.5), (890, 0.99), (89_990, 0.9999), (10**7, 0.9999)],
-)
-def test_decay_of_the_average_warms_up(updates: int, decay: float) -> None:
-    """The decay of TensorFlow's ExponentialMovingAverage; 90 epochs of ImageNet reach 0.9999."""
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    ema = MovingAverage(model, 0.9999)
-    ema.n_averaged.fill_(updates)
-    nn.init.ones_(model.weight)
-    ema.update_parameters(model)
-    assert ema.module.weight.item() == pytest.approx(1 - decay, rel=1e-6)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:

@@ -18,6 +18,7 @@ from models.weights import fit_weights, load_weights, resize_positions, write_sa
 from models.zoo import OURS, import_torchvision
 from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
+from tests.results import same
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,10 +26,6 @@ Tensors = dict[str, torch.Tensor]
 def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return models.build("resnet_tiny", num_classes=num_classes, image_size=32)
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 # Names and arguments.

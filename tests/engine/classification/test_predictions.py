@@ -54,18 +54,6 @@ def rows_of(logits: Tensor, labels: Tensor, size: int, world: World) -> Rows:
     return found.gather(world)[1]
 
 
-@pytest.mark.parametrize("size", [1, 32, 500, 501])
-def test_recorded_values(logits: Tensor, labels: Tensor, size: int) -> None:
-    found = recorded(logits, labels, size)
-    assert found.labels.tolist() == labels.tolist()
-    assert found.predictions.tolist() == logits.argmax(1).tolist()
-    for i, (row, label) in enumerate(zip(logits.double().tolist(), labels.tolist(), strict=True)):
-        total = sum(math.exp(value) for value in row)
-        assert found.losses[i] == pytest.approx(math.log(total) - row[label], rel=1e-4, abs=1e-5)
-        assert found.confidences[i] == pytest.approx(math.exp(max(row)) / total, rel=1e-5)
-        assert found.top5[i] == 100 * (sorted(row, reverse=True).index(row[label]) < 5)
-
-
 def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
     """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
     found = recorded(logits, labels, 64)

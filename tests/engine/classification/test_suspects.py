@@ -14,9 +14,8 @@ from engine.distributed import World
 from engine.losses import OWN_SHARE, UNIT, image_losses
 from engine.state import TrainState, untouched
 from pipeline.dataset import FakeDataset
-from tests.ranks import Ranks
 from tests.results import same, stored
-from tests.small_run import command, run
+from tests.small_run import run
 
 pytestmark = pytest.mark.usefixtures("own_logging", "toy_runs")
 
@@ -90,55 +89,6 @@ def test_wrong_labels_come_first(trained: Path, root: Path) -> None:
         assert path.is_file() and path.is_relative_to(root)
         assert row["label"] == path.parent.name
         assert row["predicted"] == path.name.split("-")[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_resumed_run_lists_the_same(
-    count: int, trained: Path, root: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    """It stops in the first half, and in the middle of an epoch that counts.
-
-    Two ranks round differently, but a restart loses nothing and counts nothing twice.
-    """
-    for steps in (10, 38, 60):
-        assert not (tmp_path / "suspects.csv").exists() or steps == 60
-        options = [*OPTIONS, f"train.max_steps={steps}"]
-        done = ranks.run(command(root, tmp_path, *options), count)
-        assert done.returncode == 0, done.stderr
-    losses, expected = stored(tmp_path)["losses"], stored(trained)["losses"]
-    assert torch.equal(losses["sums"][:, 1], expected["sums"][:, 1])
-    assert sum("wrong" in row["path"] for row in read(tmp_path)[:WRONG]) >= 0.8 * WRONG
-    if count == 1:
-        assert read(tmp_path) == read(trained) and same(losses, expected)
-
-
-@pytest.mark.slow
-def test_mixed_images_count_if_most_of_the_target_is_theirs(root: Path, tmp_path: Path) -> None:
-    run(root, tmp_path, *OPTIONS, "augment.batch=[{mixup: {alpha: 0.2}}]")
-    counts = stored(tmp_path)["losses"]["sums"][:, 1]
-    share = counts.sum().item() / (EPOCHS // 2 * len(counts))
-    most = (np.random.default_rng(0).beta(0.2, 0.2, 100_000) >= OWN_SHARE).mean()
-    # A third of the images are mixed with one of their own class.
-    assert share == pytest.approx(most + (1 - most) / len(COLOURS), abs=0.1)
-
-
-@pytest.mark.slow
-def test_unreadable_image_is_not_blamed(root: Path, tmp_path: Path) -> None:
-    """With data.on_error=skip, the loss is that of the image that replaces it."""
-    copy = tmp_path / "images"
-    for path in root.glob("*/*/*"):
-        target = copy / path.relative_to(root)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(path)
-    broken = copy / "train" / "red" / "red-030.jpg"
-    broken.unlink()
-    broken.write_bytes(b"not a JPEG")
-    run(copy, tmp_path / "run", *OPTIONS, "data.on_error=skip")
-    losses = stored(tmp_path / "run")["losses"]["sums"]
-    names = [path.name for path in sorted((copy / "train").glob("*/*"))]
-    place = names.index(broken.name)
-    assert losses[place : place + 2, 1].tolist() == [0, EPOCHS]
 
 
 def test_image_losses_by_hand() -> None:

@@ -150,24 +150,6 @@ def test_the_measurement_does_not_change_the_result(
     assert [verdict.step_alone for verdict in verdicts] == [0.0, *demands, 0.0]
 
 
-@pytest.mark.slow
-def test_the_measurement_does_not_change_a_resumed_run(
-    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """With and without moments and an average when the measurement starts."""
-    whole = run(image_root, tmp_path / "whole", *ADAMW, "loader.workers=1")
-    for part in (["train.max_steps=3"], ["autotune.refresh=true"]):
-        capfd.readouterr()
-        summary = run(image_root, tmp_path / "parts", *ADAMW, *part)
-        assert tuning(capfd.readouterr().out)[-1].startswith("measured in ")
-    assert summary["params_sha256"] == whole["params_sha256"]
-    state, expected = stored(tmp_path / "parts"), stored(tmp_path / "whole")
-    assert same({**state, "best": 0}, {**expected, "best": 0})
-    validated = rows(tmp_path / "parts", "val")
-    assert [row["step"] for row in validated] == [3, 5, 9]
-    assert validated[1:] == rows(tmp_path / "whole", "val")
-
-
 def test_without_a_measurement(
     image_root: Path,
     tmp_path: Path,

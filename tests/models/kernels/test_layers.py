@@ -20,6 +20,7 @@ from models.kernels.layers import (
     rewrite,
 )
 from models.vit import AddNorm, vit_s16
+from tests.results import same
 
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
@@ -40,10 +41,6 @@ def batch(size: int = 64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)
     return images, torch.arange(4)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def gradient(tensor: Tensor) -> Tensor:
