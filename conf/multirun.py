@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,10 @@ from conf.signals import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
-# Other sweepers minimise the value of a job by default.
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-MAXIMISE = {
-    "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
-    "hydra/sweeper=ax": "hydra.sweeper.ax_config.experiment.minimize=false",
+MAXIMISE = {  # by default, these sweepers minimise the value of a job
+    "hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"],
+    "hydra/sweeper=ax": ["hydra.sweeper.ax_config.experiment.minimize=false"],
 }
 
 
@@ -59,7 +58,7 @@ class Sweep:
 
     def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
-        self.searches = any(word.startswith("hydra/sweeper=") for word in self.settings)
+        self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
         self.config_dir = split_config_dir(words)[0]
         self.fixed: list[str] = []
         self.swept: list[str] = []
@@ -75,14 +74,12 @@ class Sweep:
                 self.fixed.append(word)
         for override in itertools.chain(*self.columns):
             read_override(override, self.config_dir)
-        jobs = _some_jobs(self.columns)[: 1 if self.searches else None]
+        jobs = _some_jobs(self.columns)[: 1 if self.sweeper else None]
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
-        folders: dict[str, tuple[str, ...]] = {}
-        for job, config in self.jobs.items():
-            other = folders.setdefault(os.path.abspath(config.run.dir), job)
-            if other != job:
+        for (job, config), (other, its) in itertools.combinations(self.jobs.items(), 2):
+            if config.run.dir == its.run.dir:
                 raise UserError(
-                    f"-m: {' '.join(other)} and {' '.join(job)} have the same run directory; give "
+                    f"-m: {' '.join(job)} and {' '.join(other)} have the same run directory; give "
                     "each its own, for example 'run.dir=runs/${run.name}-${loader.workers}'"
                 )
 
@@ -97,8 +94,7 @@ class Sweep:
             return _run_job(script, [*fixed, *HydraConfig.get().overrides.task])
 
         self._register()
-        maximise = [own for sweeper, own in MAXIMISE.items() if sweeper in self.settings]
-        sys.argv[1:] = ["-m", *maximise, *self.swept, *self.settings]
+        sys.argv[1:] = ["-m", *MAXIMISE.get(self.sweeper, []), *self.swept, *self.settings]
         # A launcher of Hydra may run `run_job` in another process, which imports this package.
         root = str(Path(__file__).absolute().parents[1])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
@@ -111,20 +107,17 @@ class Sweep:
             start(run_job)()
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
             raise UserError(f"-m: {str(error).splitlines()[0]}") from None
-        if self.searches:
+        if self.sweeper:
             return 0
         rows = []
         for job in itertools.product(*self.columns):
             config = self.jobs.get(job) or load([*fixed, *job])
-            status, score = _result(config)
-            value = -score if config.train.best_by.startswith("-") else score
-            rows.append((score, status, value, job, config.run.dir))
-        for score, _, value, job, folder in sorted(rows, key=lambda row: -row[0]):
-            result = f"{value:7.3f}" if score != WORST else "no result"
+            rows.append((*_result(config), job, config.run.dir))
+        for _, value, _, job, folder in sorted(rows, key=lambda row: -row[0]):
+            result = "no result" if value is None else f"{value:7.3f}"
             print(f"{result}  {' '.join(job)}  {folder}")
-        for line in _means({job: value for score, _, value, job, _ in rows if score != WORST}):
-            print(line)
-        return 0 if all(status == "finished" for _, status, *_ in rows) else 1
+        _print_means({job: value for _, value, _, job, _ in rows if value is not None})
+        return 0 if all(status == "finished" for _, _, status, *_ in rows) else 1
 
     def _register(self) -> None:
         """Register the keys and the names of the choices with Hydra, but not their content."""
@@ -141,15 +134,15 @@ class Sweep:
         store.store(name="sweep", node={"defaults": defaults, "hydra": own})
 
 
-def _means(values: Mapping[tuple[str, ...], float]) -> Iterator[str]:
-    """Yield mean and standard deviation of the jobs that only the keys of REPEATS tell apart."""
+def _print_means(values: Mapping[tuple[str, ...], float]) -> None:
+    """Print mean and standard deviation of the jobs that only the keys of REPEATS tell apart."""
     groups = defaultdict(list)
     for job, value in values.items():
         groups["".join(f"  {word}" for word in job if _key(word) not in REPEATS)].append(value)
     for fixed, found in groups.items():
         if len(found) > 1:
             mean, deviation = statistics.mean(found), statistics.stdev(found)
-            yield f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}{fixed}"
+            print(f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}{fixed}")
 
 
 def _some_jobs(columns: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
@@ -180,13 +173,12 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
         return []
     if override.is_interval_sweep():
         return [str(values.start)]
-    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        found = values.filter(group_names(_key(text), config_dir))
-    else:
-        found = [str(value) for value in override.sweep_string_iterator()]
+    names = group_names(_key(text), config_dir)
+    is_glob = override.value_type == ValueType.GLOB_CHOICE_SWEEP
+    found = values.filter(names) if is_glob else [*override.sweep_string_iterator()]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
-    return list(found)
+    return found
 
 
 def _run_job(script: str, overrides: Sequence[str]) -> float:
@@ -203,14 +195,14 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and read_text(stored) == to_yaml(config)
-    finished = same and _result(config)[0] == "finished"
+    finished = same and _result(config)[2] == "finished"
     if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
         if status == 2 or status > 128:
             sys.exit(status)
         if status != 0:
             return WORST
-    return _result(config)[1]
+    return _result(config)[0]
 
 
 def _run_child(command: Sequence[str]) -> int:
@@ -227,24 +219,21 @@ def _run_child(command: Sequence[str]) -> int:
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
             status = child.wait()
-        except BaseException:  # submitit ends this process before the time limit of Slurm
+        finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()
             child.wait()
-            raise
     return status if status >= 0 else 128 - status
 
 
-def _result(config: Config) -> tuple[str, float]:
-    """Return the status and the score of a run; "" and WORST if it was killed or failed.
+def _result(config: Config) -> tuple[float, float | None, str]:
+    """Return the score of a run, its best value of train.best_by, and its status.
 
-    A higher score is better: the best value of train.best_by, with its sign.
+    A higher score is better: the value with its sign, WORST without a value.
     """
     try:
         summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
     except (OSError, ValueError):
-        return "", WORST
+        return WORST, None, ""
     by = config.train.best_by
-    best = summary[f"best_{by.removeprefix('-')}"]
-    if best is None:
-        return str(summary["status"]), WORST
-    return str(summary["status"]), -float(best) if by.startswith("-") else float(best)
+    value, sign = summary[f"best_{by.removeprefix('-')}"], -1 if by.startswith("-") else 1
+    return WORST if value is None else sign * value, value, summary["status"]

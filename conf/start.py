@@ -1,7 +1,7 @@
 """The start of a program, before torch is imported: environment, packages, command line.
 
     if __name__ == "__main__":
-        CONFIG = start(__doc__)  # a script with its own options calls `set_up_process` instead
+        CONFIG = start(__doc__)  # a script with options makes a scripts.lib.options.Parser
 
 Only the standard library is imported here, because any other package may be missing.
 """

@@ -17,16 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli
-from conf.schema import Config, RunError, Schedule, UserError
 from scripts.lib.options import Parser
 
-SCRIPT = "bench.py"
 STAGES = ("read", "decode", "loader", "copy", "step", "train")
 
 
@@ -36,8 +28,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
-    OPTIONS, OVERRIDES = parser.parse_known_args()
-    CONFIG = cli.parse(OVERRIDES, script=SCRIPT, purpose=__doc__)
+    OPTIONS, CONFIG = parser.read_config()
     if not OPTIONS.seconds > 0:
         parser.error(f"--seconds {OPTIONS.seconds}: give a number > 0")
     if OPTIONS.workers and min(OPTIONS.workers) < 0:
@@ -53,6 +44,8 @@ import numpy as np
 import torch
 
 import train
+from conf import cli
+from conf.schema import Config, RunError, Schedule, UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
 from engine.log.measurements import Meter
@@ -391,4 +384,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, SCRIPT))
+    sys.exit(exit_status(main, "bench.py"))

@@ -16,20 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli
 from scripts.lib.options import Parser
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
-    OPTIONS, OVERRIDES = parser.parse_known_args()
-    CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
+    OPTIONS, CONFIG = parser.read_config()
     if OPTIONS.ranks < 1:
         parser.error(f"--ranks {OPTIONS.ranks}: give 1 or more")
 

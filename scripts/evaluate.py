@@ -21,15 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
 from conf.schema import RESULT, UserError, affecting, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
-
-SCRIPT = "evaluate.py"
 
 
 def read_options() -> argparse.Namespace:
@@ -389,4 +382,4 @@ def evaluate_all(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(exit_status, partial(evaluate_all, OPTIONS), SCRIPT))
+    exit_with(partial(exit_status, partial(evaluate_all, OPTIONS), "evaluate.py"))

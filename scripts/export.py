@@ -27,16 +27,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
 from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
-SCRIPT = "export.py"
 # format -> packages that it needs, besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
 
@@ -441,4 +435,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(run, OPTIONS), SCRIPT))
+    sys.exit(exit_status(partial(run, OPTIONS), "export.py"))

@@ -19,13 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli
-from conf.schema import Config
 from scripts.lib.options import Parser
 
 if __name__ == "__main__":
@@ -34,8 +27,7 @@ if __name__ == "__main__":
     parser.add_argument("--lowest", type=float, help="first learning rate (0.03 x optim.lr)")
     parser.add_argument("--highest", type=float, help="last learning rate (3000 x optim.lr)")
     parser.add_argument("--out", type=Path, default=Path(), help="output folder (the current one)")
-    OPTIONS, OVERRIDES = parser.parse_known_args()
-    CONFIG = cli.parse(OVERRIDES, script="lr_find.py", purpose=__doc__)
+    OPTIONS, CONFIG = parser.read_config()
     # The loss rises again at about 10 times the best learning rate with SGD, at 100 with AdamW.
     OPTIONS.lowest = OPTIONS.lowest or CONFIG.optim.lr * 0.03
     OPTIONS.highest = OPTIONS.highest or CONFIG.optim.lr * 3000
@@ -50,7 +42,9 @@ import numpy as np
 from PIL import Image
 
 import train
+from conf import cli
 from conf.launch import exit_with
+from conf.schema import Config
 from engine.checkpoint import write_json
 from engine.distributed import join_world
 from engine.log.pictures import BLUE, GREY, SMALL, font, sheet

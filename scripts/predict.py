@@ -34,14 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli, strict_json
-from conf.schema import UserError, typed_keys
-from scripts.lib.options import checkpoint_parser, split_paths
+from scripts.lib.options import checkpoint_parser, parse_paths
 
 SCRIPT = "predict.py"
 MOST = 5  # classes per image, unless --top is given
@@ -50,42 +43,30 @@ LIST = "-"  # the path that stands for standard input
 WHAT = "a checkpoint, then images or folders"
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; return the options, `checkpoint`, `paths` and `overrides`.
-
-    Raises UserError: an argument is wrong or missing.
-    """
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line: the options, `checkpoint`, `paths` and `overrides`."""
     parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", type=Path, metavar="FILE", help="write the input of the last layer, as .npz")
-    options, words = parser.parse_known_args(cli.with_config_dir(words))
-    # A link to nowhere is a file that cannot be read, like those found in a folder.
-    checked = [word for word in words if word != LIST and not os.path.islink(word)]
-    _, options.overrides = split_paths(checked, what=WHAT)
-    paths = [word for word in words if word not in options.overrides]
-    if not paths or paths[0] == LIST:
-        raise UserError(f"CHECKPOINT is missing: give {WHAT}; see --help")
-    if len(paths) == 1:
-        raise UserError(
-            f"{paths[0]}: is the checkpoint; the images are missing: give files or folders, "
-            "or - for a list on standard input"
-        )
+    options = parse_paths(parser, words, what=WHAT)
+    options.checkpoint, *options.paths = options.paths or [LIST]
+    if options.checkpoint == LIST:
+        parser.error(f"CHECKPOINT is missing: give {WHAT}; see --help")
+    if not options.paths:
+        missing = "the images are missing: give files or folders, or - for a list on standard input"
+        parser.error(f"{options.checkpoint}: is the checkpoint; {missing}")
     if options.top is not None and options.top < 1:
-        raise UserError(f"--top {options.top}: give 1 or more")
+        parser.error(f"--top {options.top}: give 1 or more")
     if options.features is not None and options.features.suffix != ".npz":
-        raise UserError(f"--features {options.features}: give a file that ends in .npz")
-    options.checkpoint, *options.paths = paths
+        parser.error(f"--features {options.features}: give a file that ends in .npz")
     return options
 
 
 if __name__ == "__main__":
-    try:
-        OPTIONS = arguments(sys.argv[1:])
-    except UserError as mistake:
-        cli.fail(str(mistake), SCRIPT)
+    OPTIONS = arguments()
 
 import warnings
 from collections import Counter, deque
@@ -101,8 +82,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import train
+from conf import cli, strict_json
 from conf.escape import printable, write_csv
 from conf.files import LARGEST_IMAGE, read_bytes
+from conf.schema import UserError, typed_keys
 from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown

@@ -45,12 +45,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli
 from conf.schema import MAX_PIXELS, UserError
 from scripts.lib.options import Parser
 
@@ -94,7 +88,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf import strict_json
+from conf import cli, strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.destination import Container, make_folder, open_destination, write_whole

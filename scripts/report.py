@@ -16,38 +16,45 @@ is always 0. Values of a run that are far above those of other runs do not exten
 """
 
 import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.lib.options import Parser
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
+    add("--out", type=Path, metavar="FILE", help="output file (report.html)")
+    add("--reference", action="store_true", help="print the node `expect` instead")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    OPTIONS = arguments()
+
 import json
 import math
 import re
-import sys
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-if __name__ == "__main__":
-    from conf.start import set_up_process
-
-    set_up_process()
-
-from conf import cli
-from scripts.lib.options import Parser
-
-# isort: split
 import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from conf import files
+from conf import cli, files
 from conf.schema import FIELDS, NOT_OF_THE_RECIPE, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
@@ -554,17 +561,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
-    add("--out", type=Path, metavar="FILE", help="output file (report.html)")
-    add("--reference", action="store_true", help="print the node `expect` instead")
-    options = parser.parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
     return cli.exit_status(partial(run, options), "report.py")
 
 
 if __name__ == "__main__":
     # The name of a folder may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

@@ -29,7 +29,6 @@ import train
 from conf import cli
 from conf.overrides import read_override
 from conf.schema import FIELDS, KEYS, NAMES, SPEED
-from scripts import report
 from tests import small_run
 
 ROOT = Path(__file__).parents[1]
@@ -137,22 +136,6 @@ def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
         assert end.code == 0
 
 
-class Read(Exception):  # noqa: N818 - not an error
-    """The arguments have been read."""
-
-
-def check_report(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """report.py reads its arguments in main(); stop there."""
-
-    def read_runs(folder: Path) -> None:
-        raise Read(folder)
-
-    monkeypatch.setattr(report, "read_runs", read_runs)
-    with pytest.raises(Read) as read:
-        report.main(words)
-    assert read.value.args[0].is_dir(), words
-
-
 def check_make(words: list[str]) -> None:
     targets = re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M)
     assert set(words) <= set(targets), words
@@ -180,8 +163,6 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
         case ["python", "train.py", *rest]:
             check_train(rest)
-        case ["python", "scripts/report.py", *rest]:
-            check_report(rest, monkeypatch)
         case ["python", script, *rest] if script.startswith("scripts/"):
             check_script(script, rest, monkeypatch)
         case ["torchrun", *rest]:

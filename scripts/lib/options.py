@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf import cli
 from conf.hints import check_words, refuse_word
-from conf.overrides import read_override, split_config_dir
-from conf.schema import GROUPS, NAMES, UserError, group_names
+from conf.launch import fail
+from conf.schema import GROUPS, NAMES, Config, UserError, group_names
+from conf.start import set_up_process
 
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 ABOUT = """\
@@ -23,18 +23,26 @@ docs/trained.md describes the results."""
 class Parser(argparse.ArgumentParser):
     """The options of a script; the words that it leaves are overrides or paths.
 
-    The options cannot be abbreviated: an override or a path would be taken for one. A mistake is
-    one line.
+    It is made before other packages are imported, and sets up the process. The options cannot be
+    abbreviated: an override or a path would be taken for one. A mistake is one line.
     """
 
     def __init__(self, description: str | None, *, usage: str | None = None) -> None:
+        set_up_process()
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(
             usage=usage, description=description, formatter_class=form, allow_abbrev=False
         )
 
     def error(self, message: str) -> NoReturn:
-        cli.fail(message, self.prog)
+        fail(message, self.prog)
+
+    def read_config(self) -> tuple[argparse.Namespace, Config]:
+        """Read the command line: the options, and the overrides of the config."""
+        from conf import cli
+
+        options, words = self.parse_known_args()
+        return options, cli.parse(words, script=self.prog, purpose=self.description)
 
 
 def checkpoint_parser(description: str | None, arguments: str) -> Parser:
@@ -46,11 +54,13 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     return parser
 
 
-def parse_paths(parser: Parser) -> argparse.Namespace:
+def parse_paths(
+    parser: Parser, words: Sequence[str] | None = None, *, what: str = CHECKPOINT
+) -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
-    options, words = parser.parse_known_args()
+    options, words = parser.parse_known_args(words)
     try:
-        options.paths, options.overrides = split_paths(words, what=CHECKPOINT)
+        options.paths, options.overrides = split_paths(words, what=what)
     except UserError as mistake:
         parser.error(str(mistake))
     return options
@@ -60,18 +70,22 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
     --config-dir belongs to the overrides, which `load` takes. An existing path is a path even if it
-    contains `=`, as the default names of runs do. `what`: the kind of path, for the message.
+    contains `=`, as the default names of runs do; so is `-`, and a link to nowhere, which cannot be
+    read. `what`: the kind of path, for the message.
     """
+    from conf import cli
+    from conf.overrides import read_override, split_config_dir
+
     words = cli.with_config_dir(words)
-    overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
-    paths = [word for word in words if word not in overrides]
+    paths = [word for word in words if word == "-" or os.path.lexists(word)]
+    overrides = [w for w in words if w not in paths and (w[:1] in "-+~" or "=" in w)]
     config_dir, keys = split_config_dir(overrides)
     check_words(keys)
     for override in keys:
         read_override(override, config_dir)
-    for path in paths:
-        if not os.path.exists(path):
-            if path in NAMES or any(path in group_names(g, config_dir) for g in GROUPS):
-                refuse_word(path)
-            raise UserError(f"{path}: no such file or folder; give {what}")
+    if others := [word for word in words if word not in paths + overrides]:
+        names = {*NAMES}.union(*(group_names(group, config_dir) for group in GROUPS))
+        if others[0] in names:
+            refuse_word(others[0])
+        raise UserError(f"{others[0]}: no such file or folder; give {what}")
     return paths, overrides

@@ -69,7 +69,8 @@ class Page(HTMLParser):
 def made(*folders: Path, out: Path | None = None) -> Page:
     """Return the page that the command writes."""
     path = out or folders[0] / "report.html"
-    assert report.main([*map(str, folders), *([] if out is None else ["--out", str(out)])]) == 0
+    words = [*map(str, folders), *([] if out is None else ["--out", str(out)])]
+    assert report.main(report.arguments(words)) == 0
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -131,7 +132,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (steps,) = (row for row in page.rows if row[0] == "step")
     assert steps == ["step", "9", "5"]
     assert {"1, training", "1, validation", "2, training", "2, validation"} <= set(page.said)
-    assert report.main([str(runs / "first"), str(runs / "second")]) == 0
+    assert report.main(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
@@ -308,5 +309,5 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(copied.parent)
     os.mkdir("empty")
-    assert report.main(arguments.split()) == 2
+    assert report.main(report.arguments(arguments.split())) == 2
     assert capsys.readouterr().err.startswith(f"report.py: {message}")
