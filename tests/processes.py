@@ -1,6 +1,7 @@
 """Functions to observe processes, for tests that kill them; with `ps` where there is no /proc."""
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,21 @@ from typing import Any, NamedTuple
 import pytest
 
 HANGS_SECONDS = 120  # a test that takes longer hangs
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(
+    *words: object, cwd: Path = ROOT, seconds: float = HANGS_SECONDS, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, with further environment variables."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
 
 
 def needs_linux() -> None:

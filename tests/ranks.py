@@ -18,9 +18,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
-from tests.processes import HANGS_SECONDS
+from tests.processes import HANGS_SECONDS, ROOT
 
-ROOT = Path(__file__).parents[1]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
 

@@ -5,18 +5,15 @@ docs/fork.md has the command.
 
 import ast
 import re
-import subprocess
-import sys
 
 from conf.schema import KEYS, NOTHING, SPEED, Config, walk
+from tests.processes import run_python
 from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, nodes, within
 
 
 def test_size() -> None:
     """No part has more lines than its limit in .ci/size: what comes in pays with what goes."""
-    done = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "size"], capture_output=True, text=True, check=False
-    )
+    done = run_python(ROOT / ".ci" / "size")
     advice = "write less, or raise the limit in .ci/size; a fork deletes this file"
     assert done.returncode == 0, f"{done.stdout}{advice}"
 

@@ -2,9 +2,8 @@
 
 import ast
 import re
-import subprocess
-import sys
 
+from tests.processes import run_python
 from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> parts of this project that it may import, in addition to itself.
@@ -86,10 +85,7 @@ def loaded_by(*statements: str) -> list[set[str]]:
     for statement in statements:
         code += f"\n{statement}\nnow = {{name.split('.')[0] for name in sys.modules}}"
         code += "\nprint('>', *(now - before))\nbefore = now"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(">")]
+    lines = [line for line in run_python("-c", code).stdout.splitlines() if line.startswith(">")]
     return [set(line.split()) for line in lines]
 
 

@@ -3,12 +3,11 @@
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import HANGS_SECONDS
+from tests.processes import HANGS_SECONDS, run_python
 from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
@@ -60,13 +59,7 @@ def check_fork(copy: Path, parts: list[str], image_root: Path, tests: str) -> No
     asked = [row[1] for row in map(ROWS.get, parts) if row and row[1]]
     lines = ["run.dir=run", *(f"run.dir=other {value}" for value in asked)]
     commands = [" ".join([*options, line]) for line in lines]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, *commands, tests],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=10 * HANGS_SECONDS,
-    )
+    done = run_python("-c", COMMANDS, *commands, tests, cwd=copy, seconds=10 * HANGS_SECONDS)
     assert done.returncode == 0, done
     assert re.findall(r"status (\d)", done.stdout) == ["0", *("2" for _ in asked)], done
     assert re.findall("^train.py: .* not offered, .*", done.stderr, re.M) == [

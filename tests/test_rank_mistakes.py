@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 
 import train
-from tests.ranks import ROOT, Ranks
+from tests.processes import ROOT
+from tests.ranks import Ranks
 from tests.small_run import SMALL_RUN
 
 RUN = [*SMALL_RUN, "loader.workers=0", "data.root=images", "run.dir=../run"]

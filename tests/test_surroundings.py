@@ -4,13 +4,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -24,12 +25,7 @@ def read_yaml(name: str) -> dict[Any, Any]:
 def test_installing_the_program_is_refused_in_one_line() -> None:
     pytest.importorskip("pip")  # uv installs none
     before = sorted(ROOT.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-m", "pip", "install", "--no-index", "--no-deps", ROOT)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "imagenet-trainer" in line]
     assert "cloned and changed, not installed: run `make env`" in line

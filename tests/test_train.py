@@ -36,7 +36,7 @@ from engine.state import TrainState, params_sha256
 from models import build
 from tests.processes import HANGS_SECONDS, family, needs_linux, wait_until
 from tests.ranks import Ranks
-from tests.results import check_not_trained, rows, same, stored
+from tests.results import check_not_trained, logged_steps, rows, same, stored
 from tests.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -85,12 +85,6 @@ def stalled(
     console: list[bytes] = []
     drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
 
-    def logged() -> bool:
-        path = folder / "metrics.jsonl"
-        return path.exists() and any(
-            json.loads(x)["step"] >= after_row for x in path.read_text().split("\n")[:-1]
-        )
-
     def read_console() -> str:
         drain.start()
         process.wait(HANGS_SECONDS)
@@ -100,7 +94,7 @@ def stalled(
     with subprocess.Popen(arguments, stdout=write, start_new_session=True) as process:
         os.close(write)
         try:
-            wait_until(logged, process)
+            wait_until(lambda: logged_steps(folder) >= after_row, process)
             yield process, read_console
         finally:
             for left in family(process.pid):

@@ -6,12 +6,11 @@ macOS itself is not tested.
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
 from tests.small_run import SMALL, overrides_of, run
 
 ROOT = Path(__file__).parents[1]
@@ -30,14 +29,7 @@ for overrides in json.loads(sys.argv[1]):
 def without_linux(*arguments: str, cwd: Path) -> str:
     """Run Python with these arguments; return its standard output."""
     path = os.pathsep.join(map(str, [ROOT / "tests" / "without_linux", ROOT]))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(*arguments, cwd=cwd, PYTHONPATH=path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

@@ -32,6 +32,7 @@ from pipeline.augment import TRANSFORMS
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA, refusal
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 OPTIM, RECIPE = (", ".join(group_names(group)) for group in ("optim", "recipe"))
@@ -43,12 +44,6 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_names(group)]
 def sections(config: Config) -> dict[str, object]:
     """The keys as nested dictionaries."""
     return {name: asdict(config)[name] for name in SECTIONS}
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run train.py in a subprocess, which prints its imports on stderr."""
-    line = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *arguments]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -112,7 +107,7 @@ def test_values_keep_their_types() -> None:
 
 
 def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path: Path) -> None:
-    done = command("--help", cwd=tmp_path)
+    done = run_python("-X", "importtime", ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     for group in cli.GROUPS:
@@ -169,8 +164,7 @@ def test_an_unexpected_error_of_the_system_is_one_line(tmp_path: Path) -> None:
         "from conf.cli import exit_status; exit_status(lambda: read_text('nowhere'))",
     ):
         begin = "import conf.start as s; s.set_up_process(); from conf.files import read_text; "
-        line = [sys.executable, "-c", begin + program]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run_python("-c", begin + program)
         assert done.returncode == 1
         (printed,) = done.stderr.splitlines()
         assert "No such file or directory: 'nowhere'; check the path" in printed
@@ -204,6 +198,10 @@ MISTAKES = {
     "schedule=cosineannealinglr": "one of constant, cosine, linear, step; did you mean cosine?",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
+    # no effect
+    "optim.betas=[0.8,0.9]": "no effect with optim.name=sgd; give optim.name=adamw or lamb, or ",
+    "schedule.final_lr=0.5": "has no effect with schedule.name=step; give schedule.name=",
+    "data.fake_images=50": "; give data.source=fake, or leave it out",
     # a wrong type
     "optim.lr=abc": "give a number",
     "log.trackers=wandb": "give names among tensorboard, wandb, in brackets",

@@ -1,9 +1,6 @@
 """Layers of a config; commands share a run directory if and only if they train the same."""
 
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +15,8 @@ from conf.schema import (
     config_values,
     group_names,
 )
+from tests.processes import run_python
 
-ROOT = Path(__file__).parents[2]
 DATA = "data.root=/imagenet"
 
 
@@ -143,24 +140,6 @@ def test_no_recipe_has_a_shortened_warm_up() -> None:
     assert not any("warmup" in str(composed(f"recipe={r}").notes) for r in group_names("recipe"))
 
 
-MOMENTS = " or ".join(name for name in group_names("optim") if name != "sgd")
-
-
-@pytest.mark.parametrize(
-    ("override", "needed"),
-    [
-        ("optim.betas=[0.8,0.9]", f"optim.name={MOMENTS}"),
-        ("schedule.step_gamma=0.5", "schedule.name=step"),
-        ("data.fake_images=50", "data.source=fake"),
-    ],
-)
-def test_a_typed_key_without_effect_is_refused(override: str, needed: str) -> None:
-    with pytest.raises(UserError) as error:
-        cli.load([DATA, "schedule=constant", override])
-    assert str(error.value).startswith(f"{override}: has no effect with ")
-    assert f"; give {needed}, or leave it out" in str(error.value)
-
-
 # The default name.
 
 SAME = [  # pairs of commands that train the same thing
@@ -260,9 +239,7 @@ def test_a_long_name_is_shortened_remains_unique_and_can_be_typed() -> None:
 def test_the_name_is_the_same_in_every_process() -> None:
     """The order of a set of strings differs between processes, but ranks need the same name."""
     code = f"from conf import cli; print(cli.load({[DATA, *LONG.split()]!r}).run.name)"
-    line = [sys.executable, "-c", code]
-    found = subprocess.check_output(line, cwd=ROOT, env={"PYTHONHASHSEED": "1"}, text=True)
-    assert found.strip() == name(LONG)
+    assert run_python("-c", code, PYTHONHASHSEED="1").stdout.strip() == name(LONG)
 
 
 # What each key affects.

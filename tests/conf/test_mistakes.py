@@ -129,10 +129,7 @@ def test_own_images_with_the_recipe_of_the_demo(refusal: Refusal, image_root: Pa
 
 
 TRANSFORMS = {
-    "augment.train=[randon_crop]": "there is no transform randon_crop; choose from random_resized",
     "augment.batch=[mixupp]": "did you mean mixup?",
-    "augment.train=[{random_resized_crop: {size: 9, sise: 3}}]": "argument 'sise'; it",
-    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": "[0.9, 0.1]: give",
     "augment.train=[]": "does not end in images of one size",
     "augment.val=[{resize: {size: 64}}]": "does not end in images of one size",
     "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {magnitude: 99}}]": (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conf import start
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
@@ -73,14 +74,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_windows_is_refused(tmp_path: Path) -> None:
     """On Linux, without what Windows lacks."""
-    done = subprocess.run(
-        [sys.executable, "-c", WINDOWS, str(ROOT / "train.py"), "recipe=demo"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = ["-c", WINDOWS, ROOT / "train.py", "recipe=demo"]
+    done = run_python(*line, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "train.py: Windows is not supported; run `wsl --install` in PowerShell and restart: then "

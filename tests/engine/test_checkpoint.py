@@ -98,16 +98,6 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_kill_before_best_json_is_written(folder: Path) -> None:
-    save(folder, content(25), keep=2, best_step=25)
-    old = (folder / "best.json").read_bytes()
-    save(folder, content(30), keep=2, best_step=30)
-    (folder / "best.json").write_bytes(old)
-    for step in (30, 999):  # the second one is in another folder
-        checkpoint.point_to_best(folder, step)
-        assert pointed(folder, "best.json") == 30
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_detected_and_the_previous_checkpoint_used(
     folder: Path, damage: str, caplog: pytest.LogCaptureFixture

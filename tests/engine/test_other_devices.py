@@ -1,7 +1,5 @@
 """train.device=mps and xpu: the plain path, on a stand-in device that computes on the CPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,8 @@ import torch
 from conf.schema import UserError
 from engine.compute import choose_precision, longest_float, precision_note
 from engine.distributed import resolve_device
+from tests.processes import run_python
 
-ROOT = Path(__file__).parents[2]
 SMALL = "recipe=demo data=fake data.fake_images=64 data.fake_classes=10 model=resnet_tiny"
 SMALL += " data.image_size=32 loader.batch_size=16 loader.workers=0 log.every_steps=2"
 PARTS = "train.max_steps=3 optim=lamb augment=torchvision train.ema_decay=0.9 train.micro_batch=4"
@@ -19,8 +17,7 @@ PARTS = "train.max_steps=3 optim=lamb augment=torchvision train.ema_decay=0.9 tr
 
 def test_a_device_without_float64_and_page_locked_memory_trains(tmp_path: Path) -> None:
     words = f"{SMALL} {PARTS} train.class_weights=balanced log.trackers=[] run.dir={tmp_path}/run"
-    command = [sys.executable, "tests/other_device.py", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("tests/other_device.py", *words.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "3"
     assert "device   other, fp32, compile off" in done.stdout

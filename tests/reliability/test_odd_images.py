@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 import pytest
 
 from pipeline import decode
+from tests.processes import run_python
 from tests.reliability.odd_images import KINDS, load_mutated
 
-ROOT = Path(__file__).parents[2]
 MUTATED = 100_000  # JPEGs for each decoder in the long form
 
 
 def child(*arguments: object, seconds: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.reliability.odd_images", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return run_python("-m", "tests.reliability.odd_images", *arguments, seconds=seconds)
 
 
 @pytest.fixture(scope="module")

@@ -34,20 +34,13 @@ from tests.processes import (
     processes,
     wait_until,
 )
-from tests.results import rows
+from tests.results import logged_steps, rows
 from tests.small_run import command, compose, overrides_of, torchrun
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 NEVER_SAVED = ["train.epochs=10000", "checkpoint.every_steps=100000"]
 ROOT = Path(train.__file__).parent
 Figure = Callable[[str, int, int], None]
-
-
-def steps_of(folder: Path) -> list[int]:
-    """Return the steps in metrics.jsonl, which a process is writing."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [row["step"] for row in map(json.loads, lines) if row["split"] == "train"]
 
 
 def replace_by_fifos(images: Path) -> None:
@@ -101,7 +94,7 @@ def test_signal_during_a_read(
     monkeypatch.setattr(FolderDataset, "read", read_or_wait)
 
     def stall() -> None:
-        wait_until(lambda: len(steps_of(folder)) >= 2)
+        wait_until(lambda: logged_steps(folder) >= 2)
         replace_by_fifos(root / "train")
         wait_until(lambda: any(map(has_reader, root.glob("train/*/*.jpg"))))
         os.kill(os.getpid(), number)
@@ -219,7 +212,7 @@ class Stalled:
     def begin(self) -> None:
         """Let the stall begin, and wait until the run does not proceed."""
         if not self.measures:
-            wait_until(lambda: len(steps_of(self.folder)) >= 3, self.process)
+            wait_until(lambda: logged_steps(self.folder) >= 3, self.process)
         self.trainers = self._trainers()
         if self.stall.how == "preload":
             if not self.measures:
@@ -229,7 +222,7 @@ class Stalled:
             for worker in self._workers(self.trainers[-1]):
                 os.kill(worker, signal.SIGSTOP)
         seen = -1
-        while seen != (seen := len(steps_of(self.folder))):
+        while seen != (seen := logged_steps(self.folder)):
             time.sleep(2)
 
     def _trainers(self) -> list[int]:
