@@ -290,6 +290,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     datasets = world.on_all_ranks(lambda: build_datasets(config))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
+    plan = fit_memory(plan, world, resumed=bool(resumed[1]))
     state = world.on_all_ranks(lambda: build_state(plan, world))
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
@@ -347,11 +348,20 @@ def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
     return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
 
 
+def fit_memory(plan: Plan, world: World, *, resumed: bool) -> Plan:
+    """Return the plan with micro-batches that fit into the memory, if engine/tune is there."""
+    if not has_part("engine.tune"):
+        return plan
+    from engine.tune.memory import fit_memory
+
+    return fit_memory(plan, world, build_state, training_loss, resumed=resumed)
+
+
 def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
     """Replace CUDA's out-of-memory error by one line; without engine/tune, leave it as it is."""
     if not has_part("engine.tune"):
         return nullcontext()
-    from engine.tune.out_of_memory import explain_out_of_memory
+    from engine.tune.memory import explain_out_of_memory
 
     return explain_out_of_memory(plan, state, world)
 

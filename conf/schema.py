@@ -200,7 +200,7 @@ STAGES = Check(
     "a whole number >= 1, the name of a stage, or null",
 )
 DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
-COMPILE = one_of("auto", "off", "default", "tuned", "max-autotune-no-cudagraphs")
+COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
     "a name without slashes, or null",
@@ -356,7 +356,8 @@ class Model:
     """memory format NHWC: auto is true for convnets on a GPU"""
     compile: str = key("auto", SPEED, COMPILE)
     """torch.compile mode: auto is off on a CPU; on a GPU off, default or tuned, by the length of
-    the run; tuned searches the block sizes of every kernel, which takes minutes"""
+    the run; tuned searches the block sizes of every kernel, which takes minutes; recompute needs
+    less memory, because the backward pass computes activations again"""
 
 
 @dataclass
@@ -416,7 +417,8 @@ class Train:
     without CUDA graphs and page-locked memory"""
     micro_batch: int | None = key(None, BOTH, or_null(COUNT))
     """most images of one forward and backward pass on a GPU, whose statistics BatchNorm uses; null
-    is all of its images; fewer need less memory, and the gradient is that of the whole batch"""
+    is all of its images; fewer if the memory is too small, which the plan says; the gradient is
+    that of the whole batch"""
     loss: str = key("cross_entropy", BOTH)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""

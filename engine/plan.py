@@ -79,6 +79,9 @@ class Plan:
     state_bytes: int  # memory of the training state, and about the size of a checkpoint
     fields: Mapping[str, Field]  # of a sample of the training split
     best_by: BestBy
+    micro_batches: int  # the equal parts in which a rank trains on its images of a step
+    # Images of a part, if train.micro_batch needs more memory than there is
+    fitted_batch: int | None = None
     # Weight of each class in the loss; empty if all count alike
     class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()  # on values that are probably not what the user wants
@@ -87,11 +90,6 @@ class Plan:
     def batch_size(self) -> int:
         """The global batch: the images of one optimiser step, over all ranks."""
         return self.config.loader.batch_size
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of equal parts in which a rank trains on its images of a step."""
-        return micro_batches(self.batch_size // self.world_size, self.config.train.micro_batch)
 
     @property
     def num_classes(self) -> int:
@@ -110,7 +108,8 @@ class Plan:
     @property
     def rewrites_layers(self) -> bool:
         """Whether to use the layers of models/kernels, which are for compiled bf16 on a GPU."""
-        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
+        is_compiled = self.compile not in ("off", "recompute")
+        return self.device_type == "cuda" and is_compiled and self.precision == "bf16"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -235,6 +234,8 @@ def make_plan(
         config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
+    fitted = resumed[1].get("fitted_batch")
+    limits = [limit for limit in (config.train.micro_batch, fitted) if limit]
     return Plan(
         config=config,
         world_size=world.size,
@@ -254,6 +255,8 @@ def make_plan(
         compile_reason=compile_reason,
         fields=datasets.train.fields,
         best_by=BestBy.of(config.train.best_by),
+        micro_batches=micro_batches(size // world.size, min(limits, default=None)),
+        fitted_batch=fitted,
         class_weights=_class_weights(config, datasets),
         notes=(*config.notes, *setup_notes(config, datasets, world, flops)),
         **model,

@@ -59,13 +59,13 @@ class Batch:
         return tuple((name, tensor.shape) for name, tensor in self.fields.items())
 
     @classmethod
-    def zeros(cls, fields: Mapping[str, Field], device: torch.device) -> "Batch":
-        """One sample of zeros, its images in float32, to find out what a network makes of it."""
+    def zeros(cls, fields: Mapping[str, Field], device: torch.device, samples: int = 1) -> "Batch":
+        """Samples of zeros, their images in float32, to find out what a network makes of them."""
         tensors = {}
         for name, field in fields.items():
-            row = torch.from_numpy(np.zeros(field.shape, field.dtype)).to(device)
-            tensors[name] = (channels_first(row).float() if field.image else row)[None]
-        return cls(tensors, torch.zeros(1, 2, dtype=torch.int64, device=device), 0)
+            rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
+            tensors[name] = channels_first(rows).float() if field.image else rows
+        return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), 0)
 
     def clone(self) -> "Batch":
         """A copy in memory of its own."""

@@ -55,7 +55,8 @@ class Expectation:
         self._plan, self._changed = plan, plan.config.changed
         data = plan.num_classes, plan.train_images, plan.val_images
         same_data = data == (expect["classes"], expect["train_images"], expect["val_images"])
-        same_run = same_data and not continues and self._value.name in expect
+        same_norm = plan.fitted_batch is None or not plan.has_batch_norm
+        same_run = same_data and same_norm and not continues and self._value.name in expect
         tuned = all(key.startswith(OPTIMISER) for key in self._changed)
         self._curve = expect.get("reference") if same_run and tuned else None
         self._final = expect if same_run and not self._changed else None

@@ -80,5 +80,6 @@ def plan(
         state_bytes=0,
         fields={"image": image_field(224), "label": LABEL},
         best_by=BestBy.of("top1"),
+        micro_batches=1,
     )
     return dataclasses.replace(given, **changes)

@@ -388,7 +388,9 @@ def test_lines_say_how_many_images_batch_norm_sees(
     given = dataclasses.replace(
         config(1024), train=Train(micro_batch=micro_batch), model=Model(sync_bn=sync_bn)
     )
-    _, first, second, *_ = plan(2000, config=given, world_size=ranks).lines()
+    parts = micro_batches(1024 // ranks, micro_batch)
+    found = plan(2000, config=given, world_size=ranks, micro_batches=parts)
+    _, first, second, *_ = found.lines()
     assert f"{steps}, " in first
     assert second.endswith(f"; BatchNorm over {group} images")
     no_norm = plan(2000, config=given, has_batch_norm=False)

@@ -1,23 +1,35 @@
-"""Out of GPU memory: one line with a train.micro_batch that fits."""
+"""Micro-batches that fit into the memory; out of GPU memory: one line with a train.micro_batch."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import models
+import train
 from conf import cli
+from engine.compute import compiled
 from engine.distributed import World
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.state import MovingAverage, TrainingError, TrainState, state_bytes, trained_bytes
-from engine.tune import out_of_memory
-from engine.tune.out_of_memory import GIB, activation_bytes, explain_out_of_memory
+from engine.tune import memory
+from engine.tune.memory import (
+    GIB,
+    USABLE,
+    activation_bytes,
+    explain_out_of_memory,
+    fit_memory,
+    kept_bytes,
+)
 from pipeline.build import build_datasets
+from tests.small_run import run
 
 CUDA = torch.device("cuda", 0)
 
@@ -71,7 +83,7 @@ def test_message(
     }
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(out_of_memory, "activation_bytes", lambda plan: 300 * 2**20)
+    monkeypatch.setattr(memory, "activation_bytes", lambda plan: 300 * 2**20)
     plan = plan_of(f"loader.batch_size={batch}", f"train.micro_batch={micro_batch}")
     with (
         pytest.raises(TrainingError) as raised,
@@ -125,6 +137,117 @@ def test_activation_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activation_bytes(plan) == 0  # not an image model
 
 
+def never(*_: object) -> Any:
+    raise AssertionError("only a GPU tries a step")
+
+
+@pytest.mark.parametrize(
+    ("images", "overrides", "found"),
+    [
+        (128, [], 128),
+        (127, [], 64),  # the largest equal part
+        (300, [], None),
+        (60, ["train.micro_batch=128"], 32),
+        (300, ["train.micro_batch=128"], None),
+        (4, [], 8),  # batch normalisation needs them
+        (4, ["model=vit_s16"], 4),
+        (4, ["loader.batch_size=257"], None),  # a prime
+    ],
+)
+def test_micro_batches_fit_into_the_memory_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, images: int, overrides: list[str], found: int | None
+) -> None:
+    """`images` fit, of 256; found is the size of a part, or None if the plan stays as it is."""
+    plan = plan_of("loader.batch_size=256", *overrides)
+    needed = plan.state_bytes + 4 * plan.parameters + (images + 0.5) * activation_bytes(plan)
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * needed / USABLE)
+    cpu = replace(world(device=torch.device("cpu")), local_size=2)
+    fitted = fit_memory(plan, cpu, never, never)
+    if found is None:
+        assert fitted == plan
+        return
+    assert (fitted.fitted_batch, fitted.micro_batches) == (found, plan.batch_size // found)
+    norm = "; BatchNorm works over fewer images, so the result may differ from the recipe's"
+    before = plan.batch_size // plan.micro_batches
+    says = f"the memory is too small for {before} images at a time, {found} should fit"
+    assert fitted.notes[-1] == says + (norm if plan.has_batch_norm else "")
+    # A resumed run keeps its parts.
+    assert fit_memory(plan, cpu, never, never, resumed=True) == plan
+
+
+@pytest.mark.parametrize(
+    ("runs", "images", "overrides", "found", "compiles"),
+    [
+        (True, 128, [], None, "off"),  # the estimate is too high
+        (False, 128, [], 128, "off"),
+        (False, 6, [], 8, "recompute"),
+        (False, 6, ["model.compile=default"], 8, "default"),
+        (False, 6, ["model=vit_s16"], 4, "off"),
+        (False, 0.8, ["model=vit_s16"], 1, "recompute"),
+    ],
+)
+def test_micro_batches_fit_into_the_memory_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    runs: bool,
+    images: float,
+    overrides: list[str],
+    found: int | None,
+    compiles: str,
+) -> None:
+    plan = plan_of("loader.batch_size=256", *overrides)
+    needed = plan.state_bytes + 4 * plan.parameters + images * activation_bytes(plan)
+    monkeypatch.setattr(memory, "usable_bytes", lambda _: needed / USABLE)
+    monkeypatch.setattr(memory, "_runs", lambda *_: runs)
+    fitted = fit_memory(plan, world(), never, never)
+    assert (fitted.fitted_batch, fitted.compile) == (found, compiles)
+
+
+@pytest.mark.usefixtures("toy_runs")
+def test_a_run_that_does_not_fit(
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It trains in parts, also when it is resumed where more memory is free."""
+    batch = "loader.batch_size=16"
+    whole = run(image_root, tmp_path / "whole", batch)
+    parts = run(image_root, tmp_path / "parts", batch, "train.micro_batch=8")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "activation_bytes", lambda plan: 80 * 2**20)
+        patch.setattr(memory, "free_memory", lambda: GIB)
+        run(image_root, tmp_path / "run", batch, "train.max_steps=2")
+    assert "in 2 micro-batches of 8" in capsys.readouterr().out
+    found = run(image_root, tmp_path / "run", batch)
+    assert "in 2 micro-batches of 8" in capsys.readouterr().out
+    assert found["params_sha256"] == parts["params_sha256"] != whole["params_sha256"]
+
+
+@pytest.mark.slow
+def test_recompute_keeps_fewer_activations() -> None:
+    """The backward pass computes them again, with the same gradients."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+    images = torch.randn(256, 64)
+
+    def gradients(mode: str) -> tuple[int, list[Tensor]]:
+        torch._dynamo.reset()
+        network.zero_grad()
+        with kept_bytes(weights) as kept:
+            result = compiled(lambda: network(images).square().mean(), mode)()
+        result.backward()
+        return sum(kept.values()), [p.grad for p in network.parameters() if p.grad is not None]
+
+    kept, expected = gradients("default")
+    fewer, found = gradients("recompute")
+    assert fewer < kept / 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.fixture
 def small_gpu() -> Iterator[None]:
     """A GPU limited to 8 GiB, with an empty cache."""
@@ -155,6 +278,9 @@ def test_on_a_gpu() -> None:
             return str(error)
         return ""
 
+    fitted = fit_memory(plan, world(), train.build_state, train.training_loss)
+    assert fitted.fitted_batch and step(fitted.fitted_batch) == ""
+    assert fit_memory(fitted, world(), train.build_state, train.training_loss) == fitted
     message = step(batch)
     found = re.search(r"train.micro_batch=(\d+) should fit", message)
     assert found, message
