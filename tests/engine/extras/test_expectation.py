@@ -29,7 +29,9 @@ CURVE = {"runs": 20, "top1": [20.0, 40.0, 60.0], "std": [4.0, 2.0, 0.1]}
 STEPS = 10  # per epoch; 3 epochs
 
 
-def expectation(*overrides: str, continues: bool = False, **changes: Any) -> Expectation:
+def expectation(
+    *overrides: str, continues: bool = False, fitted: int | None = None, **changes: Any
+) -> Expectation:
     """Of a run on ImageNet.
 
     Args:
@@ -40,6 +42,8 @@ def expectation(*overrides: str, continues: bool = False, **changes: Any) -> Exp
         config=config,
         num_classes=1000,
         best_by=BestBy.of(config.train.best_by),
+        has_batch_norm=True,
+        fitted_batch=fitted,
         train_images=1_281_167,
         val_images=50_000,
         schedule_steps=3 * STEPS,
@@ -95,6 +99,7 @@ FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.eve
         pytest.param(expectation(classes=10), False, False, id="classes"),
         pytest.param(expectation(train_images=10), False, False, id="training images"),
         pytest.param(expectation(val_images=10), False, False, id="validation images"),
+        pytest.param(expectation(fitted=64), False, False, id="smaller parts that fit"),
         pytest.param(expectation(continues=True), False, False, id="continues another run"),
         pytest.param(expectation(reference=None), True, False, id="no curve"),
     ],
