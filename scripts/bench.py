@@ -37,7 +37,7 @@ if __name__ == "__main__":
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle
+from itertools import count, cycle
 from statistics import median
 
 import numpy as np
@@ -71,18 +71,11 @@ Rates = dict[int, tuple[list[float], list[float]]]  # workers -> of the loader, 
 
 @dataclass(frozen=True)
 class Stage:
-    """A measured stage.
-
-    Attributes:
-        rates: images/s, one per window.
-        note: a remark for the table.
-        batches: that were taken from the loader, including the warm-up.
-    """
+    """A measured stage."""
 
     name: str
-    rates: list[float]
-    note: str = ""
-    batches: int = 0
+    rates: list[float]  # images/s, one per window
+    note: str  # a remark for the table
 
     @property
     def rate(self) -> float:
@@ -130,17 +123,16 @@ def compare_workers(
         with open_feed(config, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
         found: Rates = {number: ([], []) for number in numbers}
-        start = 0  # each measurement takes other files, which the one before has not cached
+        # Each measurement begins another epoch, whose first files the others have not cached.
+        steps = count(0, int(plan.steps_per_epoch) + 1)
         for turn in range(ROUNDS):
             for number in list(found)[:: -1 if turn % 2 else 1]:
                 one = replace(config, loader=replace(config.loader, workers=number))
                 try:
                     plan = plan_of(one, datasets, world)
                     with open_feed(one, datasets, plan.loader, world) as feed:
-                        loader = measure_loader(feed, plan, seconds / ROUNDS, start, count=1)
-                        start += loader.batches
-                        fed = stepper.fed(feed, seconds / ROUNDS, start, count=1)
-                        start += fed.batches
+                        loader = measure_loader(feed, plan, seconds / ROUNDS, next(steps), 1)
+                        fed = stepper.fed(feed, seconds / ROUNDS, next(steps), 1)
                 except (UserError, RunError, OSError) as error:
                     print(f"loader.workers={number}: failed: {error}", flush=True)
                     del found[number]
@@ -180,10 +172,9 @@ def windows(
     step: Callable[[], int],
     seconds: float,
     finish: Callable[[], None] = lambda: None,
-    *,
-    count: int = WINDOWS,
+    number: int = WINDOWS,
 ) -> list[float]:
-    """Measure units per second in each of `count` windows.
+    """Measure units per second in each of `number` windows.
 
     Args:
         step: processes some units and returns their number.
@@ -191,9 +182,9 @@ def windows(
         finish: waits until the units are complete.
     """
     rates = []
-    for _ in range(count):
+    for _ in range(number):
         began, done = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / count:
+        while time.perf_counter() - began < seconds / number:
             done += step()
         finish()
         rates.append(done / (time.perf_counter() - began))
@@ -218,9 +209,8 @@ def measure_read(dataset: FolderDataset, seconds: float) -> Stage:
 def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
-    load: Callable[[int, int], object] = dataset.load
-    if plan.loader.operations:
-        load = dataset.load_for_gpu  # the GPU applies the operations of RandAugment
+    # The GPU applies the operations of RandAugment.
+    load = dataset.load_for_gpu if plan.loader.operations else dataset.load
 
     def decode() -> int:
         load(0, next(places))
@@ -237,23 +227,19 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Stage:
 
 
 def measure_loader(
-    feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS
+    feed: Feed, plan: Plan, seconds: float, start: int = 0, number: int = WINDOWS
 ) -> Stage:
-    """Take complete batches in host memory as fast as the loader delivers them."""
+    """Take complete batches in host memory as fast as the loader delivers them, from a step on."""
     batches = feed.train.loader.batches(start, FOREVER)
-    taken = 0
 
     def take() -> int:
-        nonlocal taken
-        taken += 1
         batch = next(batches)
         batch.release(None)
         return len(batch.samples)
 
     warm_up(take, feed)
-    rates = windows(take, seconds, count=count)
-    note = f"{plan.loader.workers} workers, batch {plan.batch_size}"
-    return Stage("loader", rates, note, batches=taken)
+    rates = windows(take, seconds, number=number)
+    return Stage("loader", rates, f"{plan.loader.workers} workers, batch {plan.batch_size}")
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
@@ -307,30 +293,24 @@ class Stepper:
         self.finish()
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
         plan = self.plan
-        return Stage(
-            "step",
-            rates,
-            f"{plan.config.model.name}, batch {plan.batch_size}, {plan.precision}, "
-            f"compile {plan.compile}, batch already on the device",
-        )
+        note = f"{plan.config.model.name}, batch {plan.batch_size}, {plan.precision}, "
+        note += f"compile {plan.compile}, batch already on the device"
+        return Stage("step", rates, note)
 
-    def fed(self, feed: Feed, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Stage:
-        """Measure with batches from the feed."""
+    def fed(self, feed: Feed, seconds: float, start: int = 0, number: int = WINDOWS) -> Stage:
+        """Measure with batches from the feed, from a step on."""
         batches = feed.train.batches(start, FOREVER)
-        taken = 0
 
         def take() -> int:
-            nonlocal taken
-            taken += 1
             return self.step(next(batches))
 
         warm_up(take, feed)
         self.finish()
         feed.train.clock.timing()
-        rates = windows(take, seconds, self.finish, count=count)
+        rates = windows(take, seconds, self.finish, number)
         timing = feed.train.clock.timing()
         waited = f"{100 * timing.wait_fraction:.0f} %" if timing else "unknown"
-        return Stage("train", rates, f"time in which the device waited for data: {waited}", taken)
+        return Stage("train", rates, f"time in which the device waited for data: {waited}")
 
 
 def table(stages: Sequence[Stage]) -> str:

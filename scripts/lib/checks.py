@@ -1,6 +1,5 @@
 """What the checks of scripts/doctor.py share: their input, and a row of the result."""
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ import numpy as np
 
 from conf.schema import Config
 from engine.plan import Plan
-from pipeline import machine
 from pipeline.build import Datasets
 from pipeline.dataset import FolderDataset
 from pipeline.index import Index
@@ -123,7 +121,3 @@ def spread(count: int, number: int | None, seed: int) -> list[int]:
         return list(range(count))
     edges = np.arange(number + 1) * count // number
     return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
-
-
-def usable_cores() -> int:
-    return max(1, math.floor(min(machine.cores(), machine.cpu_quota())))

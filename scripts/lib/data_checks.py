@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from engine.plan import UNEQUAL
-from pipeline import decode
+from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.class_names import imagenet_names
 from pipeline.decode import describe
@@ -29,7 +29,6 @@ from scripts.lib.checks import (
     in_threads,
     ok,
     spread,
-    usable_cores,
     warn,
 )
 
@@ -90,10 +89,11 @@ def class_order(case: Case) -> Iterator[Row]:
 
 def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
+    cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
         rows = spread(len(index), case.sample, case.config.train.seed)
         look = partial(examine, index, decode.resolve("auto"), config.max_pixels)
-        files = case.examined[name] = list(in_threads(usable_cores(), look, rows))
+        files = case.examined[name] = list(in_threads(cores, look, rows))
         count = count_of(case, name)
         bad = tuple(
             f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem

@@ -31,7 +31,6 @@ def test_stages_on_a_cpu(image_root: Path) -> None:
     assert [stage.name for stage in stages] == ["read", "decode", "loader", "step", "train"]
     for stage in stages:
         assert len(stage.rates) == bench.WINDOWS and min(stage.rates) > 0 and stage.note
-    assert stages[2].batches > bench.WINDOWS
 
 
 def test_only_some_stages(image_root: Path) -> None:
