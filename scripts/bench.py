@@ -325,8 +325,7 @@ def table(stages: Sequence[Stage]) -> str:
 def compared(found: Rates, alone: float) -> list[Stage]:
     """Return a stage for each number of workers, and mark the best one and the knee.
 
-    Args:
-        alone: images/s of the step alone.
+    `alone`: images/s of the step alone.
     """
     if not found:
         raise RunError("no number of workers can run")

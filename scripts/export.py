@@ -189,9 +189,6 @@ def explicit(entry: Any) -> Any:
     return {"resize": parameters}
 
 
-# Writing.
-
-
 def save(job: Job, model: nn.Module, path: Path) -> None:
     """Write the file. `model` is the plain model, in eval mode on the CPU."""
     if job.to == "safetensors":
@@ -221,15 +218,8 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         exported.save(path, external_data=False)
 
 
-# Reading, as another program would.
-
-
 def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
-    """Open an exported file.
-
-    Returns:
-        The model, and the texts of the file, parsed.
-    """
+    """Open an exported file as another program would; return the model and the texts, parsed."""
     predict: Predict
     if job.to == "onnx":
         import onnxruntime
@@ -246,9 +236,6 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
     else:
         predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
     return predict, {name: json.loads(texts[name]) for name in TEXTS}
-
-
-# Checks.
 
 
 @torch.no_grad()
@@ -349,9 +336,6 @@ def other_classes(
             raise ExportError(f"--self-check: another prediction for {line}")
         lines += [line] * (a != b)
     return lines
-
-
-# The command.
 
 
 def validation_files(trained: Trained) -> FolderDataset:

@@ -107,19 +107,12 @@ OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 
 
 class Result(NamedTuple):
-    """What became of an image.
+    """What became of an image."""
 
-    Attributes:
-        outcome: one of OUTCOMES.
-        data: what is to be added to a tar or zip file.
-        size: bytes that were written.
-        problem: why it is unreadable.
-    """
-
-    outcome: str
-    data: bytes = b""
-    size: int = 0
-    problem: str = ""
+    outcome: str  # one of OUTCOMES
+    data: bytes = b""  # what is to be added to a tar or zip file
+    size: int = 0  # bytes that were written
+    problem: str = ""  # why it is unreadable
 
 
 def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
@@ -248,13 +241,7 @@ def parts(samples: list[Sample], pool: ThreadPoolExecutor) -> Iterator[list[Samp
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
-    """Write all images.
-
-    Returns:
-        The number of each outcome, and of bytes; and the lines of unreadable.txt.
-
-    Raises OSError: a file cannot be written.
-    """
+    """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
     counts: Counter[str] = Counter()
     unreadable: list[str] = []
     containers: dict[str, Container] = {}
@@ -298,10 +285,7 @@ def settings(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Recognise the source, write the dataset and the report, and print the summary.
-
-    Returns:
-        The exit status.
+    """Write the dataset and the report, and print the summary; return the exit status.
 
     Raises UserError: the source or the destination cannot be used, and nothing was created;
     OSError: a file cannot be written.

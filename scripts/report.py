@@ -84,28 +84,20 @@ WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
 @dataclass
 class Run:
-    """The content of a run directory, as far as it can be read.
-
-    Attributes:
-        config: dotted key -> value.
-        rows: of metrics.jsonl, by split, in ascending order of their steps.
-        verdict: the sentences of the run's own verdict.
-        classes: name -> value of train.best_by.
-        pictures: (tag, data URL), the last of each tag.
-        notes: what cannot be read, and changes of the config.
-    """
+    """The content of a run directory, as far as it can be read."""
 
     folder: Path
     name: str = ""
     status: str = "not finished"
     config_text: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+    # Of metrics.jsonl, by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
-    verdict: list[str] = field(default_factory=list)
-    classes: dict[str, float] = field(default_factory=dict)
-    pictures: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
+    classes: dict[str, float] = field(default_factory=dict)  # name -> value of train.best_by
+    pictures: list[tuple[str, str]] = field(default_factory=list)  # (tag, data URL), the last each
+    notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
     def values(self, key: str, split: str = "train") -> list[float]:
         """Return the finite values of a key."""
@@ -130,9 +122,6 @@ def number_in(value: Any, default: float = math.nan) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return default
     return float(value)
-
-
-# Reading.
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -235,9 +224,6 @@ def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-# Tables.
-
-
 def rounded(value: float) -> str:
     """Format with 3 or 4 significant digits: 7,290, 76.13, 0.123."""
     if abs(value) >= 1000:
@@ -300,9 +286,6 @@ def time_breakdown(run: Run) -> list[tuple[str, float]]:
     parts["compute"] += max(0.0, 1 - sum(parts.values()))  # of which rows without parts consist
     steps = {name: trained * share / sum(parts.values()) for name, share in parts.items()}
     return [(name, seconds / total) for name, seconds in (steps | pauses).items() if seconds > 0]
-
-
-# Charts.
 
 
 def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
@@ -472,9 +455,6 @@ def build(runs: Sequence[Run]) -> str:
     )
 
 
-# The curve of a recipe.
-
-
 def reference(runs: Sequence[Run]) -> str:
     """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
 
@@ -561,11 +541,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(options: argparse.Namespace) -> int:
-    return cli.exit_status(partial(run, options), "report.py")
-
-
 if __name__ == "__main__":
     # The name of a folder may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main(OPTIONS))
+    sys.exit(cli.exit_status(partial(run, OPTIONS), "report.py"))

@@ -25,19 +25,12 @@ class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has th
 
 @dataclass(frozen=True)
 class Row:
-    """A result of a check.
+    """A result of a check."""
 
-    Attributes:
-        status: ok, warn or fail.
-        found: the result.
-        do: the remedy.
-        details: lines to list, mostly files.
-    """
-
-    status: str
+    status: str  # ok, warn or fail
     found: str
-    do: str = ""
-    details: tuple[str, ...] = ()
+    do: str = ""  # the remedy
+    details: tuple[str, ...] = ()  # lines to list, mostly files
     check: str = ""
 
 
@@ -46,38 +39,26 @@ ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
 
 @dataclass
 class Examined:
-    """An image file that was read and decoded.
-
-    Attributes:
-        odd: keys of data_checks.ODD.
-        problem: why training cannot read it, or "".
-        seconds: to read it, without decoding.
-        moments: float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1].
-    """
+    """An image file that was read and decoded."""
 
     row: int
     path: str
-    odd: tuple[str, ...] = ()
-    problem: str = ""
-    seconds: float = 0.0
+    odd: tuple[str, ...] = ()  # keys of data_checks.ODD
+    problem: str = ""  # why training cannot read it
+    seconds: float = 0.0  # to read it, without decoding
+    # float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1]
     moments: np.ndarray | None = None
 
 
 @dataclass
 class Case:
-    """The input of the checks, and results that later checks use.
-
-    Attributes:
-        sample: number of files to decode per split, or None for all.
-        ranks: that are to run on this machine.
-        examined: files of each split.
-    """
+    """The input of the checks, and results that later checks use."""
 
     config: Config
-    sample: int | None = 2000
-    ranks: int = 1
+    sample: int | None = 2000  # number of files to decode per split, or None for all
+    ranks: int = 1  # that are to run on this machine
     datasets: Datasets | None = None
-    examined: dict[str, list[Examined]] = field(default_factory=dict)
+    examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
     plan: Plan | None = None
 
     def splits(self) -> dict[str, Index]:

@@ -34,28 +34,17 @@ NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, on the CPU.
-
-    Attributes:
-        path: the file.
-        config: of the run, or the defaults for files of other projects; with the overrides.
-        weights: state_dict; the moving average if the file holds one.
-        averaged: whether `weights` is the moving average of a run.
-        num_classes: of the run; of other files, from the shape of the head.
-        classes: names of the classes, in the order of the logits; empty if unknown.
-        image_shape: of a training image on the device, (..., C, S, S); the parameters of some
-            models depend on S.
-        stored: what a checkpoint of this project holds, except the weights; empty for other files.
-    """
+    """A trained model, on the CPU."""
 
     path: Path
-    config: Config
-    weights: dict[str, torch.Tensor]
-    averaged: bool
-    num_classes: int
-    classes: tuple[str, ...]
+    config: Config  # of the run, or the defaults for files of other projects; with the overrides
+    weights: dict[str, torch.Tensor]  # state_dict; the moving average if the file holds one
+    averaged: bool  # whether `weights` is the moving average of a run
+    num_classes: int  # of the run; of other files, from the shape of the head
+    classes: tuple[str, ...]  # their names, in the order of the logits; empty if unknown
+    # Of a training image on the device, (..., C, S, S); parameters of some models depend on S
     image_shape: tuple[int, ...]
-    stored: dict[str, Any]
+    stored: dict[str, Any]  # what a checkpoint of this project holds, except the weights; or empty
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from conf.schema import UserError
 from scripts import report
 from tests import small_run
 
@@ -70,7 +71,7 @@ def made(*folders: Path, out: Path | None = None) -> Page:
     """Return the page that the command writes."""
     path = out or folders[0] / "report.html"
     words = [*map(str, folders), *([] if out is None else ["--out", str(out)])]
-    assert report.main(report.arguments(words)) == 0
+    assert report.run(report.arguments(words)) == 0
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -132,7 +133,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (steps,) = (row for row in page.rows if row[0] == "step")
     assert steps == ["step", "9", "5"]
     assert {"1, training", "1, validation", "2, training", "2, validation"} <= set(page.said)
-    assert report.main(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
+    assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
@@ -301,13 +302,10 @@ def test_time_breakdown(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes(
-    copied: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
+    copied: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(copied.parent)
     os.mkdir("empty")
-    assert report.main(report.arguments(arguments.split())) == 2
-    assert capsys.readouterr().err.startswith(f"report.py: {message}")
+    with pytest.raises(UserError) as raised:
+        report.run(report.arguments(arguments.split()))
+    assert str(raised.value).startswith(message)

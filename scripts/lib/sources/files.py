@@ -24,18 +24,12 @@ IN_STEPS, PIECE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), 4096
 
 
 class Place(NamedTuple):
-    """Where bytes are: a file, a range of a file, or a member of a zip file.
-
-    Attributes:
-        start: position in the file; in a Parquet file, a row of the row group `size`.
-        size: number of bytes, or WHOLE for a file.
-        member: name in a zip file.
-    """
+    """Where bytes are: a file, a range of a file, or a member of a zip file."""
 
     file: str
-    start: int = 0
-    size: int = WHOLE
-    member: str = ""
+    start: int = 0  # position in the file; in a Parquet file, a row of the row group `size`
+    size: int = WHOLE  # number of bytes, or WHOLE for a file
+    member: str = ""  # name in a zip file
 
 
 class Sample(NamedTuple):

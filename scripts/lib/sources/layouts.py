@@ -218,9 +218,6 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
     return samples + (val_samples(source, tree, flat) if flat else [])
 
 
-# What holds for all formats.
-
-
 def with_record_names(samples: list[Sample]) -> list[Sample]:
     """Name the classes and files of tables and shards: a label may be a number, a name a path.
 

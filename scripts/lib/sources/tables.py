@@ -17,12 +17,11 @@ PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_pa
 LABELS = ("label", "labels", "class", "cls", "target")
 
 
-# Parquet files of Hugging Face: a column of images, which are structs of bytes and path, and one of
-# the numbers of classes.
-
-
 def read_parquet(path: str, file: str, split: str) -> list[Sample]:
-    """List the images by row, without those that have no label; the images are not read.
+    """List the images of a Parquet file by row, without those that have no label.
+
+    As Hugging Face stores them: a column of images, which are structs of bytes and path, and one of
+    the numbers of classes. The images are not read.
 
     Args:
         path: below SOURCE; it makes the names unique.
@@ -103,9 +102,6 @@ def row_group(path: str, number: int) -> Any:
     with parquet.ParquetFile(path) as file:
         image = parquet_columns(path)[0]
         return file.read_row_group(number, columns=[image]).column(image)
-
-
-# Lists.
 
 
 def read_list(path: str, split: str) -> list[Sample]:
