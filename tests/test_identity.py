@@ -187,14 +187,3 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     typed = "model.compile=max-autotune-no-cudagraphs"
     status, _, err = program("train.deterministic=true", "train.max_steps=4", typed)
     assert status == 2 and "model.compile was default, is max-autotune-no-cudagraphs; th" in err
-
-
-def test_deterministic_may_be_switched_at_a_resume(program: Program) -> None:
-    """It affects the speed; so a checkpoint without a compile mode, as of earlier versions."""
-    assert program("train.max_steps=2")[0] == 0
-    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
-    # The first start named no mode; "as at the first start" would be untrue.
-    assert status == 0 and "compile off\n" in out
-    status, out, _ = program("train.deterministic=true", "train.max_steps=5")
-    assert status == 0 and "compile off (as in the checkpoint)\n" in out
-    assert program("train.max_steps=6")[0] == 0

@@ -117,17 +117,6 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     assert timing is not None and timing.drained_fraction == 0.5
 
 
-def test_time_before_a_step_can_be_left_out(gpu: Gpu) -> None:
-    clock = started(cuda=True)
-    clock.begin_step(at_once(clock))
-    gpu.now = 500
-    clock.skip()
-    gpu.now = 510
-    clock.end_step()
-    timing = clock.timing()
-    assert timing is not None and (timing.seconds, timing.step_ms) == (0.01, 10)
-
-
 @pytest.fixture
 def has_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that sets the seconds in which this thread has waited for a core."""

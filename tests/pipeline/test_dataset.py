@@ -108,15 +108,6 @@ def test_bad_file_is_named_with_the_reason(changeable: Path) -> None:
     dataset.load(0, 8)
 
 
-def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> None:
-    dataset = open_dataset(image_root / "train")
-    dataset.transform = Compose(
-        build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train")
-    )
-    with pytest.raises(ValueError, match=r"^random_crop: .* size 4000"):
-        dataset.load(0, 0)
-
-
 class WithFile(FolderDataset):
     """Each image has a second file, which cannot be decoded."""
 
@@ -243,15 +234,6 @@ def test_stale_container_is_opened_anew(
     first = dataset.index.sources[0]._file  # type: ignore[union-attr]
     assert dataset.read(0) == good
     assert dataset.index.sources[0]._file is not first  # type: ignore[union-attr]
-
-
-def test_labels_count_and_replace(changeable: Path) -> None:
-    for path in sorted((changeable / "dots").iterdir())[4:]:
-        path.unlink()
-    dataset = open_dataset(changeable)
-    assert dataset.class_counts(3) == [12, 4, 12]
-    assert list(dataset.replacements(13)) == [14, 15, 12]
-    assert [dataset[i]["label"] for i in (11, 12, 15, 16)] == [0, 1, 1, 2]
 
 
 # The table of datasets, and what a dataset of somebody's own must define.

@@ -14,8 +14,6 @@ from engine.tune.prices import (
     Remedy,
     measure_remedies,
     predicted_rate,
-    reachable_rate,
-    workers_to_reach,
 )
 from pipeline.build import build_datasets
 from pipeline.decode import DECODERS, installed
@@ -53,14 +51,6 @@ STARVED = waits(4000, 8000, 7500)
 )
 def test_change(figures: Figures, change: dict[str, float], rate: float) -> None:
     assert predicted_rate(figures, **change) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("figures", [STARVED, waits(4000, 8000, 7500, decoded=0.4)])
-def test_workers_to_reach(figures: Figures) -> None:
-    reach, workers = reachable_rate(figures), workers_to_reach(figures)
-    assert reach == 0.98 * 7500
-    assert predicted_rate(figures, workers=workers) == pytest.approx(reach)
-    assert predicted_rate(figures, workers=0.97 * workers) < reach
 
 
 def recorded(name: str, workers: int) -> Figures:
