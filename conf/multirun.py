@@ -113,6 +113,7 @@ class Sweep:
         for job in itertools.product(*self.columns):
             config = self.jobs.get(job) or load([*fixed, *job])
             rows.append((*_result(config), job, config.run.dir))
+        print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
         for _, value, _, job, folder in sorted(rows, key=lambda row: -row[0]):
             result = "no result" if value is None else f"{value:7.3f}"
             print(f"{result}  {' '.join(job)}  {folder}")

@@ -230,10 +230,12 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     have = module.device_count() if module.is_available() else 0
     need = max(local_size, local_rank + 1)
     if need > have:
+        remedy = "give train.device=auto, or install a driver and a PyTorch for this device"
+        if have:
+            remedy = "start fewer ranks, or let each rank see all GPUs (srun --gpu-bind=none)"
         raise UserError(
             f"train.device={choice}: torch sees {have} GPUs on {socket.gethostname()}, which has "
-            f"{need} rank(s); start fewer ranks, let each rank see all GPUs of its node (srun "
-            "--gpu-bind=none), or use train.device=cpu"
+            f"{need} rank(s); {remedy}"
         )
     return torch.device(kind, local_rank)
 

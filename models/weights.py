@@ -75,8 +75,8 @@ def read_file(path: Path, *, origin: str) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"{origin}: cannot be read ({reason}); give a checkpoint, the folder of a run, or a "
-            "file with weights (.pth, .pt, .safetensors)"
+            f"{origin}: cannot be read ({reason}); give a checkpoint, the folder of a run, a file "
+            "with weights (.pth, .pt, .safetensors) or, to train, model.weights=pretrained"
         ) from None
 
 

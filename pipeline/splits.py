@@ -237,11 +237,12 @@ def _missing(root: str, split: str, data: Data) -> str:
     for place in (Path(root).absolute().parent, *islice(near, 1000)):
         if _holds(data.train, place) and _holds(data.val, place):
             return f"data.root={root}: holds no {split}; write data.root={place}"
-    key = "data.train" if split == data.train else "data.val"
+    key = "data.val" if split == data.val else "data.train"
     names = sorted(path.name for path in Path(root).iterdir() if path.name != data.train)
+    hold_out = ", or data.val_fraction=0.1 to hold out a tenth of the images"
+    hold_out = "" if data.train == data.val else hold_out  # evaluate.py: one split is needed only
     return (
         f"{key}={os.path.join(root, split)}: no such folder; {root} holds "
         f"{', '.join(names[:5]) or 'nothing'}: put the class folders into {split}, or write "
-        f"{key}=FOLDER if it has another name, or data.val_fraction=0.1 to hold out a tenth of the "
-        "images"
+        f"{key}=FOLDER if it has another name{hold_out}"
     )

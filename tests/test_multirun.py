@@ -187,7 +187,8 @@ def desk(tmp_path: Path) -> Desk:
 def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     status, started, out = desk.run([0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
-    assert [line.split("  ")[:2] for line in out.splitlines()[-4:]] == [
+    assert [line.split("  ")[:2] for line in out.splitlines()[-5:]] == [
+        ["top1, the best job first:"],
         [" 52.000", "train.seed=2"],
         [" 50.000", "train.seed=0"],
         ["no result", "train.seed=1"],

@@ -295,6 +295,8 @@ FLAGS = {
     "write 'data.mean=[0.5,0.4,0.3]'; --scale: put `scale: [0.08,1]` in random_resized_crop of "
     "augment.train; --pin-mem: decided by the program: batches are copied to the GPU ahead of the "
     "step from page-locked memory",
+    "--trainer.precision 16-mixed": "--trainer.precision: not an option; train.precision=auto is "
+    "bf16, or fp16 where a GPU has no bf16; bf16, fp16, tf32 and fp32 are the others",
     "-e": "-e: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates",
     "--dist-url tcp://x --world-size 2": "--dist-url, --world-size: not an option; "
     "`torchrun --nproc-per-node N train.py ...` starts one process for each GPU",

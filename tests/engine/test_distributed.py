@@ -119,7 +119,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(0)
     assert resolve_device("cpu") == resolve_device("auto") == torch.device("cpu")
     message = r"^train\.device={}: torch sees {} GPUs on .+, which has {} rank\(s\); "
-    with pytest.raises(UserError, match=message.format("cuda", 0, 1)):
+    with pytest.raises(UserError, match=message.format("cuda", 0, 1) + "give train.device=auto"):
         resolve_device("cuda")
     gpus(2)
     assert resolve_device("auto", 1) == resolve_device("cuda", 1) == torch.device("cuda", 1)

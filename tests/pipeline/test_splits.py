@@ -201,6 +201,9 @@ def test_a_root_may_hold_one_split_and_a_link_adds_no_images(
     assert "dots/train: no such folder; " in refusal([image_root, image_root / "train" / "dots"])
     assert "only train/val: no such folder" in refusal([tmp_path / "only train"] * 2)
     assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
+    only_test = refusal(image_root, train="test", val="test")  # of evaluate.py data.val=test
+    assert only_test.startswith(f"data.val={image_root}/test: no such folder; ")
+    assert only_test.endswith("or write data.val=FOLDER if it has another name")
 
 
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
