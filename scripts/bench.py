@@ -83,10 +83,7 @@ class Stage:
 
 
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
-    """Measure some of STAGES, in their order.
-
-    Raises UserError: the config or the data is invalid.
-    """
+    """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
     with join_world(config.train.device) as world:
         config, datasets, plan = prepare(config, world)
         found: list[Stage] = []
@@ -113,8 +110,8 @@ def compare_workers(
 ) -> list[Stage]:
     """Measure the loader alone and with the step, compiled once, for some numbers of workers.
 
-    Returns a stage for each number, with the rates of all rounds, without those that cannot run.
-    Raises UserError: the config or the data is invalid; RunError: no number of workers can run.
+    Returns a stage for each number that can run, with the rates of all rounds. Raises UserError:
+    the config or the data is wrong; RunError: no number of workers can run.
     """
     with join_world(config.train.device) as world:
         config = replace(config, loader=replace(config.loader, workers=1))

@@ -169,10 +169,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
-    """Adapt batch size and data folders to an evaluation on this machine.
-
-    Raises UserError: data.root is missing.
-    """
+    """Adapt batch size and data folders to this machine. Raises UserError: no data.root."""
     config = trained.config
     loader, data = config.loader, config.data
     if "loader.batch_size" not in typed_keys(overrides):
@@ -255,10 +252,7 @@ def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
 
 
 def check_repeats(trained: Trained, world: World) -> None:
-    """Refuse to compare this evaluation with a validation of something else.
-
-    Raises UserError: says what differs.
-    """
+    """Refuse to compare this evaluation with a validation of something else."""
     stored, path = trained.stored, trained.path
     if not stored:
         raise UserError(f"--self-check: {path} is not a checkpoint of this program")

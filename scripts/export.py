@@ -240,10 +240,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
 
 @torch.no_grad()
 def compare(job: Job, predict: Predict, model: nn.Module) -> str:
-    """Compare the file with eager mode on random images; return the largest difference.
-
-    Raises ExportError: it exceeds BOUND.
-    """
+    """Return the largest difference from eager mode on random images; ExportError above BOUND."""
     shape = (sum(BATCHES), *job.pixels)
     highest = job.format.highest
     levels = np.random.default_rng(0).random(shape) * (highest + (highest > 1))
@@ -339,10 +336,7 @@ def other_classes(
 
 
 def validation_files(trained: Trained) -> FolderDataset:
-    """Return the validation split.
-
-    Raises UserError: it is missing, or its images are not those of files.
-    """
+    """Return the validation split. Raises UserError: its images are not those of files."""
     loader = replace(trained.config.loader, decoder="pillow")
     datasets = build_val(replace(trained.config, loader=loader))
     if not isinstance(datasets.val, FolderDataset) or not datasets.val.is_plain:

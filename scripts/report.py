@@ -125,10 +125,7 @@ def number_in(value: Any, default: float = math.nan) -> float:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Read a run directory, or the runs in a folder of runs.
-
-    Raises UserError: the folder is neither.
-    """
+    """Read a run directory, or the runs in a folder. Raises UserError: the folder is neither."""
     if any((folder / name).is_file() for name in FILES):
         return [read_run(folder)]
     found = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
@@ -493,10 +490,7 @@ def reference(runs: Sequence[Run]) -> str:
 
 
 def refuse_different(runs: Sequence[Run]) -> None:
-    """Refuse runs that are not repetitions of one training.
-
-    Raises UserError: names the key that differs, or the seed that occurs twice.
-    """
+    """Refuse runs that are not repetitions of one training: a key differs, or no seed does."""
     for key, *texts in differences(runs):
         known = FIELDS.get(key)
         affects_result = known is None or known.metadata["affects"] & RESULT
@@ -510,10 +504,7 @@ def refuse_different(runs: Sequence[Run]) -> None:
 
 
 def by_epoch(run: Run, name: str) -> list[float]:
-    """Return a value of the validation after each epoch.
-
-    Raises UserError: the run is not finished, or an epoch was not validated.
-    """
+    """Return a value of the validation after each epoch. Raises UserError: an epoch has none."""
     found: dict[int, float] = {}
     for row in run.rows["val"]:  # the last batch of an epoch ends a little after it
         found.setdefault(math.floor(number_in(row.get("epoch"), 0)), number_in(row.get(name)))

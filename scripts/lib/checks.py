@@ -62,10 +62,7 @@ class Case:
     plan: Plan | None = None
 
     def splits(self) -> dict[str, Index]:
-        """Return the sample tables of both splits.
-
-        Raises NotChecked: there are no image files.
-        """
+        """Return the sample tables of both splits. Raises NotChecked: there are no image files."""
         if self.datasets is None:
             raise NotChecked("needs the data, see data")
         splits = {"train": self.datasets.train, "val": self.datasets.val}

@@ -81,10 +81,7 @@ class Trained:
         return device.type == "cuda" and models.is_convnet(self._on_meta())
 
     def check_size(self, size: int) -> int:
-        """Check that the model takes images of a size; return the operations for one image.
-
-        Raises UserError: it does not.
-        """
+        """Return the operations for one image. Raises UserError: the model takes no such size."""
         return count_flops(self._on_meta(), self.shape_at(size), key="data.val_size")
 
     def shape_at(self, size: int) -> tuple[int, ...]:

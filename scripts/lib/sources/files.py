@@ -64,10 +64,7 @@ def damaged(path: str, reason: object) -> UserError:
 
 
 def tree_of_folder(root: str) -> Tree:
-    """List the files below a folder, except hidden ones; links are followed, each folder once.
-
-    Raises OSError: a folder cannot be read.
-    """
+    """List the files below a folder, except hidden ones; links are followed, each folder once."""
     found, seen, folders = {}, set(), [""]
     while folders:
         below = folders.pop()

@@ -35,10 +35,7 @@ OTHER = "other"  # split of images that are left out
 
 
 def read(place: Place) -> bytes:
-    """Return the bytes of an image; may be called from several threads.
-
-    Raises OSError: it cannot be read.
-    """
+    """Return the bytes of an image; any thread may call this. Raises OSError: no such bytes."""
     return read_row(place) if place.file.endswith(".parquet") else read_place(place)
 
 
@@ -46,9 +43,7 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
     """Recognise a dataset and list its images.
 
     Args:
-        source: a folder or a file.
-        val_fraction: fraction of the images of each class that become the validation split, if
-            there is none; None: VAL_FRACTION.
+        val_fraction: of the images of each class, if there is no validation split (VAL_FRACTION).
 
     Returns:
         The images, in the order in which they are read quickly, of two splits, train and val, with
@@ -285,10 +280,7 @@ def with_validation(
 
 
 def check(source: str, samples: list[Sample]) -> None:
-    """Refuse equal and too long names, splits with different classes, and a single class.
-
-    Raises UserError: names the classes or the image.
-    """
+    """Refuse equal and too long names, splits with different classes, and a single class."""
     for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
         if count > 1:
             raise UserError(f"{source}: {label}/{name} is the name of {count} images; rename it")

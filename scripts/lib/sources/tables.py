@@ -84,10 +84,7 @@ _row_groups = Lock()  # one thread reads a row group, the others find it in the 
 
 
 def read_row(place: Place) -> bytes:
-    """Return the image in a row of a Parquet file.
-
-    Raises OSError: there is none.
-    """
+    """Return the image in a row of a Parquet file. Raises OSError: there is none."""
     with _row_groups:
         image = row_group(place.file, place.size)[place.start].as_py()
     if not image or not image["bytes"]:
