@@ -63,7 +63,7 @@ from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
 from engine.log.runlog import predictions_of
-from engine.plan import micro_batches
+from engine.plan import check_batch, micro_batches
 from engine.scores import shown
 from engine.validation import evaluate
 from pipeline.build import Datasets, build_val
@@ -123,11 +123,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     read.
     """
     config, device = trained.config, world.device
-    if config.loader.batch_size % world.size:
-        raise UserError(
-            f"loader.batch_size={config.loader.batch_size}: must be a multiple of the "
-            f"{world.size} ranks"
-        )
+    check_batch(config, config.loader.batch_size, world)
     precision = trained.precision(device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)

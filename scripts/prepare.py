@@ -341,8 +341,6 @@ def explain(error: BaseException) -> str | None:
 
 
 def main(options: argparse.Namespace) -> int:
-    # A file name may not be UTF-8.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
     return cli.exit_status(partial(run, options), "prepare.py", limits=explain)
 

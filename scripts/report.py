@@ -221,30 +221,27 @@ def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def rounded(value: float) -> str:
-    """Format with 3 or 4 significant digits: 7,290, 76.13, 0.123."""
+def rounded(value: Any) -> str:
+    """Format a float with 3 or 4 significant digits: 7,290, 76.13, 0.123; anything else in full."""
+    if not isinstance(value, float):
+        return show(value)
+    if not math.isfinite(value):
+        return UNKNOWN
     if abs(value) >= 1000:
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3e}"
     return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"
 
 
-def compared(values: Sequence[dict[str, Any]], *, only_different: bool = False) -> list[list[str]]:
+def compared(values: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each key: its name, and its value in each run as text."""
-    rows = []
-    for key in dict.fromkeys(key for found in values for key in found):
-        texts = []
-        for found in values:
-            value = found.get(key, UNKNOWN)
-            texts.append(rounded(value) if isinstance(value, float) else show(value))
-        if len(set(texts)) > 1 or not only_different:
-            rows.append([key, *texts])
-    return rows
+    keys = dict.fromkeys(key for found in values for key in found)
+    return [[key, *(rounded(found.get(key, UNKNOWN)) for found in values)] for key in keys]
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
     """Return the config keys that differ, except the names and folders of the runs."""
     configs = [{k: show(v) for k, v in run.config.items() if k[:4] != "run."} for run in runs]
-    return compared(configs, only_different=True)
+    return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
 def class_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -259,10 +256,8 @@ def class_rows(runs: Sequence[Run]) -> list[list[str]]:
         sign = -1 if str(runs[0].config.get("train.best_by")).startswith("-") else 1
         return min(known) - max(known), sign * min(known)
 
-    return [
-        [name, *(rounded(value) if math.isfinite(value) else UNKNOWN for value in values)]
-        for name, values in sorted(table, key=order)[:MOST_CLASSES]
-    ]
+    rows = sorted(table, key=order)[:MOST_CLASSES]
+    return [[name, *map(rounded, values)] for name, values in rows]
 
 
 def time_breakdown(run: Run) -> list[tuple[str, float]]:
@@ -533,6 +528,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    # The name of a folder may not be UTF-8.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(cli.exit_status(partial(run, OPTIONS), "report.py"))

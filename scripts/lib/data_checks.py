@@ -260,13 +260,3 @@ def good_files(case: Case, name: str) -> list[Examined]:
 def count_of(case: Case, name: str) -> str:
     examined, total = len(case.examined.get(name, [])), len(case.splits()[name])
     return f"all {total:,}" if examined == total else f"{examined:,} sampled of {total:,}"
-
-
-CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {
-    "data": data,
-    "class order": class_order,
-    "readable": readable,
-    "odd files": odd_files,
-    "duplicates": duplicates,
-    "colours": colours,
-}

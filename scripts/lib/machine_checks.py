@@ -247,13 +247,3 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
     with ThreadPoolExecutor(threads) as pool:
         lengths = [length for length in pool.map(read, rows) if length]
     return sum(lengths) / (time.perf_counter() - began), sum(lengths) / max(1, len(lengths))
-
-
-CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {
-    "GPU": gpu,
-    "plan": plan,
-    "cores": cores,
-    "memory": memory,
-    "disk": disk,
-    "storage": storage,
-}

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, *, usage: str | None = None) -> None:
         set_up_process()
+        # The name of a file may not be UTF-8.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(
             usage=usage, description=description, formatter_class=form, allow_abbrev=False

@@ -1,1 +1,0 @@
-"""Datasets in the forms that scripts/prepare.py reads: `layouts` recognises them."""
