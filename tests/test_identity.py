@@ -75,21 +75,6 @@ def test_best_on_other_validation_images_is_dropped(program: Program) -> None:
     assert stored(Path("runs/one"))["best"]["step"] == 7
 
 
-def test_branch_from_another_run(program: Program, tmp_path: Path) -> None:
-    """The name and folder of a run may differ; keys that affect the result may not."""
-    program("train.max_steps=5")
-    origin = f"{tmp_path}/runs/one/checkpoints/step-00000005.pt"
-    branch = [f"checkpoint.resume={origin}", "train.max_steps=6"]
-    status, out, _ = program(*branch, "run.name=two")
-    assert status == 0 and "run.name" not in out and "run.dir" not in out
-    assert f"resumed from {origin}\n" in out
-    assert f"history  began at step 5 with {origin}\n" in program("run.name=two")[1]
-    assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
-    assert not Path("runs/three").exists()
-    accept = "checkpoint.accept_changes=true"
-    assert program(*branch, "run.name=three", "optim.lr=0.4", accept)[0] == 0
-
-
 def test_changed_images_with_the_same_names_are_refused(
     program: Program, image_root: Path, tmp_path: Path
 ) -> None:

@@ -1,12 +1,9 @@
 """train() and its command line, end to end on small JPEG files.
 
-Faults come from outside: signals, corrupt files, a full disk, a console that is not read. A process
-whose console is a pipe of 4 KiB that is not read blocks after a known number of log lines. A test
-can then send a signal at a known step, without depending on time.
+Faults come from outside: signals, corrupt files, a full disk. tests/reliability has signals to
+processes with workers.
 """
 
-import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -15,10 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +30,9 @@ from engine import checkpoint, compute
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from models import build
-from tests.processes import HANGS_SECONDS, family, needs_linux, wait_until
+from tests.processes import HANGS_SECONDS, wait_until
 from tests.ranks import Ranks
-from tests.results import check_not_trained, logged_steps, rows, same, stored
+from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -48,8 +44,6 @@ BOARD = "log.trackers=[tensorboard]"
 LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_steps=35"]
 ACCEPT = "checkpoint.accept_changes=true"
 WORSE = ["optim.lr=3", "schedule.name=constant", ACCEPT]
-# The console pipe always has room for 38 log lines of a LONG run, and never for all 54.
-STOP_AFTER_ROW = 38
 TAGS = {  # of TensorBoard -> the split and the name of the value in metrics.jsonl
     "train/loss": ("train", "loss"),
     "train/top1": ("train", "top1"),
@@ -67,43 +61,6 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the inode and modification time of every file below a folder."""
     found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
-
-
-@contextmanager
-def stalled(
-    arguments: Sequence[str], folder: Path, after_row: int
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """Start a training process that blocks after logging step `after_row`, before step 54.
-
-    Yields:
-        The process; and a function that reads the console, waits for the end of the process and
-        returns the text.
-    """
-    needs_linux()
-    read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    console: list[bytes] = []
-    drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
-
-    def read_console() -> str:
-        drain.start()
-        process.wait(HANGS_SECONDS)
-        drain.join(HANGS_SECONDS)
-        return b"".join(console).decode()
-
-    with subprocess.Popen(arguments, stdout=write, start_new_session=True) as process:
-        os.close(write)
-        try:
-            wait_until(lambda: logged_steps(folder) >= after_row, process)
-            yield process, read_console
-        finally:
-            for left in family(process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(left, signal.SIGKILL)
-            if drain.ident is None:
-                drain.start()
-    drain.join(HANGS_SECONDS)
-    os.close(read)
 
 
 @pytest.fixture(scope="module")
@@ -143,20 +100,6 @@ def status(
         return train.main(compose(root, folder, *overrides)), capfd.readouterr().err
 
     return main
-
-
-def check_continued(folder: Path, summary: dict[str, Any], straight: Ended) -> None:
-    """Check that a resumed run ended like an uninterrupted one, with each row once and in order."""
-    assert summary["status"] == "finished"
-    assert summary["params_sha256"] == straight[1]["params_sha256"]
-    assert same(stored(folder), stored(straight[0]))
-    assert rows(folder, "val") == rows(straight[0], "val")
-    names = ("step", "loss", "top1", "lr")
-    found, expected = (
-        [[row[name] for name in names] for row in rows(each, "train")]
-        for each in (folder, straight[0])
-    )
-    assert found == expected
 
 
 def check_curves(folder: Path) -> EventAccumulator:
@@ -386,33 +329,6 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_signal(
-    number: signal.Signals, go: Any, image_root: Path, folder: Path, straight: Ended
-) -> None:
-    """Terminals and clusters signal the whole process group, including workers and forkserver."""
-    arguments = command(image_root, folder, *LONG, "loader.workers=2")
-    with stalled(arguments, folder, STOP_AFTER_ROW) as (process, read_console):
-        os.killpg(process.pid, number)
-        console = read_console()
-        assert process.returncode == 128 + number
-        wait_until(lambda: not family(process.pid))
-    summary = json.loads((folder / "summary.json").read_text())
-    step = summary["step"]
-    assert summary["status"] == "interrupted" and f"interrupted after {step} steps" in console
-    assert STOP_AFTER_ROW < step < 54
-    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == step
-    assert [r["step"] for r in rows(folder, "train")] == list(range(1, step + 1))
-    check_continued(folder, go(*LONG, "loader.workers=1"), straight)
-
-
 def test_signal_while_validating(
     go: Any, folder: Path, short: Ended, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,6 +433,7 @@ def test_resume_from_a_path(
     summary = go(*LONG, f"checkpoint.resume={path}", BOARD, "run.name=another")
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert rows(folder, "val") == rows(straight[0], "val")[1:]
+    assert summary["history"] == [f"began at step 35 with {path}"]
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
     config = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert f"dir: {folder}" in config

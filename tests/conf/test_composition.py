@@ -242,15 +242,6 @@ def test_the_name_is_the_same_in_every_process() -> None:
     assert run_python("-c", code, PYTHONHASHSEED="1").stdout.strip() == name(LONG)
 
 
-# What each key affects.
-
-
-def test_keys_out_of_effect_do_not_affect_the_result() -> None:
-    for optim, expected in {"sgd": {"optim.momentum"}, "adamw": {"optim.betas"}}.items():
-        found = affecting(composed(f"optim={optim}"), RESULT)
-        assert found.keys() & {"optim.betas", "optim.momentum"} == expected
-
-
 # The config of a checkpoint with overrides.
 
 

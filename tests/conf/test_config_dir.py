@@ -10,7 +10,6 @@ import train
 from conf import cli
 from conf.compose import load
 from conf.schema import config_values
-from scripts.lib.options import split_paths
 from scripts.lib.trained import open_trained
 from tests.conf.refused import DATA, refusal
 from tests.small_run import SMALL_RUN
@@ -70,16 +69,6 @@ def test_a_run_needs_the_folder_only_for_its_command(
     shutil.rmtree(folder)
     assert open_trained(run, []).config.optim.lr == 0.05
     assert load(stored=config_values(config)).model == config.model
-
-
-def test_in_the_scripts_with_paths(folder: Path, tmp_path: Path) -> None:
-    """The folder exists, but is not a path to a checkpoint."""
-    checkpoint = tmp_path / "a.pth"
-    checkpoint.touch()
-    words = ["--config-dir", str(folder), str(checkpoint), "model=wide"]
-    paths, overrides = split_paths(words, what="a file")
-    assert paths == [str(checkpoint)]
-    assert load(overrides, stored={}).model.name == "resnet50"
 
 
 def test_help_and_wrong_folders(

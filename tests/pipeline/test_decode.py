@@ -248,19 +248,6 @@ def test_steps_are_computed_in_order() -> None:
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_crop_and_mirror() -> None:
-    picture = opened(jpeg())
-    pixels = picture.pixels()
-    np.testing.assert_array_equal(picture.cropped((5, 7, 50, 60)).pixels(), pixels[7:60, 5:50])
-    np.testing.assert_array_equal(picture.mirrored().pixels(), pixels[:, ::-1])
-    bordered = np.pad(pixels, ((300, 300), (300, 300), (0, 0)))
-    for box in [(-4, -3, 10, 10), (80, 60, 95, 79), (-5, -6, 100, 90), (-9, 5, -2, 7)]:
-        left, top, right, bottom = (side + 300 for side in box)
-        for source in (picture, decode.Picture(pixels)):
-            found = source.cropped(box).pixels()
-            np.testing.assert_array_equal(found, bordered[top:bottom, left:right])
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None:

@@ -94,6 +94,7 @@ def expectation(spread: float | None, verdict: str | None) -> dict[str, Any]:
     ("changes", "line"),
     [
         ({"signal": 15}, "resume    run the same command again to resume at step 1,500"),
+        ({"status": "interrupted"}, "status    interrupted after 1,500 steps, 10 epochs, in 1:05"),
         ({"values": []}, "result    not validated"),
         ({"best_top1": None}, "result    top1 71.25 %, top5 90.50 %"),
         ({"best_checkpoint": None}, "best      no checkpoint was validated"),
