@@ -162,12 +162,14 @@ def measure_remedies(
     finally:
         torch.set_num_threads(threads)
     _, smaller, faster = (seconds[0] / seconds).tolist()
-    shrink = Remedy(SHRINK, {"cpu": smaller, "storage": sizes[1] / sizes[0]})
+    found = []
+    if sizes[1] < sizes[0]:
+        found.append(Remedy(SHRINK, {"cpu": smaller, "storage": sizes[1] / sizes[0]}))
     if best != dataset.decoder:
-        return shrink, Remedy(f"set loader.decoder=auto, which is {best} here", {"cpu": faster})
-    if best != fastest:
-        return shrink, Remedy(f"install a C compiler for loader.decoder={fastest}", {})
-    return (shrink,)
+        found.append(Remedy(f"set loader.decoder=auto, which is {best} here", {"cpu": faster}))
+    elif best != fastest:
+        found.append(Remedy(f"install a C compiler for loader.decoder={fastest}", {}))
+    return tuple(found)
 
 
 def _time_decoding(

@@ -107,21 +107,21 @@ def remedies_of(root: Path, decoder: str) -> tuple[Remedy, ...]:
 
 def test_smaller_files_gain_where_files_are_large(tmp_path: Path) -> None:
     (text, large), *_ = remedies_of(photos(tmp_path / "large", 700), "pillow")
-    (_, small), *_ = remedies_of(photos(tmp_path / "small", 300), "pillow")
     assert text == SHRINK
     assert large["cpu"] > 1.2 and large["storage"] < 0.5
-    assert small["storage"] == 1
+    small = remedies_of(photos(tmp_path / "small", 300), "pillow")
+    assert SHRINK not in [remedy.text for remedy in small]
 
 
 def test_faster_decoder_is_named(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best, fastest = installed()[0], next(iter(DECODERS))
-    assert len(remedies_of(image_root, best)) == (1 if best == fastest else 2)
+    assert len(remedies_of(image_root, best)) == (0 if best == fastest else 1)
     pytest.importorskip("simplejpeg")
     monkeypatch.setattr(prices, "installed", lambda: ["simplejpeg", "pillow"])
-    assert "loader.decoder=auto" in remedies_of(image_root, "pillow")[1].text
+    assert "loader.decoder=auto" in remedies_of(image_root, "pillow")[0].text
     monkeypatch.setattr(prices, "installed", lambda: ["pillow"])
     compiler = Remedy("install a C compiler for loader.decoder=region", {})
-    assert remedies_of(image_root, "pillow")[1] == compiler
+    assert remedies_of(image_root, "pillow") == (compiler,)
 
 
 def test_unreadable_file_and_no_files(tmp_path: Path) -> None:
