@@ -45,7 +45,7 @@ def what_to_write(name: str) -> str:
         return answer.replace("{}", "VALUE")  # the value is that of another key
     if not keys:
         spellings = {spelling.rpartition(".")[2]: key for spelling, key in dashed.items()} | dashed
-        keys = [spellings[close] for close in difflib.get_close_matches(word, spellings, n=1)]
+        keys = [spellings[close] for close in difflib.get_close_matches(word, spellings, 1, 0.7)]
     return f"did you mean {' or '.join(keys)}?" if keys else "--help lists all keys"
 
 

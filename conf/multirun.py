@@ -106,7 +106,10 @@ class Sweep:
         try:
             start(run_job)()
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
-            raise UserError(f"-m: {str(error).splitlines()[0]}") from None
+            what = str(error).splitlines()[0]
+            if what.startswith("In 'hydra/config': Could not find"):
+                what += "; install this plugin of Hydra, docs/config.md names some"
+            raise UserError(f"-m: {what}") from None
         if self.sweeper:
             return 0
         rows = []

@@ -257,7 +257,7 @@ def test_installed_plugins_run(desk: Desk) -> None:
     ("typed", "says"),
     [
         ("optim.lr=interval(0.1,1)", "does not support sweep type : INTERVAL_SWEEP"),
-        ("hydra/sweeper=optun", "In 'hydra/config': Could not find 'hydra/sweeper/optun'"),
+        ("hydra/sweeper=optun", "Could not find 'hydra/sweeper/optun'; install this plugin"),
     ],
 )
 def test_a_mistake_that_hydra_finds(desk: Desk, typed: str, says: str) -> None:

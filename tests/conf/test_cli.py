@@ -239,7 +239,7 @@ MISTAKES = {
     "trainer.max_epochs=20": "there is no key trainer.max_epochs; write train.epochs=20",
     "experiment=demo": "write recipe=demo",  # of timm's flag, --experiment, see FLAGS
     "logger.wandb.project=a": "write 'log.trackers=[VALUE]'",
-    "callbacks.early_stopping.patience=3": "the loop is in train.py, to change",
+    "callbacks.early_stopping.patience=3": "a run is as long as its schedule",
     "hydra.run.dir=a": "write run.dir=a",
     "model._target_=a.B": "a config names no code",
     # interpolation
@@ -286,6 +286,7 @@ FLAGS = {
     "--drop 0.1 --drop-path 0.2": "--drop, --drop-path: not an option; "
     "write 'model.args={drop_rate: 0.1, drop_path_rate: 0.2}'",
     "-p 10": "-p: not an option; write log.every_steps=10",
+    "--deepspeed": "--deepspeed: not an option; --help lists all keys",
     "-c args.yaml": "-c: not an option; "
     "recipe=NAME for a file in conf/recipe, or in the folder of --config-dir",
     "--experiment a": "--experiment: not an option; write run.name=a",
