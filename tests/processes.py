@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 def run_python(
     *words: object, cwd: Path = ROOT, seconds: float = HANGS_SECONDS, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, with further environment variables."""
+    """Run Python in a session of its own, with further environment variables."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=cwd,
@@ -28,6 +28,7 @@ def run_python(
         capture_output=True,
         text=True,
         timeout=seconds,
+        start_new_session=True,
     )
 
 

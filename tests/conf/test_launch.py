@@ -12,6 +12,7 @@ import pytest
 from conf import launch
 from conf.launch import REMEDY, Launch, first_host, ranks_of_srun, read_launch
 from conf.schema import UserError
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -175,17 +176,11 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
     ],
 )
 def test_a_mistake_under_srun_is_printed_once_per_node(
-    task: str, mistake: str, printed: str
+    task: str, mistake: str, printed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "train.py", mistake, "data.root=/nowhere"],
-        cwd=ROOT,
-        env=environment | STEP | {"SLURM_LOCALID": task},
-        capture_output=True,
-        start_new_session=True,
-        text=True,
-    )
+    monkeypatch.delenv("RANK", raising=False)
+    variables = STEP | {"SLURM_LOCALID": task}
+    done = run_python("train.py", mistake, "data.root=/nowhere", **variables)
     assert done.returncode == 2
     assert done.stderr.startswith(printed) and done.stderr.count("\n") == len(printed[:1])
 

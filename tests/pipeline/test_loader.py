@@ -21,8 +21,7 @@ import torch
 from pipeline.augment import Compose
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
-from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed
 from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
@@ -151,19 +150,6 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
         check_all(loader, dataset, 0, 4)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iteration_can_start_anywhere_and_end_early(image_root: Path, workers: int) -> None:
-    dataset = crops(image_root / "train")
-    with open_loader(dataset, workers=workers) as loader:
-        check_all(loader, dataset, 5, 9)
-        for batch in loader.batches(0, 100):
-            if batch.step == 2:
-                break  # with this batch not released and others in progress
-            batch.release(None)
-        check_all(loader, dataset, 1001, 1006)
-        assert list(loader.batches(7, 7)) == []
-
-
 def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
     """A late worker would overwrite the next batch in its slot."""
     dataset = crops(changeable)
@@ -183,28 +169,6 @@ def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
         released.result()
         wait_until(lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
-
-
-def test_training_and_validation_share_the_workers(image_root: Path) -> None:
-    """Each validation marks the rows without a sample, which hold images of the one before."""
-    train, val = crops(image_root / "train"), crops(image_root / "val")
-    sources = [start_source(dataset, batch_size=8, slots=4) for dataset in (train, val)]
-    order = TrainSampler(num_samples=36, batch_size=8, seed=3)
-    once = ValSampler(num_samples=15, batch_size=8)
-    with WorkerPool(sources, workers=2, start_method="fork") as pool:
-        training = Loader(pool, 0, order.samples, in_use=1)
-        validation = Loader(pool, 1, once.samples, in_use=1)
-        for batch in training.batches(0, 12):
-            if batch.step % 4 == 2:  # with training batches in progress
-                lengths = []
-                for val_batch in validation.batches(0, len(once)):
-                    check(val_batch, val, once.samples(val_batch.step))
-                    lengths.append(int((val_batch.samples[:, 1] != EMPTY_ROW).sum()))
-                    val_batch.release(None)
-                assert lengths == [8, 7]
-            check(batch, train, order.samples(batch.step))
-            batch.release(None)
-        assert batch.step == 11
 
 
 def test_workers_compute_in_one_thread() -> None:

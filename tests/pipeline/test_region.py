@@ -13,7 +13,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline import decode, region
-from tests.processes import is_running, wait_until
+from tests.processes import is_running, run_python, wait_until
 from tests.reliability.odd_images import FILES
 
 needs_compiler = pytest.mark.skipif(
@@ -58,13 +58,8 @@ def test_damaged_files_and_memory(tmp_path: Path) -> None:
         "from tests.reliability.odd_images import load_mutated; "
         "load_mutated(['region'], range(200_000, 300_000))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(code)],
-        env=os.environ | {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"},
-        cwd=region.SOURCE.parents[1],
-        capture_output=True,
-        text=True,
-    )
+    checked = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    result = run_python("-c", program, code, seconds=7200, **checked)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

@@ -1,11 +1,9 @@
 """How a run is compared with its recipe: words, limits, and the runs that are not compared."""
 
 import re
-from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from conf import cli
@@ -122,18 +120,6 @@ def test_which_runs_are_compared(
 def test_quantiles_of_the_t_distribution(probability: float, freedom: int, value: float) -> None:
     """The values of the printed tables."""
     assert quantile(probability, freedom) == pytest.approx(value, abs=1e-3)
-
-
-@pytest.mark.parametrize(("sigmas", "runs"), [(3, 5), (GOOD_SIGMAS, 5), (GOOD_SIGMAS, 10)])
-def test_how_many_good_runs_are_below(sigmas: float, runs: int) -> None:
-    """As often as a value is so far below a known mean, however few runs there are: 1 of 740 or 40.
-
-    With 2 standard deviations, it would be 1 of 14 for 5 runs, and 1 of 22 for 10.
-    """
-    values = np.random.default_rng(5).normal(50, 2, size=(200_000, runs + 1))
-    means, stds = values[:, :runs].mean(1), values[:, :runs].std(1, ddof=1)
-    share = (values[:, runs] < means - half_width(1, runs, sigmas) * stds).mean()
-    assert share == pytest.approx(NormalDist().cdf(-sigmas), rel=0.2)
 
 
 def test_columns_of_a_validation() -> None:
