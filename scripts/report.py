@@ -199,7 +199,8 @@ def read_rows(run: Run) -> None:
 
 def read_pictures(folder: Path) -> list[tuple[str, str]]:
     """Return the last picture of each tag in the event files of TensorBoard."""
-    if not folder.is_dir():
+    written = [*folder.glob("*tfevents*")]
+    if not written or not all(map(Path.is_file, written)):  # TensorBoard would wait for a FIFO
         return []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

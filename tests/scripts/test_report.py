@@ -227,6 +227,13 @@ def test_a_file_may_hold_anything(copied: Path, content: bytes) -> None:
         (copied / name).write_bytes(before)
 
 
+def test_no_fifo_is_waited_for(copied: Path) -> None:
+    (copied / "tensorboard").mkdir(exist_ok=True)
+    for name in ("verdict.json", "tensorboard/events.out.tfevents.9"):
+        os.mkfifo(copied / name)
+    assert made(copied).said[0] == "first"
+
+
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
     config = json.dumps({"run": {"name": HOSTILE}, HOSTILE: HOSTILE})
     (copied / "config.yaml").write_text(config.replace("\\u0000", "\\0"))
