@@ -53,8 +53,10 @@ import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from omegaconf.errors import OmegaConfBaseException
 
 from conf import cli, files
+from conf.overrides import read_yaml
 from conf.schema import FIELDS, NOT_OF_THE_RECIPE, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
@@ -140,8 +142,8 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     try:
-        run.config = dict(leaves(yaml.safe_load(run.config_text)))
-    except (yaml.YAMLError, *WRONG):
+        run.config = dict(leaves(read_yaml(folder / "config.yaml")))
+    except (UserError, OmegaConfBaseException):
         run.notes.append("config.yaml is not a config")
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = read_object(run, "summary.json")

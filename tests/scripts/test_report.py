@@ -215,6 +215,8 @@ def test_files_may_be_missing(
         b"\xff\xfe\x00",
         b"null",
         b"[" * 100_000,
+        b"a: &a {b: {}}\n" + b"c: &a {d: *a, e: *a}\n" * 40,
+        b"null: {1.5: ${x}, 2: ???}",
         b'{"step": "x", "split": "train", "loss": "x"}\n{"step": null}\n[1]\n{"step": 1}',
         b'{"status": ["a"], "verdict": 3, "seconds_lost": [1], "total_seconds": "x"}',
     ],
