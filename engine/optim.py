@@ -49,9 +49,14 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
 
 
 def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
     )
+    if fused and config.momentum:
+        # Its first step would not write the momentum if `found_inf` is set, and leave random values.
+        for parameter in [p for group in groups for p in group["params"]]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
