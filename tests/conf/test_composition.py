@@ -73,7 +73,7 @@ def test_layers(typed: str) -> None:
 
 
 def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> None:
-    own, base = (composed(f"recipe={name}").expect for name in ("cifar10_96", "cifar10"))
+    own, base = (composed(f"recipe={name}").expect for name in ("cifar10_long", "cifar10"))
     assert own is not None and base is not None
     assert "reference" in base and "reference" not in own
 
