@@ -53,7 +53,7 @@ def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
     )
     if fused and config.momentum:
-        # Its first step would not write the momentum if `found_inf` is set, and leave random values.
+        # If `found_inf` is set, its first step does not write the momentum: random values remain.
         for parameter in [p for group in groups for p in group["params"]]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
