@@ -115,7 +115,7 @@ def _result(summary: Mapping[str, Any]) -> str:
 
 
 def _comparison(compared: Mapping[str, Any]) -> str:
-    """Return how a run compares with its recipe: `within 76.13 +/- 0.24 (published, source)`."""
+    """Return how a run compares with its recipe: `within 75.76 +/- 0.73 (published, source)`."""
     verdict, difference = compared["verdict"], compared["difference"]
     expected = f"{compared[compared['value']]:g}"
     source = f"{compared['status']}, {compared['source']}"
