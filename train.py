@@ -358,7 +358,7 @@ def fit_memory(plan: Plan, world: World, *, resumed: bool) -> Plan:
 
 
 def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
-    """Replace CUDA's out-of-memory error by one line; without engine/tune, leave it as it is."""
+    """Replace an out-of-memory error by one line; without engine/tune, leave it as it is."""
     if not has_part("engine.tune"):
         return nullcontext()
     from engine.tune.memory import explain_out_of_memory

@@ -1,5 +1,6 @@
 """Micro-batches that fit into the memory: chosen before the first step, or named in a message."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,10 +101,14 @@ def usable_bytes(world: World) -> int:
 
 @contextmanager
 def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterator[None]:
-    """Replace CUDA's out-of-memory error by a TrainingError with micro-batches that should fit."""
+    """Replace an out-of-memory error by a TrainingError with micro-batches that should fit."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:  # of a CPU (ulimit -v) and of mps, it has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and not re.search(
+            "allocate memory|out of memory", str(error)
+        ):
+            raise
         fixed = state_bytes(state) + trained_bytes(state)  # with the gradients, for any batch size
         image = activation_bytes(plan)
         fits = int((USABLE * usable_bytes(world) - fixed) / max(1, image))

@@ -96,6 +96,24 @@ def test_message(
     )
 
 
+def test_message_on_a_cpu() -> None:
+    """Its allocator raises a plain RuntimeError; other errors keep their traceback."""
+    plan = plan_of("loader.batch_size=256")
+    cpu = world(device=torch.device("cpu"))
+    with (
+        pytest.raises(
+            TrainingError, match=r"out of memory on cpu; .*: train\.micro_batch=\d+ should"
+        ),
+        explain_out_of_memory(plan, state_of(plan), cpu),
+    ):
+        torch.empty(2**60, dtype=torch.uint8)
+    with (
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+        explain_out_of_memory(plan, state_of(plan), cpu),
+    ):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
 @pytest.mark.parametrize(
     ("overrides", "ema", "copies"),
     [
