@@ -40,7 +40,8 @@ def references(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 def expect(references: list[Path]) -> Expect:
     """What report.py prints, with the facts that a user adds."""
     node = yaml.safe_load(report.reference([report.read_run(folder) for folder in references]))
-    return {**node["expect"], "classes": 3, "train_images": 36, "hardware": "1 CPU core"}
+    facts = {"classes": 3, "train_images": 36, "format": "JPEG", "hardware": "1 CPU core"}
+    return {**node["expect"], **facts}
 
 
 def go(

@@ -1,6 +1,6 @@
 """Compare a run with what its recipe is expected to reach, at its end and after each validation.
 
-The node `expect` of a recipe's file states it:
+The node `expect` of a recipe's file states it; UserError if an entry is missing:
 
     top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
         moving average.
@@ -9,6 +9,7 @@ The node `expect` of a recipe's file states it:
     status: "published" or "reproduced here".
     source: where the figure is from.
     classes, train_images, val_images: of the data that it is for.
+    format: "JPEG" or "lossless", of its files. CIFAR-10 as JPEGs costs 3 points (docs/accuracy.md).
     hardware, time: what a run takes.
     reference: optional, of several runs here: `runs`, their number, and the means `top1` and the
         standard deviations `std` of the value after epoch 1, 2, ...
@@ -33,7 +34,9 @@ CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
 LEAST_STD = 0.5
-FACTS = ("std", "runs", "status", "source", "classes", "train_images", "val_images")
+DATA = ("classes", "train_images", "val_images", "format")
+FACTS = ("std", "runs", "status", "source", *DATA)
+LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 # Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
 # curve: it trains the same model on the same images, and the curve shows a mistake in them.
 OPTIMISER = "optim."
@@ -43,22 +46,24 @@ class Expectation:
     """What the recipe of a run is expected to reach, if the run can be compared with it.
 
     Args:
-        expect: the node of the recipe; UserError if it lacks an entry.
+        image: the name of a training image; its suffix tells the format of all.
         continues: the run continues another one, or had other values at first. It is not compared.
     """
 
-    def __init__(self, expect: Mapping[str, Any], plan: Plan, *, continues: bool) -> None:
+    def __init__(self, plan: Plan, *, image: str, continues: bool) -> None:
+        expect = plan.config.expect or {}
         if missing := [name for name in FACTS if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.
         self._value = plan.best_by if plan.best_by.name in expect else BestBy.of("top1")
         self._plan, self._changed = plan, plan.config.changed
-        data = plan.num_classes, plan.train_images, plan.val_images
-        same_data = data == (expect["classes"], expect["train_images"], expect["val_images"])
+        format = "lossless" if image.lower().endswith(LOSSLESS) else "JPEG"
+        data = plan.num_classes, plan.train_images, plan.val_images, format
+        same_data = data == tuple(expect[name] for name in DATA)
         same_norm = plan.fitted_batch is None or not plan.has_batch_norm
         same_run = same_data and same_norm and not continues and self._value.name in expect
         tuned = all(key.startswith(OPTIMISER) for key in self._changed)
-        self._curve = expect.get("reference") if same_run and tuned else None
+        self._curve = expect.get("reference", {}) if same_run and tuned else {}
         self._final = expect if same_run and not self._changed else None
         self._warned = False
 
@@ -82,7 +87,6 @@ class Expectation:
         if self._warned or not worse or not all(worse):
             return columns, None
         self._warned = True
-        assert self._curve is not None
         epoch = self._plan.epochs_ended(row["step"])
         changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
         check = f"the labels and what differs from the recipe ({changed})"
@@ -116,11 +120,8 @@ class Expectation:
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
         """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
-        epoch = self._plan.epochs_ended(step)
-        if self._curve is None or not self._plan.due(step).epoch:
-            return None
-        means = self._curve[self._value.name]
-        if not 1 <= epoch <= len(means):
+        epoch, means = self._plan.epochs_ended(step), self._curve.get(self._value.name, [])
+        if not self._plan.due(step).epoch or not 1 <= epoch <= len(means):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)
@@ -131,10 +132,9 @@ class Expectation:
 def half_width(std: float, runs: int, sigmas: float) -> float:
     """Return how far from the mean of a few runs one more run is expected.
 
-    It is the prediction interval of a normal distribution: the mean and the standard deviation of a
-    few runs are uncertain, so 3 sigma are more than 3 standard deviations (7.3 for 5 runs, 4.3 for
-    10, 3.5 for 20). A good run is below with the probability that a value is 3 sigma below a known
-    mean, 0.13 %.
+    It is the prediction interval of a normal distribution whose mean and standard deviation are
+    uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20. A good run is
+    below with a probability of 0.13 %.
     """
     return std * quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
 

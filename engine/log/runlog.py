@@ -109,8 +109,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         if config.expect is not None and has_part("engine.extras.expectation"):
             from engine.extras.expectation import Expectation
 
-            continues = bool(self.state.history)
-            self.expectation = Expectation(config.expect, self.plan, continues=continues)
+            image, continues = self.feed.train.loader.dataset.name(0), bool(self.state.history)
+            self.expectation = Expectation(self.plan, image=image, continues=continues)
         self.profiler: Any = None
         if config.profile.steps and self.world.is_main:
             from engine.extras.profiler import StepProfiler

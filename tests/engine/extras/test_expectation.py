@@ -20,6 +20,7 @@ FACTS = {
     "classes": 1000,
     "train_images": 1_281_167,
     "val_images": 50_000,
+    "format": "JPEG",
     "hardware": "one GPU",
     "time": "a night",
 }
@@ -28,13 +29,13 @@ STEPS = 10  # per epoch; 3 epochs
 
 
 def expectation(
-    *overrides: str, continues: bool = False, fitted: int | None = None, **changes: Any
+    *overrides: str,
+    image: str = "n01440764_18.JPEG",
+    continues: bool = False,
+    fitted: int | None = None,
+    **changes: Any,
 ) -> Expectation:
-    """Of a run on ImageNet.
-
-    Args:
-        changes: entries of the recipe's node.
-    """
+    """Of a run on ImageNet; `changes` are entries of the recipe's node."""
     config = cli.load(["data.root=/imagenet", *overrides])
     plan: Any = SimpleNamespace(
         config=config,
@@ -48,7 +49,8 @@ def expectation(
         epochs_ended=lambda step: step // STEPS,
         due=lambda step: SimpleNamespace(epoch=step % STEPS == 0),
     )
-    return Expectation({**FACTS, "reference": CURVE, **changes}, plan, continues=continues)
+    config.expect = {**FACTS, "reference": CURVE, **changes}
+    return Expectation(plan, image=image, continues=continues)
 
 
 def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
@@ -97,9 +99,12 @@ FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.eve
         pytest.param(expectation(classes=10), False, False, id="classes"),
         pytest.param(expectation(train_images=10), False, False, id="training images"),
         pytest.param(expectation(val_images=10), False, False, id="validation images"),
+        pytest.param(expectation(image="1.png"), False, False, id="PNG, not JPEG"),
+        pytest.param(expectation(format="lossless"), False, False, id="JPEG, not lossless"),
+        pytest.param(expectation(image="tar: 1.PNG", format="lossless"), True, True, id="lossless"),
         pytest.param(expectation(fitted=64), False, False, id="smaller parts that fit"),
         pytest.param(expectation(continues=True), False, False, id="continues another run"),
-        pytest.param(expectation(reference=None), True, False, id="no curve"),
+        pytest.param(expectation(reference={}), True, False, id="no curve"),
     ],
 )
 def test_which_runs_are_compared(
@@ -194,16 +199,10 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
     std, runs = expect["std"], expect["runs"]
     spread = f" +/- {half_width(std, runs, GOOD_SIGMAS):.2g}" if runs else ""
-    cells = [
-        f"`{command}`",
-        f"{expect['train_images']:,} images, {expect['classes']:,} classes",
-        expect["hardware"],
-        expect["time"],
-        f"{expect['top1']:g}{spread}",
-        expect["source"],
-        expect["status"],
-    ]
-    row = f"| {' | '.join(cells)} |"
+    data = f"{expect['train_images']:,} images ({expect['format']}), {expect['classes']:,} classes"
+    top1, facts = f"{expect['top1']:g}{spread}", ("hardware", "time", "source", "status")
+    hardware, time, source, status = (expect[name] for name in facts)
+    row = f"| `{command}` | {data} | {hardware} | {time} | {top1} | {source} | {status} |"
     table = (FOLDER.parent / "docs" / "accuracy.md").read_text().splitlines()
     assert row in table, f"docs/accuracy.md: replace the row of the recipe by {row}"
     readme = (FOLDER.parent / "README.md").read_text().splitlines()
@@ -220,6 +219,6 @@ def test_an_expectation_is_not_a_key() -> None:
 
 
 def test_an_expectation_without_an_entry() -> None:
-    plan: Any = None
+    plan: Any = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
     with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
-        Expectation({"top1": 70.0}, plan, continues=False)
+        Expectation(plan, image="1.jpg", continues=False)
