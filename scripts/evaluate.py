@@ -10,7 +10,8 @@ some of them.
 Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
 (balanced accuracy) and F1, the expected calibration error (15 bins), and for two classes the area
 under the ROC curve. Writes evaluation.json, CSV files and pictures to --out, by default
-evaluation/<name of the checkpoint> in the current folder. Earlier files are replaced.
+evaluation/<name of the checkpoint> in the current folder, with data.val=test
+evaluation/<name>,test. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
 """
@@ -318,6 +319,11 @@ def write_csv(path: Path, header: str, rows: list[list[Any]]) -> None:
         escape.write_csv(file, [header.split(","), *rows])
 
 
+def name_of(trained: Trained) -> str:
+    """Return the name of a checkpoint and of its split: `,test`, and nothing for val."""
+    return f"{trained.name},{Path(trained.config.data.val).name}".removesuffix(",val")
+
+
 def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     """Return an output folder for each: `out` itself for one checkpoint, folders in it for more."""
     if out is not None and len(names) == 1:
@@ -340,7 +346,7 @@ def print_result(found: Evaluated, folder: Path, check: Sequence[str], *, as_jso
         images = found.summary["images"]
         rate = images / found.summary["seconds"]
         size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-        print(f"{found.trained.name}: {results} ({size}); see {folder}", flush=True)
+        print(f"{name_of(found.trained)}: {results} ({size}); see {folder}", flush=True)
     for line in check:
         print(f"self-check {line}", file=sys.stderr if as_json else sys.stdout)
 
@@ -349,7 +355,7 @@ def evaluate_all(options: argparse.Namespace) -> int:
     """Open all files, so that mistakes are found at once; evaluate one after another."""
     paths, overrides = map(Path, options.paths), options.overrides
     opened = [open_trained(path, overrides, classes=options.classes) for path in paths]
-    folders = output_folders([trained.name for trained in opened], options.out)
+    folders = output_folders([name_of(trained) for trained in opened], options.out)
     config = opened[0].config
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model

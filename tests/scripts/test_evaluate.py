@@ -267,6 +267,7 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
         if kind == ".csv":
             (tmp_path / "flat" / "test").rename(tmp_path / "flat" / "val")
         test = opened(folder, "data.val=test")
+        assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
         names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
         val = build_val(test.config).val
         assert [Path(val.name(i)).stem for i in range(len(val))] == names, kind
@@ -282,7 +283,7 @@ def test_file_of_another_project(
     foreign = ["model.name=resnet_tiny", *FOREIGN]
     other = measured(tmp_path / "weights.pth", *foreign, f"data.root={image_root}")
     assert other.values == found.values and other.classes == CLASSES
-    assert (other.trained.step, other.trained.name) == (None, "weights.pth")
+    assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
         label_by_name(replace(other.trained, num_classes=5), found.datasets)
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
