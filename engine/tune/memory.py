@@ -104,10 +104,9 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
     """Replace an out-of-memory error by a TrainingError with micro-batches that should fit."""
     try:
         yield
-    except RuntimeError as error:  # of a CPU (ulimit -v) and of mps, it has no class of its own
-        if not isinstance(error, torch.OutOfMemoryError) and not re.search(
-            "allocate memory|out of memory", str(error)
-        ):
+    except RuntimeError as error:  # its only class on a CPU (`ulimit -v`) and on mps
+        known = isinstance(error, torch.OutOfMemoryError)
+        if not known and not re.search("CPUAllocator|MPS backend out of memory", str(error)):
             raise
         fixed = state_bytes(state) + trained_bytes(state)  # with the gradients, for any batch size
         image = activation_bytes(plan)
@@ -116,9 +115,7 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
         most = max(1, min(fits, images // plan.micro_batches - 1))  # fewer than now
         remedy = "use a smaller loader.batch_size, model.name or data.image_size"
         if (part := images // micro_batches(images, most)) >= SMALL_BATCH:
-            remedy = (
-                f"train.micro_batch={part} should fit, and keeps the batch and its learning rate"
-            )
+            remedy = f"train.micro_batch={part} should fit, with the same batch and learning rate"
         raise TrainingError(
             f"loader.batch_size={plan.batch_size}: out of memory on {world.device}; an image takes "
             f"about {image / 2**20:.0f} MiB, the model {fixed / GIB:.2f} GiB: {remedy}"
