@@ -17,6 +17,7 @@ from pipeline.index import Index, find_storage, joined, load_index
 
 # A folder with one of these words in its name may be a split.
 SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
+CONVERT = "python scripts/prepare.py SOURCE --to DIR converts other layouts"
 
 
 class HeldOut(NamedTuple):
@@ -94,7 +95,7 @@ def load_splits(data: Data) -> tuple[Index, Index]:
         if extra:  # the same label would mean different classes
             raise UserError(
                 f"data.{other}={there.root}: has no class {', '.join(extra[:5])}, which {name} has "
-                f"({len(extra)} in all); both splits need the same classes"
+                f"({len(extra)} in all); both splits need the same classes; {CONVERT}"
             )
     return train, val
 
@@ -228,7 +229,7 @@ def _missing(root: str, split: str, data: Data) -> str:
     if os.path.isfile(root):
         return (
             f"data.root={root}: is one file; write data.val_fraction=0.1 to hold out a tenth of "
-            "its images, or give the folder that holds the files of both splits"
+            f"its images, or give the folder that holds the files of both splits; {CONVERT}"
         )
     if not os.path.isdir(root):
         return f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*"
@@ -244,5 +245,5 @@ def _missing(root: str, split: str, data: Data) -> str:
     return (
         f"{key}={os.path.join(root, split)}: no such folder; {root} holds "
         f"{', '.join(names[:5]) or 'nothing'}: put the class folders into {split}, or write "
-        f"{key}=FOLDER if it has another name{hold_out}"
+        f"{key}=FOLDER if it has another name{hold_out}; {CONVERT}"
     )

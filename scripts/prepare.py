@@ -9,6 +9,8 @@ SOURCE is recognised by its files:
   ImageNet's official tar files: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
       ILSVRC2012_devkit_t12.tar.gz, in one folder
   Kaggle's ImageNet, unpacked or the zip file: .../CLS-LOC/train and val, LOC_val_solution.csv
+  Tiny ImageNet: the folder tiny-imagenet-200 or the zip file
+  CIFAR-10 and CIFAR-100: the Python or the binary version, the folder or the .tar.gz file
   Parquet files, as Hugging Face stores datasets (needs pip install pyarrow)
   WebDataset shards: tar files with key.jpg and key.cls or key.json
   a folder, tar or zip file with train/<class>/ and val/<class>/, or only <class>/; train.tar and
@@ -20,9 +22,10 @@ Without a validation split, 10 % of the images of each class become one (--val-f
 data.val_fraction. A test split is only used if there is no validation split.
 
 In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
-on the same file system. Otherwise, images are copied byte for byte. --format tar writes train.tar
-and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the members
-<class>/<name>. data.root takes these files as it takes folders.
+on the same file system. Otherwise, images are copied byte for byte; those of CIFAR become PPM
+files, which are lossless. --format tar writes train.tar and val.tar, --format zip train.zip and
+val.zip (stored, not deflated), with the members <class>/<name>. data.root takes these files as it
+takes folders.
 
 --side N makes images smaller, so that they are faster to read and decode: files named .jpg or .jpeg
 whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become baseline RGB

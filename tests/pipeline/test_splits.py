@@ -203,7 +203,7 @@ def test_a_root_may_hold_one_split_and_a_link_adds_no_images(
     assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
     only_test = refusal(image_root, train="test", val="test")  # of evaluate.py data.val=test
     assert only_test.startswith(f"data.val={image_root}/test: no such folder; ")
-    assert only_test.endswith("or write data.val=FOLDER if it has another name")
+    assert "or write data.val=FOLDER if it has another name; python scripts/prepare.py" in only_test
 
 
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:

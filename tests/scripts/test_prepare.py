@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import struct
@@ -214,6 +215,21 @@ def one_list(root: Path) -> Path:
     text = "\n".join(["filename\tlabel\tsplit", *rows])
     images = {f"images/{name.split('/')[2]}": data for name, data in EXPECTED.items()}
     return write(root, {**images, "lists/all.tsv": text}) / "lists" / "all.tsv"
+
+
+def tiny_files() -> dict[str, bytes | str]:
+    """Tiny ImageNet: validation images in one folder, with a list."""
+    top = "tiny-imagenet-200/"
+    lines = [f"val_{i}.JPEG\t{IDS[n]}\t0\t32\t44\t62\n" for i, n in enumerate(VAL)]
+    return {
+        **{f"{top}train/{n.replace('/', '/images/')}": data for n, data in TRAIN.items()},
+        **{f"{top}train/{wnid}/{wnid}_boxes.txt": "x.JPEG\t0\t1\t2\t3\n" for wnid in IDS.values()},
+        **{f"{top}val/images/val_{i}.JPEG": jpeg(100 + i) for i in range(len(VAL))},
+        f"{top}val/val_annotations.txt": "".join(lines),
+        f"{top}test/images/test_0.JPEG": jpeg(999),
+        f"{top}wnids.txt": "\n".join(IDS.values()),
+        f"{top}words.txt": "n00001740\tentity\n",
+    }
 
 
 KAGGLE = [kaggle, kaggle_old_mac, kaggle_inside, kaggle_zip]
@@ -442,6 +458,157 @@ def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
         "Images without a split or a class were left out: 1.",
         "10% of the images of each class became the validation split.",
     ]
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+def test_tiny_imagenet(tmp_path: Path, kind: str) -> None:
+    files = tiny_files()
+    if kind == "zip":
+        source = zipped(tmp_path / "tiny-imagenet-200.zip", files)
+    else:
+        files = {"tiny-imagenet-200.tar": tar(files)} if kind == "tar" else files
+        source = write(tmp_path / "in", files) / next(iter(files)).split("/")[0]
+    assert run(source, tmp_path / "to") == 0
+    expected = {f"train/{n.replace('/', '/images/')}": data for n, data in TRAIN.items()}
+    for i, number in enumerate(VAL):
+        expected[f"val/{IDS[number]}/val_{i}.JPEG"] = jpeg(100 + i)
+    assert laid_out(tmp_path / "to") == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("val_3.JPEG\t", "val_9.JPEG\t", "validation image val_3.JPEG has no label (2 in all)"),
+        ("\t", " ", "val_annotations.txt: is damaged or incomplete"),
+        ("n02119789", "n00000000", "only val has images of n00000000, train has none"),
+    ],
+)
+def test_wrong_annotations_of_tiny_imagenet(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    files = tiny_files()
+    name = "tiny-imagenet-200/val/val_annotations.txt"
+    files[name] = str(files[name]).replace(old, new)
+    assert message in refused(write(tmp_path, files))
+
+
+# CIFAR's archives: the red, green and blue planes of some images, and their labels.
+
+
+PLANES = np.random.default_rng(0).integers(0, 256, (8, 3, 32, 32), np.uint8)
+CIFAR_LABELS = [1, 0, 0, 1, 1, 0, 1, 0]
+CLASSES = ["cat", "frog"]
+CIFAR_10 = {f"data_batch_{i + 1}": [i] for i in range(5)} | {"test_batch": [5, 6, 7]}
+CIFAR_100 = {"train": [0, 1, 2, 3, 4], "test": [5, 6, 7]}
+
+
+def string(text: str) -> bytes:
+    return b"U" + bytes([len(text)]) + text.encode() + b"q\x00"
+
+
+def pickled(rows: list[int], key: str = "labels") -> bytes:
+    """Return a batch as Python 2 pickled it, with the opcodes of the real files."""
+    labels = b"".join(b"K" + bytes([CIFAR_LABELS[row]]) for row in rows)
+    return b"".join(
+        [
+            b"\x80\x02}q\x01(" + string("batch_label") + string("training batch 1 of 5"),
+            string("coarse_labels") + b"]q\x04(K\x13K\x07e" if key != "labels" else b"",
+            string(key) + b"]q\x04(" + labels + b"e",
+            string("data") + b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08",
+            b"K\x00\x85" + string("b") + b"\x87Rq\x09(K\x01K" + bytes([len(rows)]),
+            b"M\x00\x0c\x86cnumpy\ndtype\nq\x0a" + string("u1") + b"K\x00K\x01\x87Rq\x0b(K\x03",
+            string("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T",
+            struct.pack("<i", 3072 * len(rows)) + PLANES[rows].tobytes() + b"tb",
+            string("filenames") + b"]q\x0c(" + string("frog_s_01.png") * len(rows) + b"eu.",
+        ]
+    )
+
+
+def pickled_names(key: str) -> bytes:
+    start = b"\x80\x02}q\x01(" + string("num_vis") + b"M\x00\x0c" + string(key) + b"]q\x02("
+    return start + b"".join(map(string, CLASSES)) + b"eu."
+
+
+def binary(rows: list[int], before: bytes = b"") -> bytes:
+    return b"".join(before + bytes([CIFAR_LABELS[row]]) + PLANES[row].tobytes() for row in rows)
+
+
+TEXT = "\n".join([*CLASSES, "", ""])
+PYTHON_10 = {"batches.meta": pickled_names("label_names")} | {
+    name: pickled(rows) for name, rows in CIFAR_10.items()
+}
+BINARY_10 = {"batches.meta.txt": TEXT} | {f"{n}.bin": binary(r) for n, r in CIFAR_10.items()}
+PYTHON_100 = {"meta": pickled_names("fine_label_names")} | {
+    name: pickled(rows, "fine_labels") for name, rows in CIFAR_100.items()
+}
+BINARY_100 = {"fine_label_names.txt": TEXT} | {
+    f"{name}.bin": binary(rows, b"\x13") for name, rows in CIFAR_100.items()
+}
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize(
+    ("files", "rows"),
+    [
+        (PYTHON_10, CIFAR_10),
+        (BINARY_10, CIFAR_10),
+        (PYTHON_100, CIFAR_100),
+        (BINARY_100, CIFAR_100),
+    ],
+)
+def test_cifar(
+    tmp_path: Path, files: dict[str, bytes | str], rows: dict[str, list[int]], archive: bool
+) -> None:
+    files = {f"cifar/{name}": content for name, content in {**files, "readme.html": ""}.items()}
+    source = write(tmp_path / "in", {"cifar.tar.gz": tar(files, "w:gz")} if archive else files)
+    assert run(source, tmp_path / "to") == 0
+    expected = {
+        f"{split}/{CLASSES[CIFAR_LABELS[row]]}/{name}-{position:05d}.ppm": PLANES[row]
+        for name, batch in rows.items()
+        for split in ["val" if name.startswith("test") else "train"]
+        for position, row in enumerate(batch)
+    }
+    found = {n: decode.open_picture(d, "pillow") for n, d in laid_out(tmp_path / "to").items()}
+    assert found.keys() == expected.keys()
+    for name, planes in expected.items():
+        assert np.array_equal(found[name].pixels(), planes.transpose(1, 2, 0))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"data_batch_3": None}, "data_batch_3 is missing; download or copy it again"),
+        ({"data_batch_3": pickled([2])[:-1]}, "data_batch_3: is damaged or incomplete ("),
+        ({"data_batch_3": pickled([2])[:900]}, "data_batch_3: is damaged or incomplete ("),
+        ({"data_batch_3": pickle.dumps(Evil(), 2)}, "(its pickle names posix mkdir, which"),
+        ({"data_batch_3": pickle.dumps(Evil(), 4)}, "(its pickle names None, which"),
+        ({"data_batch_3": pickled([2], "x")}, "(3,072 bytes for 0 images)"),
+        ({"data_batch_3": pickled([2]).replace(b"(K\0e", b"(K\0K\0e")}, "bytes for 2 images)"),
+        (
+            {"data_batch_3": pickled([2]).replace(b"\x89T", b"\x88T")},
+            "(its pixels are stored by column)",
+        ),
+        ({"batches.meta": pickled_names("x")}, "batches.meta: is damaged or incomplete (no names"),
+        (BINARY_10, "holds several versions of CIFAR (., .); give one of them"),
+    ],
+)
+def test_damaged_pickles_of_cifar(
+    tmp_path: Path, files: dict[str, bytes | str | None], message: str
+) -> None:
+    files = {name: content for name, content in {**PYTHON_10, **files}.items() if content}
+    assert message in refused(write(tmp_path / "source", files))
+    assert not Path("evil").exists()
+
+
+def test_a_truncated_binary_file_of_cifar(tmp_path: Path) -> None:
+    source = write(tmp_path, {**BINARY_10, "test_batch.bin": binary([5, 6])[:-1]})
+    message = "test_batch.bin: is damaged or incomplete (6,145 bytes for 2 images); download or"
+    assert message in refused(source)
 
 
 # Labels of the validation images.
@@ -798,7 +965,8 @@ def refused(source: Path, **options: Any) -> str:
             "train/a.jpg has no label; add train/a.cls",
         ),
         ({"train.tar": tar({"a.jpg": b"", "a.json": "[" * 10**5})}, "a.json contains no label"),
-        ({"train.tar.gz": tar({"a/a.jpg": jpeg(1)}, "w:gz")}, "is compressed; run gunzip"),
+        ({"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+        ({"all.tgz": gzip.compress(bytes(2**20))}, "all.tgz: is compressed and large; run gunzip"),
         ({"train.tar": b"no tar"}, "is damaged or incomplete"),
         ({"train-0.tar": b"", "more.tar": b""}, "more.tar: the name does not contain train or"),
         (
@@ -812,8 +980,9 @@ def refused(source: Path, **options: Any) -> str:
     ],
 )
 def test_what_is_wrong_and_what_to_do(
-    tmp_path: Path, files: dict[str, bytes | str], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes | str], message: str
 ) -> None:
+    monkeypatch.setattr("scripts.lib.sources.files.LARGEST_INFLATED", 2**19)
     assert message in refused(write(tmp_path / "source", files))
 
 

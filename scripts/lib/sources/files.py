@@ -1,9 +1,13 @@
 """List and read the files in folders, tar files and zip files, for layouts.py."""
 
+import gzip
 import os
 import re
 import zipfile
+import zlib
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from conf.files import LARGEST_IMAGE, open_regular
@@ -12,13 +16,12 @@ from pipeline.containers import LARGEST, DamagedError, tar_members, zip_headers
 from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
-# Endings of the files in a tar file that matter: images, labels and tar files of classes.
-USED = (*IMAGES, ".cls", ".json", ".csv", ".tar", ".tar.gz")
 # Words in the names of files and folders -> split.
 SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 WHOLE = -1
 LARGEST_LABEL = 2**26  # bytes of a file of labels; all those of ImageNet have 2 MB
+LARGEST_INFLATED = 2**28  # bytes of a .tar.gz file that is inflated; those of CIFAR have 186 MB
 # zipfile inflates as much as it is asked for, but of LZMA and bzip2 all that it reads: PIECE bytes.
 IN_STEPS, PIECE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), 4096
 
@@ -111,8 +114,8 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     """List the files in the tar file at byte `start` of a file; tar files in it are folders."""
     with open_regular(path, LARGEST) as file:
         if file.read(2) == b"\x1f\x8b":
-            raise UserError(f"{path}: is compressed; run gunzip on it and start again")
-    members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
+            path = os.path.join(inflated(path).name, "tar")
+    members = tar_members(path, lambda name: True, start)
     found: Tree = {}
     for member, place in members.items():
         name = os.fsdecode(member)
@@ -122,6 +125,24 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
         else:
             found[name] = Place(path, *place)
     return found
+
+
+@cache
+def inflated(path: str) -> TemporaryDirectory[str]:
+    """Inflate a .tar.gz file to the file `tar` in a folder, which the end of the program removes.
+
+    Raises UserError: it is damaged, or too large.
+    """
+    try:
+        with open_regular(path, LARGEST) as file, gzip.open(file) as content:
+            data = content.read(LARGEST_INFLATED + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise damaged(path, error) from None
+    if len(data) > LARGEST_INFLATED:
+        raise UserError(f"{path}: is compressed and large; run gunzip on it and start again")
+    folder = TemporaryDirectory(prefix="prepare-")
+    Path(folder.name, "tar").write_bytes(data)
+    return folder
 
 
 @cache

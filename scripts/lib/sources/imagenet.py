@@ -1,9 +1,9 @@
-"""The labels of ImageNet's validation images, for layouts.py.
+"""The labels of the validation images of ImageNet and Tiny ImageNet, for layouts.py.
 
-In the official tar files and in Kaggle's folder, these images are in one folder, without their
-classes. A wrong class would ruin every result silently. So an image gets its label by its name from
-Kaggle's table, or by the number in its name from the ground truth of the development kit, and the
-labels are checked.
+In the official tar files, in Kaggle's folder and in Tiny ImageNet, these images are in one folder,
+without their classes. A wrong class would ruin every result silently. So an image gets its label by
+its name from Kaggle's or Tiny ImageNet's table, or by the number in its name from the ground truth
+of the development kit, and the labels are checked.
 """
 
 import csv
@@ -19,7 +19,10 @@ from scripts.lib.sources.files import LARGEST_LABEL, Place, Sample, Tree, damage
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12.tar.gz", "LOC_val_solution.csv"
-VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG")
+ANNOTATIONS = "val_annotations.txt"  # of Tiny ImageNet
+LABELS = f"{SOLUTION}, {DEVKIT} or {ANNOTATIONS}"
+# The paths of validation images of ImageNet and of Tiny ImageNet, below their split.
+VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG|images/val_\d+\.JPEG")
 # The names of classes, in the names of files: n01440764_10026.JPEG
 WNID = re.compile(r"(?<![A-Za-z0-9])n\d{8}(?![0-9])")
 # Of the first validation images of ILSVRC2012, in all published lists of labels.
@@ -40,7 +43,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
         problem = "has no label" if wrong[0] in images else "is missing"
         raise UserError(
             f"{source}: validation image {wrong[0]} {problem} ({len(wrong):,} in all); give all "
-            f"validation images and the {SOLUTION} or {DEVKIT} that belongs to them"
+            f"validation images and the file of labels that belongs to them ({LABELS})"
         )
     return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
@@ -50,7 +53,8 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
 
     Raises UserError: there are no labels, they are damaged, or they are not ImageNet's.
     """
-    for name, parse in ((SOLUTION, parse_solution), (DEVKIT, parse_devkit)):
+    parsers = {ANNOTATIONS: parse_annotations, SOLUTION: parse_solution, DEVKIT: parse_devkit}
+    for name, parse in parsers.items():
         place = nearest(source, tree, name)
         if place is None:
             continue
@@ -64,7 +68,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
     message = "the labels of the validation images are missing; add"
-    raise UserError(f"{source}: {message} {SOLUTION} or {DEVKIT} to the folder")
+    raise UserError(f"{source}: {message} {LABELS} to the folder")
 
 
 def val_name(number: int) -> str:
@@ -82,6 +86,15 @@ def nearest(source: str, tree: Tree, name: str) -> Place | None:
             return Place(path)
         folder = os.path.dirname(folder)
     return None
+
+
+def parse_annotations(data: bytes) -> dict[str, str]:
+    """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs.
+
+    Raises ValueError: a line has another form.
+    """
+    rows = (line.split("\t") for line in data.decode().splitlines())
+    return {name: wnid for name, wnid, *_ in rows}
 
 
 def parse_solution(data: bytes) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from conf.schema import UserError, refuse_address
 from pipeline.splits import chosen
+from scripts.lib.sources.cifar import Planes, cifar_samples, ppm
 from scripts.lib.sources.files import (
     LARGEST_LABEL,
     SPLITS,
@@ -27,8 +28,9 @@ from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val
 from scripts.lib.sources.tables import LABELS, LISTS, read_list, read_parquet, read_row
 
 WHAT = (
-    "give ImageNet's official tar files, Kaggle's folder or zip file, Parquet files, WebDataset "
-    "shards, a folder with one folder per class, or a list (.csv, .tsv) of paths and labels"
+    "give ImageNet's official tar files, Kaggle's folder or zip file, Tiny ImageNet, CIFAR, "
+    "Parquet files, WebDataset shards, a folder with one folder per class, or a list (.csv, .tsv) "
+    "of paths and labels"
 )
 VAL_FRACTION = 0.1
 OTHER = "other"  # split of images that are left out
@@ -36,7 +38,9 @@ OTHER = "other"  # split of images that are left out
 
 def read(place: Place) -> bytes:
     """Return the bytes of an image; any thread may call this. Raises OSError: no such bytes."""
-    return read_row(place) if place.file.endswith(".parquet") else read_place(place)
+    if place.file.endswith(".parquet"):
+        return read_row(place)
+    return ppm(read_place(place)) if isinstance(place, Planes) else read_place(place)
 
 
 def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Sample], list[str]]:
@@ -72,6 +76,8 @@ def list_images(source: str) -> list[Sample]:
     """Recognise the format by the names of the files; a split can be missing."""
     is_folder = os.path.isdir(source)
     tree = tree_of_folder(source) if is_folder else {os.path.basename(source): Place(source)}
+    if samples := cifar_samples(source, tree):
+        return samples
     records: list[Sample] = []
     for path, split in split_files(source, [path for path in tree if path.endswith(".parquet")]):
         records += read_parquet(path, tree[path].file, split)
@@ -102,6 +108,8 @@ def list_containers(source: str, tree: Tree, containers: list[str]) -> list[Samp
         members = tree_of_file(tree.pop(path).file)
         tree |= {f"{folder}/{name}": place for name, place in members.items()}
         records += shard_samples(folder, members, split)
+    if samples := cifar_samples(source, tree):
+        return samples
     unlabelled = [sample.name for sample in records if not sample.label]
     if len(unlabelled) == len(records):
         if len(splits) > 1 and not all(splits.values()):
@@ -204,10 +212,10 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
         label, _, name = (rest if split else path).partition("/")
         if split == OTHER or (split == "test" and not name):
             samples.append(Sample(OTHER, "", path, place))
+        elif split == "val" and VAL_NAME.fullmatch(rest):
+            flat[name or label] = place
         elif name:
             samples.append(Sample(split, label, name, place))
-        elif split == "val" and VAL_NAME.fullmatch(label):
-            flat[label] = place
         else:
             raise UserError(f"{source}: {path} is not in a class folder; move it into one")
     return samples + (val_samples(source, tree, flat) if flat else [])
