@@ -51,7 +51,6 @@ class Measured:
     slow_files: str = ""  # names of single files that take most of the workers' time
     decoder: str = "none"
     workers: int = 0  # with 0, the training process decodes
-    pinned: bool = False  # whether the batch buffers are page-locked
     slowed: bool = False  # of a trial: the step took longer than alone, as it lacks a CPU core
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     cores: int = 1  # number of workers of this rank for which there are CPU cores
@@ -92,7 +91,6 @@ def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) 
         period_ms=1e3 * seconds / batches,
         decoder=feed.decoder,
         workers=loader.pool.active,
-        pinned=feed.page_locked,
         slow_files=", ".join(names) if share > SLOW_FILES else "",
         on_gpu=plan.device_type == "cuda",
         cores=plan.loader.cores,

@@ -31,7 +31,6 @@ from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
-UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # Of the images/s that the step alone reached in the seconds after the start: over hours a GPU runs
@@ -159,10 +158,8 @@ def input_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
 def copy_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """Copies to the GPU take so long that the step no longer hides them."""
     rank = figures.slowest
-    pinned = "" if rank.pinned else " from buffers that are not page-locked"
-    return (
-        f"copy-bound: copying a batch takes {rank.copy_ms:.1f} ms{pinned}; {_step_could(figures)}"
-    ), ["use more PCIe lanes" if rank.pinned else "set loader.pin_memory=true; check ulimit -l"]
+    took = f"copying a batch takes {rank.copy_ms:.1f} ms"
+    return f"copy-bound: {took}; {_step_could(figures)}", ["use more PCIe lanes"]
 
 
 def core_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
@@ -259,9 +256,7 @@ def _slower_than_alone(figures: Figures) -> str:
 
 def _copies(figures: Figures) -> float:
     """Share of the time from which on copies limit."""
-    if figures.saturated:
-        return SATURATED
-    return COPIES if figures.slowest.pinned else UNPINNED_COPIES
+    return SATURATED if figures.saturated else COPIES
 
 
 def _input_stage(figures: Figures) -> str:
