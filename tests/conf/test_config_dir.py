@@ -76,7 +76,7 @@ def test_help_and_wrong_folders(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["-cd", str(folder), "--help"], script="train.py", purpose="")
-    assert " | mine\n" in capsys.readouterr().out
+    assert " | mine | " in capsys.readouterr().out
     for words, says in {
         ("--config-dir",): "argument --config-dir: expected one argument",
         ("-cd", str(tmp_path)): f"--config-dir={tmp_path}: has no folder augment or data or loader",
