@@ -322,6 +322,7 @@ def _check_effect(key: str, text: str, config: Config) -> None:
     if in_effect(config, FIELDS[key]):
         return
     values, when = config_values(config), FIELDS[key].metadata["when"]
+    when = {other: allowed for other, allowed in when.items() if values[other] not in allowed}
     because = " and ".join(f"{other}={show(values[other])}" for other in when)
     needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in when.items())
     raise UserError(f"{text}: has no effect with {because}; give {needed}, or leave it out")

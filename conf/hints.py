@@ -41,7 +41,8 @@ def what_to_write(name: str) -> str:
     keys = [dashed[word]] if word in dashed else lasts or section
     if len(keys) == 1:
         return f"write {keys[0]}={{}}"
-    if not keys and (answer := ANSWERS.get(re.split("[./]", word)[0])):
+    first = re.split("[./]", word)[0]
+    if not keys and first not in GROUPS and (answer := ANSWERS.get(first)):
         return answer.replace("{}", "VALUE")  # the value is that of another key
     if not keys:
         spellings = {spelling.rpartition(".")[2]: key for spelling, key in dashed.items()} | dashed
@@ -51,9 +52,8 @@ def what_to_write(name: str) -> str:
 
 def advice(name: str, value: str = "VALUE") -> str:
     """Return `what_to_write` with a value, in quotes for the shell."""
-    answer = what_to_write(name)
-    filled = answer.replace("{}", value)
-    return f"write {shlex.quote(filled[6:])}" if answer.startswith("write ") else filled
+    answer = what_to_write(name).replace("{}", value)
+    return f"write {shlex.quote(answer[6:])}" if answer.startswith("write ") else answer
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -67,8 +67,7 @@ def check_words(words: Sequence[str]) -> None:
 
 def refuse_word(word: str, before: str = "") -> NoReturn:
     """Refuse a word without `=`, such as `demo`; `before` is the word before it."""
-    group = next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None)
-    if group is not None:
+    if group := next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None):
         remedy = f"write {group}={word}"
     elif _is_path(word):
         remedy = f"write data.root={shlex.quote(word)}"

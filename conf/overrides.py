@@ -121,7 +121,8 @@ def _with_quotes(name: str, value: str) -> str:
     with contextlib.suppress(HydraException):
         parsed = OverridesParser.create().parse_override(text)
         is_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would become 1.1
-        if is_word and (not parsed.is_sweep_override() or "/" not in value):
+        is_path = "/" in value and name not in ("model.name", "data.val_fold")
+        if is_word and not (is_path and parsed.is_sweep_override()):
             return text
     return f"{name}={quoted(value)}"
 

@@ -105,8 +105,7 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
     try:
         yield
     except RuntimeError as error:  # its only class on a CPU (`ulimit -v`) and on mps
-        known = isinstance(error, torch.OutOfMemoryError)
-        if not known and not re.search("CPUAllocator|MPS backend out of memory", str(error)):
+        if not re.search("CPUAllocator|^[A-Z]+( backend)? out of memory", str(error)):
             raise
         fixed = state_bytes(state) + trained_bytes(state)  # with the gradients, for any batch size
         image = activation_bytes(plan)

@@ -184,6 +184,7 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
 # override -> a part of the error message
 MISTAKES = {
     # an unknown key
+    "data.valfraction=0.1": "there is no key data.valfraction; did you mean data.val_fraction?",
     "+optm.lr=1": "there is no key optm.lr; write optim.lr=1",
     "batchsize=32": "did you mean loader.batch_size?",
     "optim@foo=sgd": "there is no key optim@foo; did you mean optim?",
@@ -198,6 +199,7 @@ MISTAKES = {
     "schedule=cosineannealinglr": "one of constant, cosine, linear, step; did you mean cosine?",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
+    "data.val_fold=1/5,2/5": "is a sweep; `train.py -m` trains once for each value",
     # no effect
     "optim.betas=[0.8,0.9]": "no effect with optim.name=sgd; give optim.name=adamw or lamb, or ",
     "schedule.final_lr=0.5": "has no effect with schedule.name=step; give schedule.name=",
@@ -258,7 +260,7 @@ def test_mistake_is_one_line_and_status_2(
 def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
     both = [DATA, "data.val_fold=2/5", "data.val_fraction=0.2"]
-    assert "data.val_fraction=0.2: has no effect with data.val_fold=2/5 and" in refusal(
+    assert "data.val_fraction=0.2: has no effect with data.val_fold=2/5; give" in refusal(
         both, capsys
     )
     for arguments in ([], ["data.root=null"]):
