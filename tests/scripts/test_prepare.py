@@ -605,10 +605,11 @@ def test_damaged_pickles_of_cifar(
     assert not Path("evil").exists()
 
 
-def test_a_truncated_binary_file_of_cifar(tmp_path: Path) -> None:
+def test_a_truncated_file_of_cifar_and_a_zip_file(tmp_path: Path) -> None:
     source = write(tmp_path, {**BINARY_10, "test_batch.bin": binary([5, 6])[:-1]})
     message = "test_batch.bin: is damaged or incomplete (6,145 bytes for 2 images); download or"
     assert message in refused(source)
+    assert "unpack it and give the folder" in refused(zipped(tmp_path / "cifar.zip", BINARY_10))
 
 
 # Labels of the validation images.

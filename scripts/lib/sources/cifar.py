@@ -61,6 +61,8 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
         raise UserError(f"{source}: holds several versions of CIFAR ({names}); give one of them")
     folder, meta = found[0]
     path, *paths = (os.path.join(folder, name) for name in (meta, *VERSIONS[meta]))
+    if tree[path].member:
+        raise UserError(f"{source}: holds CIFAR in a zip file; unpack it and give the folder")
     if missing := [path for path in paths if path not in tree]:
         raise UserError(f"{source}: {missing[0]} is missing; download or copy it again")
     samples: list[Sample] = []
