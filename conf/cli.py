@@ -132,7 +132,7 @@ def exit_status(
     except UserError as error:
         complain(str(error), script, once=True)
         return 2
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
         if message is None:
             raise

@@ -1,6 +1,5 @@
 """Micro-batches that fit into the memory: chosen before the first step, or named in a message."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import models
-from engine.compute import RECOMPUTE_NEEDS, dtype_of
+from engine.compute import OUT_OF_MEMORY, RECOMPUTE_NEEDS, dtype_of
 from engine.distributed import World
 from engine.plan import SMALL_BATCH, Plan, micro_batches
 from engine.state import TrainingError, TrainState, state_bytes, tensors, trained_bytes
@@ -105,7 +104,7 @@ def explain_out_of_memory(plan: Plan, state: TrainState, world: World) -> Iterat
     try:
         yield
     except RuntimeError as error:  # its only class on a CPU (`ulimit -v`) and on mps
-        if not re.search("CPUAllocator|^[A-Z]+( backend)? out of memory", str(error)):
+        if not OUT_OF_MEMORY.search(str(error)):
             raise
         fixed = state_bytes(state) + trained_bytes(state)  # with the gradients, for any batch size
         image = activation_bytes(plan)

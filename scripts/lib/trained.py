@@ -21,7 +21,7 @@ from conf.compose import load
 from conf.files import read_text
 from conf.schema import Config, Model, UserError, typed_keys
 from engine import checkpoint
-from engine.compute import choose_precision, count_flops
+from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
 from models.layers import RGB
 from models.weights import head_of
@@ -125,8 +125,8 @@ def exit_status(command: Callable[[], int], script: str) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
 
     def explain(error: BaseException) -> str | None:
-        is_full = isinstance(error, torch.OutOfMemoryError)
-        return "the GPU has no memory left; lower loader.batch_size" if is_full else None
+        is_full = OUT_OF_MEMORY.search(str(error))
+        return "the memory is too small; lower loader.batch_size" if is_full else None
 
     cli.log_to_stderr()
     return cli.exit_status(command, script, limits=explain)

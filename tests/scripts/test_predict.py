@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -350,3 +351,10 @@ def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
         found = results(Predictor(trained, torch.device(device, 0), top=1), image_root / "val")
         classes.append([result.values["predictions"][0]["index"] for result in found])
     assert classes[0] == classes[1]
+
+
+@pytest.mark.parametrize("fill", [partial(torch.empty, 2**60), partial(np.empty, 2**60, "u1")])
+def test_full_memory(fill: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(fill, "predict.py") == 1
+    message = "predict.py: the memory is too small; lower loader.batch_size\n"
+    assert capsys.readouterr().err == message
