@@ -32,6 +32,7 @@ LARGEST_BATCH = 2**28  # bytes; CIFAR-100's training images have 155 MB
 # The keys of the dicts that are pickled, and the functions that would make NumPy's arrays.
 KEYS = re.compile(r"((fine_|coarse_)?label(s|_names)|batch_label|data|filenames|num_.*)")
 NAMES = ("numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype")
+REFUSED = ("GLOBAL", "STACK_GLOBAL", "INST", "NEWTRUE")  # True: the pixels are stored by column
 MOST_OPCODES = 2**20  # of a pickle; CIFAR-100's training images have 300,000
 
 
@@ -128,8 +129,6 @@ def pickled(content: bytes) -> dict[str, list[Any]]:
             key = text
         elif opcode.name in ("SHORT_BINSTRING", "BININT1"):
             fields[key].append(value)
-        elif opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and value not in NAMES:
-            raise ValueError(f"its pickle names {text[:60]}, which CIFAR does not")
-        elif opcode.name == "NEWTRUE":
-            raise ValueError("its pixels are stored by column")
+        elif opcode.name in REFUSED and value not in NAMES:
+            raise ValueError(f"its pickle holds {opcode.name} {text[:60]}")
     return fields
