@@ -1,6 +1,6 @@
 """Train an image classifier, or another network on samples that are named tensors.
 
-    python train.py data.root=/imagenet loader.workers=auto
+    python train.py data.root=/imagenet
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step and its loss, the validation
