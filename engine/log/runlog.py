@@ -159,7 +159,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.meter.add(values)
         self._last_step = step
         # Not after one step that compiled: it does not tell how long the others will take.
-        if time.monotonic() >= self._row_due and self.meter.steps > (self.plan.compile != "off"):
+        compiled = self.meter.steps == 1 and self.plan.compile != "off"
+        if time.monotonic() >= self._row_due and not send and not compiled:
             with self.feed.train.pause():
                 self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
         if send:
