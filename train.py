@@ -1,4 +1,4 @@
-"""Train an image classifier, or another network on samples that are named tensors.
+"""Train an image classifier, or a network for another supervised task.
 
     python train.py data.root=/imagenet
     torchrun --nproc-per-node 8 train.py data.root=/imagenet

@@ -416,9 +416,9 @@ class Train:
     """auto is cuda if there is a GPU of NVIDIA or AMD, else cpu; mps (Apple) and xpu (Intel) train
     without CUDA graphs and page-locked memory"""
     micro_batch: int | None = key(None, BOTH, or_null(COUNT))
-    """most images of one forward and backward pass on a GPU, whose statistics BatchNorm uses; null
-    is all of its images; fewer if the memory is too small, which the plan says; the gradient is
-    that of the whole batch"""
+    """most images of a rank in one forward and backward pass, over which BatchNorm normalises; the
+    gradient is that of the whole batch. null: all images of the rank, or fewer if the memory is too
+    small, which the plan says"""
     loss: str = key("cross_entropy", BOTH)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""
