@@ -14,9 +14,9 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
 
+READ_AHEAD = 8  # files of a worker that are read at a time, if it waits for storage
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
 # Errors that the next start meets again. Others may be over then, and it must get the same hash.
 FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL, errno.ENAMETOOLONG}
@@ -153,6 +154,9 @@ class Dataset(ABC):
             "`with_transform` in its class"
         )
 
+    def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
+        """Begin to read these samples: where each file has to be waited for, several at a time."""
+
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
@@ -190,6 +194,7 @@ class FolderDataset(Dataset):
         self.seed = seed
         self.max_pixels = max_pixels
         self.exif_orientation = exif_orientation
+        self._ahead: dict[int, Future[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self.index)
@@ -255,10 +260,15 @@ class FolderDataset(Dataset):
 
     def read(self, index: int) -> bytes:
         """Return the content of a file. Raises BadImageError if it cannot be read."""
+        begun = self._ahead.pop(index, None)
         try:
-            return self.index.read(index)
+            return self.index.read(index) if begun is None else begun.result()
         except OSError as error:
             raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        begun, submit = self._ahead, _readers().submit
+        self._ahead = {i: begun.get(i) or submit(self.index.read, i) for i in indices}
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -312,6 +322,12 @@ class FolderDataset(Dataset):
         is_whole = len(data) <= 2 * END_BYTES
         ends = data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
         return len(data), hashlib.sha256(ends).digest()
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    """The threads of this process that read ahead."""
+    return ThreadPoolExecutor(READ_AHEAD)
 
 
 class FakeDataset(Dataset):

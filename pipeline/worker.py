@@ -28,7 +28,7 @@ from conf.schema import RunError
 from pipeline import gpu_part, machine
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import IMAGE, BadImageError, Dataset
+from pipeline.dataset import IMAGE, READ_AHEAD, BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
@@ -36,6 +36,9 @@ EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does n
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 STOP_SECONDS = 1.0
+# Seconds of a task relative to those of its work from which on a worker reads ahead: it waits for
+# storage longer than it computes. A local disk stays below that.
+WAITS = 2.0
 # Modules that the forkserver imports once for all workers. It ignores those that are missing.
 PRELOAD = ["pipeline.worker", "pipeline.gpu"]
 MOST_TRIED = 100  # samples in place of an unreadable one
@@ -115,8 +118,11 @@ class Reply:
     trace: str = ""  # of an error that is not about a file
 
 
-def run_task(task: Task, sources: Sequence[Source]) -> Reply:
-    """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
+def run_task(task: Task, sources: Sequence[Source], read_ahead: int = 0) -> Reply:
+    """Fill the rows of a task. The reply reports an exception, which does not end the worker.
+
+    `read_ahead`: number of samples that are read at a time.
+    """
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     source = sources[task.source].of_size(task.size)
     rows = range(task.row, task.row + len(task.samples))
@@ -129,7 +135,8 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     slowest = (0.0, -1)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
-            began = time.perf_counter()
+            began, done = time.perf_counter(), row - task.row
+            source.dataset.read_ahead(task.samples[done : done + read_ahead, 1].tolist())
             writer = files if row < task.row + task.encoded else None
             skipped += _fill_row(source, partial(write, writer, row, epoch), index)
             slowest = max(slowest, (time.perf_counter() - began, index))
@@ -223,8 +230,11 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
+        read_ahead = 0
         while True:
-            pipe.send(run_task(pipe.recv(), sources))
+            pipe.send(reply := run_task(pipe.recv(), sources, read_ahead))
+            if reply.seconds > WAITS * (reply.cpu_seconds + reply.core_seconds):
+                read_ahead = READ_AHEAD
 
 
 def _exit_with_parent() -> None:

@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ import pytest
 import torch
 
 from pipeline.augment import Compose
-from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed
 from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task
@@ -185,6 +188,42 @@ def test_workers_compute_in_one_thread() -> None:
             assert next(loader.batches(0, 1)).fields["image"].unique().tolist() == [1]
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_worker_that_waits_for_storage_reads_ahead(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In threads of its own, from its second task on; the images are the same."""
+
+    class Threads(FolderDataset):
+        def targets(self, *_: Any) -> dict[str, Any]:
+            return {"label": threading.active_count()}
+
+    seconds = map(float, count())  # a task takes seconds, and none of them on a core
+    clock = SimpleNamespace(perf_counter=seconds.__next__, thread_time=lambda: 0.0)
+    monkeypatch.setattr("pipeline.worker.time", clock)
+    plain = crops(image_root / "train")
+    dataset = Threads(plain.index, plain.transform, seed=plain.seed)
+    with open_loader(dataset, workers=1, start_method="fork") as loader:
+        threads = []
+        for batch in loader.batches(0, 6):
+            threads += batch.fields["label"].tolist()
+            for image, (epoch, index) in zip(
+                batch.fields["image"], loader.samples(batch.step).tolist(), strict=True
+            ):
+                assert np.array_equal(image, plain.load(epoch, index)["image"])
+            batch.release(None)
+    assert threads[0] == min(threads) < threads[-1]
+
+
+def test_what_is_read_ahead_is_read_once(changeable: Path) -> None:
+    dataset = crops(changeable)
+    contents = [dataset.read(index) for index in range(2)]
+    Path(dataset.name(2)).unlink()
+    dataset.read_ahead(range(3))
+    assert [dataset.read(index) for index in range(2)] == contents
+    with pytest.raises(BadImageError, match=rf"^{dataset.name(2)}: "):
+        dataset.read(2)
 
 
 # Buffers.
