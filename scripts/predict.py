@@ -297,12 +297,14 @@ class Predictor:
 def watch_head(model: nn.Module) -> list[Tensor]:
     """Return a list that holds, after each forward pass, the input of the last layer.
 
-    It is float [B, C]: of an input with positions, [B, C, H, W], the mean over them.
+    It is float [B, C]: of an input with positions, [B, C, H, W], or of a linear layer [B, N, C],
+    the mean over them.
     """
     kept: list[Tensor] = []
 
-    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        kept[:] = [inputs[0].flatten(2).mean(2) if inputs[0].ndim > 2 else inputs[0]]
+    def keep(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        value = inputs[0].movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs[0]
+        kept[:] = [value.flatten(2).mean(2) if value.ndim > 2 else value]
 
     model.get_submodule(head_of(model)[0].rpartition(".")[0]).register_forward_pre_hook(keep)
     return kept

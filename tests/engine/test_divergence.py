@@ -203,3 +203,5 @@ def test_the_scale_grows_and_is_stored() -> None:
     other = new_state("sgd", fused=False)
     other.load_state_dict(copy.deepcopy(state.state_dict()))
     assert other.divergence.scale == 1
+    older = {k: v for k, v in state.state_dict().items() if k != "loss_scale"}  # of version 0.1
+    resumed.load_state_dict(copy.deepcopy(older))

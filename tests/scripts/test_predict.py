@@ -120,6 +120,13 @@ def test_features_of_other_models(name: str) -> None:
     assert [one.shape for one in features] == [(2, shape)]
 
 
+def test_features_of_tokens_are_their_mean() -> None:
+    model, tokens = torch.nn.Sequential(torch.nn.Linear(6, 5)), torch.rand(2, 7, 6)
+    features = predict.watch_head(model)
+    model(tokens)
+    torch.testing.assert_close(features, [tokens.mean(1)])
+
+
 def test_a_photo_is_turned_as_in_the_training(
     folder: Path, image_root: Path, tmp_path: Path
 ) -> None:
