@@ -61,7 +61,7 @@ class MovingAverage(nn.Module):
     def update_parameters(self, model: nn.Module, unless: Tensor | float = 0) -> None:
         """Update the average with the weights after an optimiser step.
 
-        `unless`, float32 [], is 1 to keep the averaged weights as they are, else 0. Buffers that
+        `unless`, float32 [], is 1 to keep averaged weights and their number, else 0. Buffers that
         are not finite are averaged all the same.
         """
         weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay) * (1 - unless)
@@ -75,7 +75,7 @@ class MovingAverage(nn.Module):
         torch._foreach_add_(means, changes)
         if copied:
             torch._foreach_copy_([count for count, _ in copied], [value for _, value in copied])
-        self.n_averaged += 1
+        self.n_averaged += torch.as_tensor(1 - unless, dtype=torch.int64)
 
 
 @dataclass

@@ -152,6 +152,7 @@ def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
     train.train_step(state, state.model, overflow, random_batch(2), lr=0.1)
     assert all(map(torch.equal, state.model.parameters(), before))
     assert state.divergence.scale == FIRST_SCALE / 2
+    assert state.ema is not None and state.ema.n_averaged == 1
     train.train_step(state, state.model, toy_loss, random_batch(3), lr=0.1)
     assert not any(map(torch.equal, state.model.parameters(), before))
     assert all(value.isfinite().all() for value in state.model.parameters())
