@@ -82,7 +82,9 @@ def _runs(
 
     try:
         step()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not OUT_OF_MEMORY.search(str(error)):
+            raise
         return False
     finally:
         torch.cuda.empty_cache()

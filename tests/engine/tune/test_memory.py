@@ -106,6 +106,9 @@ def test_message_on_a_cpu() -> None:
     )
     with pytest.raises(TrainingError, match=r"memory on cpu; .*: train\.micro_batch="), explained():
         torch.empty(2**60, dtype=torch.uint8)
+    for message in ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"):
+        with pytest.raises(TrainingError, match="out of memory on"), explained():
+            raise RuntimeError(message)
     with pytest.raises(LoaderError, match="is the host out of memory"), explained():
         raise LoaderError("worker 1 was killed by SIGKILL; is the host out of memory?")
 
