@@ -45,8 +45,7 @@ DEFAULT_COSTS, TUNED_COSTS = 60, 165
 # the share of them that the forward pass keeps at most, and the share of the memory of a step that
 # is needed then. Measured for ViT-S/16 with 80 images on a CPU: 0.6 of the memory.
 RECOMPUTE_KEEPS, RECOMPUTE_NEEDS = 0.2, 0.7
-# In the messages of GPUs (CUDA, HIP, XPU, MPS backend), of cuBLAS and cuDNN, of torch's CPU
-# allocator and of numpy.
+# In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
 OUT_OF_MEMORY = re.compile(
     "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"
 )

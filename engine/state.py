@@ -138,9 +138,8 @@ class TrainState:
             self.ema.n_averaged.copy_(stored["ema_steps"])
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
-        stored_scale = stored.get("loss_scale", {})  # version 0.1 stores none
         for name, value in self.divergence.loss_scale().items():
-            value.copy_(stored_scale.get(name, value))
+            value.copy_(stored.get("loss_scale", {}).get(name, value))  # version 0.1 has none
         # None if the images have changed, or if that part was missing.
         if self.sample_losses is not None and stored["losses"] is not None:
             self.sample_losses.load_state_dict(stored["losses"])
