@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.tune import autotune, benchmark, search
-from pipeline import gpu, loader_plan, machine
+from pipeline import loader_plan, machine
 from tests.engines import PillowEngines
 
 TUNED = autotune.Tuned(
@@ -48,6 +48,8 @@ def compare_always(patch: Patch) -> None:
 
 def simulate_engines(patch: Patch, engines: type = PillowEngines) -> None:
     """Offer stand-ins for JPEG engines, which are always compared with the CPU decoder."""
+    from pipeline import gpu
+
     choose, cuda = loader_plan.choose_decoders, torch.device("cuda")
     patch(loader_plan, "why_no_engines", lambda device: None)
     patch(loader_plan, "choose_decoders", lambda a, b, _, *more: choose(a, b, cuda, *more))
