@@ -1,5 +1,6 @@
 """Each row of "What a fork may delete" in docs/fork.md, done in a copy of the checkout."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -66,6 +67,24 @@ def check_fork(copy: Path, parts: list[str], image_root: Path, tests: str) -> No
         line for line in done.stderr.splitlines() if "train.py" in line
     ]
     assert not (copy / "other").exists()
+
+
+def test_no_other_test_imports_a_part() -> None:
+    """At its beginning, which would stop pytest in a fork without the part."""
+    deleted = [ROOT / word for row in ROWS.values() for word in row[0].split() if "/" in word]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in deleted]
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if not any(path.is_relative_to(each) for each in deleted):
+            wrong = [
+                each for each in imported for name in names if f"{each}.".startswith(f"{name}.")
+            ]
+            assert not wrong, f"{path.relative_to(ROOT)}: import {wrong} where it is used"
 
 
 def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
