@@ -66,10 +66,14 @@ EXPECTED = {f"train/{name}": data for name, data in TRAIN.items()} | {
 IMAGES = {f"{c}/{i}.jpg": jpeg(i) for c in "ab" for i in range(2)}
 
 
-def write(root: Path, files: Mapping[str, bytes | str]) -> Path:
+def write(root: Path, files: Mapping[str, bytes | str | None]) -> Path:
+    """Write files in a folder; None removes one."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        if content is None:
+            (root / name).unlink()
+        else:
+            (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return root
 
 
@@ -192,7 +196,7 @@ def shards(root: Path) -> Path:
     parts: dict[str, dict[str, bytes | str]] = {}
     for i, (name, data) in enumerate(EXPECTED.items()):
         split, wnid, file = name.split("/")
-        key = file.removesuffix(".JPEG") + (f"_{wnid}" if split == "val" else "")
+        key = f"{Path(file).stem}_{wnid}"
         label = ("cls", numbers[wnid]) if i % 2 else ("json", json.dumps({"label": numbers[wnid]}))
         shard = f"imagenet-{'validation' if split == 'val' else 'train'}-{i % 2:04d}.tar"
         parts.setdefault(shard, {}).update({f"{key}.jpeg": data, f"{key}.{label[0]}": label[1]})
@@ -236,27 +240,6 @@ KAGGLE = [kaggle, kaggle_old_mac, kaggle_inside, kaggle_zip]
 SOURCES = [official, *KAGGLE, folders, a_tar_that_names_a_split, zip_and_tar, lists, one_list]
 
 
-def laid_out(to: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(to)): p.read_bytes()
-        for p in sorted(to.rglob("*"))
-        if p.is_file() and p.parent != to
-    }
-
-
-def members(to: Path, kind: str) -> dict[str, bytes]:
-    found = {}
-    for split in ("train", "val"):
-        shutil.unpack_archive(to / f"{split}.{kind}", folder := to / f"unpacked-{split}")
-        found |= {
-            f"{split}/{p.relative_to(folder)}": p.read_bytes()
-            for p in folder.rglob("*")
-            if p.is_file()
-        }
-        shutil.rmtree(folder)
-    return found
-
-
 def run(source: Path, to: Path, *options: str) -> int:
     return prepare.main(prepare.arguments([str(source), "--to", str(to), *options]))
 
@@ -265,18 +248,19 @@ def listed(source: Path, **options: Any) -> list[str]:
     return sorted("/".join(sample[:3]) for sample in recognise(str(source), **options)[0])
 
 
-def written(to: Path, kind: str) -> dict[str, bytes]:
-    return laid_out(to) if kind == "folder" else members(to, kind)
+def written(to: Path, kind: str = "folder") -> dict[str, bytes]:
+    """Return the files of both splits, which are in folders or in archives."""
+    unpacked = to if kind == "folder" else to / "unpacked"
+    for path in to.glob(f"*.{kind}"):
+        shutil.unpack_archive(path, unpacked / path.stem)
+    files = {p: p.read_bytes() for p in unpacked.glob("*/**/*") if p.is_file()}
+    if unpacked != to:
+        shutil.rmtree(unpacked)
+    return {str(path.relative_to(unpacked)): data for path, data in files.items()}
 
 
 def report_of(to: Path) -> dict[str, Any]:
     return dict(json.loads((to / "prepare.json").read_text()))
-
-
-@pytest.fixture(autouse=True)
-def _stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """main() changes standard output, which pytest replaces."""
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
 
 
 # Every format.
@@ -286,23 +270,11 @@ def _stdout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_format_gives_the_same_folders(tmp_path: Path, source: Source) -> None:
     to = tmp_path / "new" / "to"
     assert run(source(tmp_path / "source"), to) == 0
-    assert laid_out(to) == EXPECTED
+    assert written(to) == EXPECTED
     assert sorted(os.listdir(to)) == ["prepare.json", "train", "val"]
     report = report_of(to)
     assert (report["classes"], report["images"], report["unreadable"]) == (3, 12, 0)
     assert report["settings"]["images"] == {"train": 6, "val": 6}
-
-
-def test_webdataset_shards(tmp_path: Path) -> None:
-    """The names are the keys; wherever these contain WordNet ids, they replace the numbers."""
-    to = tmp_path / "to"
-    assert run(shards(tmp_path / "source"), to) == 0
-    expected = {}
-    for name, data in EXPECTED.items():
-        split, wnid, file = name.split("/")
-        suffix = f"_{wnid}" if split == "val" else ""
-        expected[f"{split}/{wnid}/{file.removesuffix('.JPEG')}{suffix}.jpeg"] = data
-    assert laid_out(to) == expected
 
 
 def test_numbers_as_labels_keep_their_order(tmp_path: Path) -> None:
@@ -366,12 +338,14 @@ def hugging_face(root: Path) -> Path:
     return write(root, {"README.md": "text", ".cache/huggingface/x.parquet": "no"})
 
 
-def test_parquet_of_hugging_face(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    to = tmp_path / "to"
-    assert run(hugging_face(tmp_path / "source"), to) == 0
-    assert laid_out(to) == {
-        f"{Path(name).parent}/{Path(name).stem}_{Path(name).parent.name}.JPEG": data
+@pytest.mark.parametrize(("source", "ending"), [(shards, "jpeg"), (hugging_face, "JPEG")])
+def test_wordnet_ids_in_the_names_are_the_classes(
+    tmp_path: Path, source: Source, ending: str
+) -> None:
+    """Not the numbers, where the names of the images contain these."""
+    assert run(source(tmp_path / "source"), tmp_path / "to") == 0
+    assert written(tmp_path / "to") == {
+        f"{Path(name).parent}/{Path(name).stem}_{Path(name).parent.name}.{ending}": data
         for name, data in EXPECTED.items()
     }
 
@@ -385,7 +359,7 @@ def test_parquet_with_names_of_classes_but_not_of_files(tmp_path: Path) -> None:
         parquet(tmp_path / "plain_text" / f"{split}-00000-of-00001.parquet", columns, features)
     to = tmp_path / "to"
     assert run(tmp_path / "plain_text", to) == 0
-    assert laid_out(to) == {
+    assert written(to) == {
         f"{split}/{label}/{word}-00000-of-00001-{row:06d}_image.jpeg": jpeg(row)
         for split, word in (("train", "train"), ("val", "test"))
         for row, label in enumerate(("cat_dog", "tench", "tench", "cat_dog"))
@@ -472,7 +446,7 @@ def test_tiny_imagenet(tmp_path: Path, kind: str) -> None:
     expected = {f"train/{n.replace('/', '/images/')}": data for n, data in TRAIN.items()}
     for i, number in enumerate(VAL):
         expected[f"val/{IDS[number]}/val_{i}.JPEG"] = jpeg(100 + i)
-    assert laid_out(tmp_path / "to") == expected
+    assert written(tmp_path / "to") == expected
 
 
 @pytest.mark.parametrize(
@@ -568,7 +542,7 @@ def test_cifar(
         for split in ["val" if name.startswith("test") else "train"]
         for position, row in enumerate(batch)
     }
-    found = {n: decode.open_picture(d, "pillow") for n, d in laid_out(tmp_path / "to").items()}
+    found = {n: decode.open_picture(d, "pillow") for n, d in written(tmp_path / "to").items()}
     assert found.keys() == expected.keys()
     for name, planes in expected.items():
         assert np.array_equal(found[name].pixels(), planes.transpose(1, 2, 0))
@@ -600,8 +574,7 @@ class Evil:
 def test_damaged_pickles_of_cifar(
     tmp_path: Path, files: dict[str, bytes | str | None], message: str
 ) -> None:
-    files = {name: content for name, content in {**PYTHON_10, **files}.items() if content}
-    assert message in refused(write(tmp_path / "source", files))
+    assert message in refused(write(write(tmp_path, PYTHON_10), files))
     assert not Path("evil").exists()
 
 
@@ -655,12 +628,7 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
 def test_incomplete_official_files(
     tmp_path: Path, files: dict[str, bytes | None], message: str
 ) -> None:
-    source = official(tmp_path / "source")
-    for name, data in files.items():
-        (source / name).unlink()
-        if data:
-            write(source, {name: data})
-    assert message in refused(source)
+    assert message in refused(write(official(tmp_path / "source"), files))
 
 
 @pytest.mark.parametrize(
@@ -674,10 +642,9 @@ def test_incomplete_official_files(
     ],
 )
 def test_a_damaged_solution(tmp_path: Path, old: str, new: str) -> None:
-    source = kaggle(tmp_path)
     assert old in SOLUTION
-    write(source, {"LOC_val_solution.csv": SOLUTION.replace(old, new, 1)})
-    assert "LOC_val_solution.csv: is damaged or incomplete (" in refused(source)
+    write(kaggle(tmp_path), {"LOC_val_solution.csv": SOLUTION.replace(old, new, 1)})
+    assert "LOC_val_solution.csv: is damaged or incomplete (" in refused(tmp_path)
 
 
 # Resumed runs.
@@ -701,7 +668,7 @@ def test_files_are_linked_or_on_another_file_system_copied(
 
     monkeypatch.setattr(os, "link", refuse)
     assert run(source, tmp_path / "copied") == 0
-    assert laid_out(tmp_path / "copied") == EXPECTED and links(tmp_path / "copied") == {1}
+    assert written(tmp_path / "copied") == EXPECTED and links(tmp_path / "copied") == {1}
     assert report_of(tmp_path / "copied")["bytes"] == sum(map(len, EXPECTED.values()))
 
 
@@ -715,7 +682,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
             path.write_bytes(b"")
     (to / "train" / "n02119789" / ".unfinished-1.tmp").write_bytes(b"half")
     assert run(source, to) == 0
-    assert {n: d for n, d in written(to, "folder").items() if "unfinished" not in n} == EXPECTED
+    assert {n: d for n, d in written(to).items() if "unfinished" not in n} == EXPECTED
     assert report_of(to)["done_earlier"] == 7
 
 
@@ -726,8 +693,7 @@ def test_a_killed_process_resumes(tmp_path: Path, options: tuple[str, ...]) -> N
     data = jpeg(0) + bytes(900)
     files = {f"train/{i % 7}/{i:05d}.jpg": data for i in range(8_000)}
     files |= {f"val/{i}/0.jpg": data for i in range(7)}
-    write(source, {"train.tar": tar({n[6:]: d for n, d in files.items() if n[0] == "t"})})
-    write(source, {"val.tar": tar({n[4:]: d for n, d in files.items() if n[0] == "v"})})
+    write(source, {"all.tar": tar(files)})
     command = [sys.executable, "scripts/prepare.py", source, "--to", to, *options]
     process = subprocess.Popen(command, cwd=ROOT)
     while process.poll() is None and sum(p.stat().st_size for p in to.rglob("*.*")) < 500_000:
@@ -818,7 +784,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(
     assert error.endswith("File too large; run the same command again to resume\n")
     assert not (to / "train.tar").exists()
     assert run(source, to, "--format", "tar") == 0
-    assert members(to, "tar") == EXPECTED
+    assert written(to, "tar") == EXPECTED
 
 
 # Smaller images.
@@ -896,7 +862,7 @@ def test_a_dataset_of_smaller_images(image_root: Path, tmp_path: Path, kind: str
     """Names, labels and the identity of the samples do not change; a small image is a link."""
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0
-    before = {str(p.relative_to(image_root)): p.read_bytes() for p in image_root.rglob("*.jpg")}
+    before = written(image_root)
     after = written(to, kind)
     assert after == {name: smaller(data, name) for name, data in before.items()}
     report = report_of(to)
@@ -998,14 +964,14 @@ def test_members_outside_the_class_folders_are_not_written(tmp_path: Path) -> No
     write(tmp_path / "tar", {"val.tar": tar({**VAL_FILES, "absolute/y.jpg": jpeg(2)})})
     expected = EXPECTED | {"train/absolute/x.jpg": jpeg(2), "val/absolute/y.jpg": jpeg(2)}
     assert run(tmp_path / "tar", tmp_path / "to") == 0
-    assert laid_out(tmp_path / "to") == expected
+    assert written(tmp_path / "to") == expected
     (tmp_path / "zip").mkdir()
     zipped(
         tmp_path / "zip" / "all.zip",
         {**EXPECTED, **{f"train/a/../../{n}": d for n, d in evil.items()}},
     )
     assert run(tmp_path / "zip", tmp_path / "to2") == 0
-    assert {n: d for n, d in laid_out(tmp_path / "to2").items() if n in EXPECTED} == EXPECTED
+    assert {n: d for n, d in written(tmp_path / "to2").items() if n in EXPECTED} == EXPECTED
     assert sorted(os.listdir(tmp_path)) == ["tar", "to", "to2", "zip"]
 
 
@@ -1056,7 +1022,7 @@ def test_a_destination_in_the_source_is_refused(
     source = folders(tmp_path / "source")
     assert run(source, source / place) == 2
     assert "contain each other; give another folder" in capsys.readouterr().err
-    assert laid_out(source).keys() == EXPECTED.keys() | {"train/n02119789/notes.md"}
+    assert written(source).keys() == EXPECTED.keys() | {"train/n02119789/notes.md"}
 
 
 def test_another_use_of_a_destination_is_refused(
@@ -1077,7 +1043,7 @@ def test_another_use_of_a_destination_is_refused(
     assert "started with other settings (side None, not 64); give the same" in error("--side", "64")
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error()
-    assert laid_out(to) == EXPECTED
+    assert written(to) == EXPECTED
 
 
 @pytest.mark.parametrize(
