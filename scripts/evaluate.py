@@ -18,6 +18,7 @@ Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong a
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +27,7 @@ from conf.schema import RESULT, UserError, affecting, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
-def read_options() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
     add = parser.add_argument
@@ -34,7 +35,7 @@ def read_options() -> argparse.Namespace:
     add("--self-check", action="store_true", help="compare with the run's own validation")
     add("--out", type=Path, metavar="DIR", help="output folder")
     add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
-    options = parse_paths(parser)
+    options = parse_paths(parser, words)
     if not options.paths:
         parser.error(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
     if options.self_check and options.flip:
@@ -43,12 +44,11 @@ def read_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    OPTIONS = read_options()
+    OPTIONS = arguments()
 
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

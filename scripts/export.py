@@ -21,6 +21,7 @@ Exit status: 0 exported, 1 failed or a check found a difference, 2 wrong argumen
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,7 @@ from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
 
 
-def read_options() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     parser = checkpoint_parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
@@ -43,7 +44,7 @@ def read_options() -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     add("--self-check", action="store_true", help="compare all predictions for the validation")
-    options = parse_paths(parser)
+    options = parse_paths(parser, words)
     if len(options.paths) != 1:
         parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     to, packages = options.to, FORMATS[options.to]
@@ -59,7 +60,7 @@ def read_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    OPTIONS = read_options()
+    OPTIONS = arguments()
 
 import io
 import json
@@ -68,7 +69,6 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any

@@ -21,6 +21,7 @@ from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.reliability.odd_images import exif
+from tests.scripts.conftest import Mistake
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)
@@ -86,11 +87,6 @@ def test_each_format(
         torch.testing.assert_close(predict(job.input(images)), eager)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["export.py", *words])
-    return export.exit_status(lambda: export.run(export.read_options()), "export.py")
-
-
 def test_command_line(
     folder: Path,
     image_root: Path,
@@ -100,7 +96,7 @@ def test_command_line(
 ) -> None:
     """The data of the run is found again; the file states what its weights need."""
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, str(folder), "--to", "safetensors", *HERE) == 0
+    assert export.run(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
     assert "compared with eager mode: largest difference " in capsys.readouterr().out
     (out,) = tmp_path.iterdir()
     assert out.name == f"{open_trained(folder).name}.safetensors"
@@ -267,7 +263,7 @@ def test_explicit_transforms() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--to pt2", "export.py: CHECKPOINT: 0 are given; give a checkpoint"),
+        ("--to pt2", "CHECKPOINT: 0 are given; give a checkpoint"),
         (".", "the following arguments are required: --to"),
         (". --to pt", "argument --to: invalid choice: 'pt'"),
         (". --to pt2 --out a.onnx", "--out a.onnx: give a file that ends in .pt2"),
@@ -277,15 +273,7 @@ def test_explicit_transforms() -> None:
     ],
 )
 def test_mistakes_in_the_command_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, words: str, message: str, mistake: Mistake
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(export, "find_spec", lambda name: True if name == "onnx" else None)
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, *words.split())
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert message in mistake(export.arguments, words)

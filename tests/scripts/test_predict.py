@@ -27,6 +27,7 @@ from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.libraries import timm_module
 from tests.reliability.odd_images import exif
+from tests.scripts.conftest import Mistake
 
 CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=2"]
@@ -344,10 +345,8 @@ def test_clips_are_refused(folder: Path) -> None:
         (". . data.val_siz=32", "data.val_siz=32: there is no key"),
     ],
 )
-def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        predict.arguments(words.split())
-    assert f": {message}" in capsys.readouterr().err
+def test_mistakes(words: str, message: str, mistake: Mistake) -> None:
+    assert f": {message}" in mistake(predict.arguments, words)
 
 
 @pytest.mark.gpu
