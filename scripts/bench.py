@@ -71,8 +71,6 @@ Rates = dict[int, tuple[list[float], list[float]]]  # workers -> of the loader, 
 
 @dataclass(frozen=True)
 class Stage:
-    """A measured stage."""
-
     name: str
     rates: list[float]  # images/s, one per window
     note: str  # a remark for the table

@@ -28,7 +28,6 @@ from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
@@ -90,8 +89,6 @@ DIFFERS = "DIFFERS"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The result of one checkpoint."""
-
     trained: Trained
     values: dict[str, float]
     predictions: Any  # classification.Predictions on rank 0; None for another task
@@ -285,7 +282,6 @@ def self_check(found: Evaluated, world: World) -> list[str]:
 
 
 def write(found: Evaluated, folder: Path) -> None:
-    """Write the files of one evaluation."""
     classes, p, val = found.classes, found.predictions, found.datasets.val
     content = {**found.summary, "made_by": provenance()}
     if p is not None:
@@ -338,7 +334,6 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
 
 
 def print_result(found: Evaluated, folder: Path, check: Sequence[str], *, as_json: bool) -> None:
-    """Print a line of the table, or a JSON object."""
     if as_json:
         print(strict_json.dumps({**found.summary, "out": str(folder)}), flush=True)
     else:

@@ -37,7 +37,6 @@ FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensor
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     parser = checkpoint_parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
     add("--to", choices=FORMATS, required=True, help="format of the file")
@@ -125,8 +124,6 @@ class WithPreprocessing(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """What to export."""
-
     trained: Trained
     to: str  # a name in FORMATS
     inside: bool  # whether the graph normalises

@@ -163,7 +163,6 @@ def picture(losses: Sequence[float], lrs: Sequence[float], steps: int, title: st
 
 
 def find(config: Config, options: argparse.Namespace) -> int:
-    """Run the test, print the result and write the files; return the exit status."""
     steps, low, high = options.steps, options.lowest, options.highest
     losses = range_test(config, steps=steps, lowest=low, highest=high)
     if os.environ.get("RANK", "0") != "0":

@@ -55,7 +55,6 @@ FORMATS = ("folder", "tar", "zip")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line. A mistake ends the program with status 2."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
@@ -107,6 +106,7 @@ QUALITY = 90
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 1024
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
+decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
 
 
 class Result(NamedTuple):
@@ -128,11 +128,6 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
     end = ENDS.get(image.format or "")
     if not end or end not in data[-TAIL:]:
         image.load()
-
-
-@cache
-def decoder() -> str:
-    return decode.resolve("auto")  # 0.6 ms
 
 
 def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -> bytes:
@@ -338,7 +333,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def explain(error: BaseException) -> str | None:
-    """Describe an error of a file or a disk."""
     text = f"{type(error).__name__}: {error}; run the same command again to resume"
     return text if isinstance(error, OSError) else None
 

@@ -138,7 +138,6 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the files of a run directory."""
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     try:
@@ -517,7 +516,6 @@ def by_epoch(run: Run, name: str) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the reference or write the page."""
     # Each run once, also if its folder is given twice.
     found = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
     runs = list(found.values())

@@ -25,8 +25,6 @@ class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has th
 
 @dataclass(frozen=True)
 class Row:
-    """A result of a check."""
-
     status: str  # ok, warn or fail
     found: str
     do: str = ""  # the remedy

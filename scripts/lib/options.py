@@ -41,7 +41,6 @@ class Parser(argparse.ArgumentParser):
         fail(message, self.prog)
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
-        """Read the command line: the options, and the overrides of the config."""
         from conf import cli
 
         options, words = self.parse_known_args()

@@ -25,20 +25,15 @@ from pipeline.index import load_index
 from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
-from tests.drawings import draw_image
 from tests.nvml import Nvml, NvmlError
 from tests.ranks import Ranks
-from tests.reliability.odd_images import encoded, exif
+from tests.reliability.odd_images import drawn, encoded, exif
 from tests.small_run import SMALL
 from tests.stored import as_tar
 
 TWICE = ("data", "readable")  # a row for each split
 GIB = 1 << 30
 Rows = dict[str, list[Row]]
-
-
-def drawn(mode: str = "RGB", *, seed: int = 0) -> Image.Image:
-    return draw_image("plaid", np.random.default_rng(seed)).convert(mode)
 
 
 @pytest.fixture
@@ -54,7 +49,6 @@ def case_of(root: Path, *overrides: str, **options: Any) -> Case:
 
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:
-    """Return all rows by check."""
     found: Rows = {}
     for row in doctor.check(case_of(root, *overrides, **options)):
         found.setdefault(row.check, []).append(row)
@@ -62,7 +56,6 @@ def look(root: Path, *overrides: str, **options: Any) -> Rows:
 
 
 def only(rows: Any) -> Any:
-    """Return the only row."""
     rows = list(rows)
     assert len(rows) == 1, rows
     return rows[0]
@@ -154,7 +147,7 @@ def test_files_that_cannot_be_read(root: Path) -> None:
         [
             (b"", "empty, 0 bytes"),
             (b"<html>404", "not an image, begins with b'<html>404'"),
-            (encoded(drawn())[:-2000], "OSError: "),
+            (encoded(drawn())[:-200], "OSError: "),
             (encoded(drawn(), "PNG")[:-100], "OSError: "),
         ]
     ):
@@ -424,10 +417,10 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     """Return the rows of two H200 GPUs with a modified NVML."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    properties = [SimpleNamespace(name="NVIDIA H200", uuid=f"uuid{i}") for i in range(2)]
 
     def properties_of(device: Any) -> Any:
-        return properties[getattr(device, "index", device)]  # of a number or a torch.device
+        number = getattr(device, "index", device)  # of a torch.device
+        return SimpleNamespace(name="NVIDIA H200", uuid=f"uuid{number}")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

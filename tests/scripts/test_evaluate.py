@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
 from tests.scripts.conftest import Mistake
-from tests.stored import as_list, as_tar, as_zip
+from tests.stored import as_tar
 
 VALUES = 6  # loss, top1, calibration error; precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -41,7 +39,6 @@ FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_siz
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Evaluated:
-    """The evaluation of the last checkpoint."""
     return measured(folder / "checkpoints" / "last.json")
 
 
@@ -238,23 +235,13 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     (tmp_path / "some.txt").unlink()
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.predictions.labels) == 6
-    # A test split, however it is stored, in place of the images that were held out.
-    for kind, pack in {
-        "": shutil.copytree,
-        ".tar": as_tar,
-        ".zip": as_zip,
-        ".csv": as_list,
-    }.items():
-        pack(image_root / "val", tmp_path / "flat" / f"test{kind}")
-        if kind == ".csv":
-            (tmp_path / "flat" / "test").rename(tmp_path / "flat" / "val")
-        test = opened(folder, "data.val=test")
-        assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
-        names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
-        val = build_val(test.config).val
-        assert [Path(val.name(i)).stem for i in range(len(val))] == names, kind
-        for path in (tmp_path / "flat").glob("test*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    # A test split in place of the images that were held out.
+    as_tar(image_root / "val", flat / "test.tar")
+    test = opened(folder, "data.val=test")
+    assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
+    names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
+    val = build_val(test.config).val
+    assert [Path(val.name(i)).stem for i in range(len(val))] == names
 
 
 def test_file_of_another_project(
@@ -273,18 +260,12 @@ def test_file_of_another_project(
 
 
 @pytest.mark.slow
-def test_self_check_of_a_run_with_two_ranks(image_root: Path, tmp_path: Path) -> None:
-    def on_two_ranks(*command: str) -> str:
-        line = small_run.torchrun([sys.executable, *command], 2)
-        environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    folder = tmp_path / "run"
-    on_two_ranks(train.__file__, *small_run.overrides_of(image_root, folder))
-    out = on_two_ranks(evaluate.__file__, str(folder), *HERE, "--self-check")
-    assert out.count(": equal\n") == VALUES
+def test_self_check_of_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
+    overrides = small_run.overrides_of(image_root, tmp_path / "run")
+    trained = ranks.run([sys.executable, train.__file__, *overrides], 2)
+    assert trained.returncode == 0, trained.stderr
+    done = ranks.run([*SCRIPT, str(tmp_path / "run"), *HERE, "--self-check"], 2, cwd=tmp_path)
+    assert done.stdout.count(": equal\n") == VALUES, done.stderr
 
 
 @pytest.mark.gpu

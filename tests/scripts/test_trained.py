@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,6 @@ def test_checkpoint(folder: Path, name: str) -> None:
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
 
 
-def rewritten(folder: Path, to: Path, change: Any) -> Path:
-    """Copy a checkpoint, changed and without a manifest."""
-    content = torch.load(checkpoint.find(folder), weights_only=True)
-    change(content)
-    torch.save(content, to / "step-00000005.pt")
-    return to / "step-00000005.pt"
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -154,15 +147,17 @@ def rewritten(folder: Path, to: Path, change: Any) -> Path:
     ],
 )
 def test_checkpoint_of_another_version(folder: Path, tmp_path: Path, change: Any) -> None:
-    found = open_trained(rewritten(folder, tmp_path, change))
+    content = torch.load(checkpoint.find(folder), weights_only=True)
+    change(content)
+    torch.save(content, path := tmp_path / "step-00000005.pt")  # without a manifest
+    found = open_trained(path)
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
 
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
     path = checkpoint.find(folder)
     manifest = json.loads(path.with_suffix(".json").read_text())
-    copy = tmp_path / path.name
-    copy.write_bytes(path.read_bytes())
+    copy = Path(shutil.copy(path, tmp_path))
     copy.with_suffix(".json").write_text(json.dumps(manifest | {"sha256": "0" * 64}))
     with pytest.raises(CheckpointError, match="damaged: its SHA-256 differs"):
         open_trained(copy)
