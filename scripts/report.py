@@ -108,7 +108,6 @@ class Run:
 
     @property
     def best_by(self) -> str:
-        """The name of the value that train.best_by names."""
         return str(self.config.get("train.best_by") or "top1").removeprefix("-")
 
     def results(self) -> dict[str, Any]:

@@ -158,13 +158,11 @@ def odd_files(case: Case) -> Iterator[Row]:
     text = f"of {len(files):,} images: {kinds}"
     if turns:
         del counts[TURNED]
-    if frequent := [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]:
-        cure = "training accepts them; scripts/prepare.py --side converts them to RGB JPEGs"
-        if frequent == [TURNED]:
-            cure = "if these are photos, write data.exif_orientation=true"
-        yield warn(text, cure, details)
-    else:
-        yield ok(text, details=details)
+    frequent = [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]
+    cure = "training accepts them; scripts/prepare.py --side converts them to RGB JPEGs"
+    if frequent == [TURNED]:
+        cure = "if these are photos, write data.exif_orientation=true"
+    yield warn(text, cure, details) if frequent else ok(text, details=details)
 
 
 def duplicates(case: Case) -> Iterator[Row]:

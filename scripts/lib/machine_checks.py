@@ -155,11 +155,9 @@ def cores(case: Case) -> Iterator[Row]:
 def memory(case: Case) -> Iterator[Row]:
     loader = case.planned().loader
     line = loader.lines()[1].removeprefix("memory").strip()
-    if loader.buffer_bytes + loader.worker_bytes > 0.8 * loader.free_bytes:
-        cure = "little left for page cache and model: lower loader.batch_size or loader.workers"
-        yield warn(line, cure)
-    else:
-        yield ok(line)
+    is_full = loader.buffer_bytes + loader.worker_bytes > 0.8 * loader.free_bytes
+    cure = "little left for page cache and model: lower loader.batch_size or loader.workers"
+    yield warn(line, cure) if is_full else ok(line)
     if case.ranks > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         text = f"{free / GIB:.2f} GiB of /dev/shm are free, which NCCL uses"

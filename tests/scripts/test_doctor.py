@@ -466,10 +466,8 @@ def test_a_faulty_gpu(see: See, call: str, ill: Any, text: str) -> None:
 
 def test_a_gpu_that_reports_little_and_no_nvml(see: See) -> None:
     little = {"HandleByUUID": HEALTHY["HandleByUUID"], "CurrentClocksThrottleReasons": 0x8}
-    nvml = nvml_of(little)
-    assert see(nvml=nvml)[1].found == "GPU 0, 1: clocks reduced by hardware slowdown"
-    nvml = nvml_of(HEALTHY, nvmlInit=NvmlError("no driver"))
-    first, row = see(nvml=nvml)
+    assert see(nvml=nvml_of(little))[1].found == "GPU 0, 1: clocks reduced by hardware slowdown"
+    first, row = see(nvml=nvml_of(HEALTHY, nvmlInit=NvmlError("no driver")))
     assert (first.status, row.status, row.do) == ("ok", "warn", "pip install nvidia-ml-py")
 
 

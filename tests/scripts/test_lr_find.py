@@ -18,15 +18,14 @@ from tests.small_run import SMALL
 LRS = np.geomspace(1e-3, 100, 100).tolist()
 
 
-def arguments(root: Path, *more: str) -> list[str]:
-    script = [sys.executable, lr_find.__file__, *SMALL, "loader.workers=0", f"data.root={root}"]
-    return [*script, *more]
+def arguments(root: Path) -> list[str]:
+    return [sys.executable, lr_find.__file__, *SMALL, "loader.workers=0", f"data.root={root}"]
 
 
 def test_files(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Only in the current folder; rank 0 writes."""
-    command = arguments(image_root, "--steps", "20", "--lowest", "1e-3", "--highest", "1e-2")
-    done = ranks.run(command, 2, cwd=tmp_path)
+    options = ["--steps", "20", "--lowest", "1e-3", "--highest", "1e-2"]
+    done = ranks.run([*arguments(image_root), *options], 2, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lr_find.json", "lr_find.png"]
     content = json.loads((tmp_path / "lr_find.json").read_text())
     assert content["lrs"] == pytest.approx(np.geomspace(1e-3, 1e-2, 20))

@@ -96,6 +96,7 @@ def header(kind: bytes, size: int) -> bytes:
 
 
 def zipped(path: Path, files: Mapping[str, bytes | str]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
@@ -173,7 +174,6 @@ def kaggle_inside(root: Path) -> Path:
 
 
 def kaggle_zip(root: Path) -> Path:
-    root.mkdir()
     return zipped(root / "imagenet-object-localization-challenge.zip", kaggle_files())
 
 
@@ -280,23 +280,14 @@ def test_every_format_gives_the_same_folders(tmp_path: Path, source: Source) -> 
 
 def test_numbers_as_labels_keep_their_order(tmp_path: Path) -> None:
     """As strings, 10 comes before 9. Shards may count their keys from 0 each."""
-    parts = {
-        f"data-{split}-{shard}.tar": tar(
-            {
-                f"{i}.{e}": jpeg(i) if e == "jpg" else f" {i}\n"
-                for i in (9, 10)
-                for e in ("jpg", "cls")
-            }
-        )
-        for split in ("train", "test")
-        for shard in range(2)
-    }
-    samples, notes = recognise(str(write(tmp_path / "source", parts)))
+    shard = tar({"9.jpg": jpeg(9), "9.cls": " 9\n", "10.jpg": jpeg(10), "10.cls": " 10\n"})
+    names = [f"data-{word}-{i}" for word in ("train", "test") for i in range(2)]
+    files = {f"{name}.tar": shard for name in names}
+    samples, notes = recognise(str(write(tmp_path / "source", files)))
     assert {"/".join(s[:3]) for s in samples} == {
-        f"{split}/{label}/data-{word}-{shard}_{int(label)}.jpg"
-        for split, word in (("train", "train"), ("val", "test"))
+        f"{'val' if 'test' in name else 'train'}/{label}/{name}_{int(label)}.jpg"
+        for name in names
         for label in ("09", "10")
-        for shard in range(2)
     }
     assert notes == ["The test split is the validation split."]
 
@@ -304,29 +295,27 @@ def test_numbers_as_labels_keep_their_order(tmp_path: Path) -> None:
 # Parquet.
 
 
-def parquet(
-    path: Path, columns: dict[str, Any], features: dict[str, Any] | str | None = None
-) -> None:
+def parquet(path: Path, columns: dict[str, Any], metadata: str = "") -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     table = pyarrow.table(columns)
-    if features:
-        is_text = isinstance(features, str)
-        stored = features if is_text else json.dumps({"info": {"features": features}})
-        table = table.replace_schema_metadata({"huggingface": stored})
+    if metadata:
+        table = table.replace_schema_metadata({"huggingface": metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=2)
 
 
-def label_feature(*classes: str) -> dict[str, Any]:
-    return {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
+def with_names(*classes: str, image: str = "image") -> str:
+    """Return the metadata of the columns."""
+    label = {"names": list(classes), "_type": "ClassLabel"}
+    return json.dumps({"info": {"features": {image: {"_type": "Image"}, "label": label}}})
 
 
 def hugging_face(root: Path) -> Path:
     """imagenet-1k: the names of the files contain WordNet ids, those of the classes do not."""
     wnids = sorted(IDS.values())
-    features = label_feature("goldfish, Carassius auratus", "English setter", "kit fox")
+    features = with_names("goldfish, Carassius auratus", "English setter", "kit fox")
     for split, word in (("train", "train"), ("val", "validation")):
         rows = [name.split("/") for name in list(EXPECTED)[::-1] if name.startswith(split)]
         images = [
@@ -354,13 +343,12 @@ def test_wordnet_ids_in_the_names_are_the_classes(
 def test_parquet_with_names_of_classes_but_not_of_files(tmp_path: Path) -> None:
     """CIFAR-10: images without a path, a test split, and a column of another name."""
     images = [{"bytes": jpeg(i), "path": None} for i in range(4)]
-    features = {"img": {"_type": "Image"}, "label": label_feature("tench", "cat/dog")["label"]}
+    features = with_names("tench", "cat/dog", image="img")
     for split in ("train", "test"):
         columns = {"img": images, "label": [1, 0, 0, 1]}
         parquet(tmp_path / "plain_text" / f"{split}-00000-of-00001.parquet", columns, features)
-    to = tmp_path / "to"
-    assert run(tmp_path / "plain_text", to) == 0
-    assert written(to) == {
+    assert run(tmp_path / "plain_text", tmp_path / "to") == 0
+    assert written(tmp_path / "to") == {
         f"{split}/{label}/{word}-00000-of-00001-{row:06d}_image.jpeg": jpeg(row)
         for split, word in (("train", "train"), ("val", "test"))
         for row, label in enumerate(("cat_dog", "tench", "tench", "cat_dog"))
@@ -393,8 +381,8 @@ def test_damaged_and_unclear_parquet(tmp_path: Path) -> None:
         (0, "{"),
         (0, "[" * 100_000),
         (0, '{"info": {"features": {"label": 3}}}'),
-        (7, json.dumps({"info": {"features": label_feature("a", "b")}})),
-        ("a", json.dumps({"info": {"features": label_feature("a", "b")}})),
+        (7, with_names("a", "b")),
+        ("a", with_names("a", "b")),
     ],
 )
 def test_odd_metadata_of_parquet(tmp_path: Path, label: int | str, metadata: str) -> None:
@@ -417,6 +405,8 @@ def test_the_split_is_that_of_data_val_fraction(tmp_path: Path) -> None:
     _, held_out = load_splits(Data(root=str(source), val_fraction=0.2))
     assert prepared.fingerprint() == held_out.fingerprint() and len(prepared) == 1 + 4 + 7
     assert sum(name.startswith("val") for name in listed(source)) == 1 + 2 + 4
+    message = refused(tmp_path / "to", val_fraction=0.1)
+    assert message.endswith("has a validation split; leave out --val-fraction")
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
@@ -559,7 +549,6 @@ class Evil:
     [
         ({"data_batch_3": None}, "data_batch_3 is missing; download or copy it again"),
         ({"data_batch_3": pickled([2])[:-1]}, "data_batch_3: is damaged or incomplete ("),
-        ({"data_batch_3": pickled([2])[:900]}, "data_batch_3: is damaged or incomplete ("),
         ({"data_batch_3": pickle.dumps(Evil(), 2)}, "(its pickle holds GLOBAL posix mkdir)"),
         ({"data_batch_3": pickle.dumps(Evil(), 4)}, "(its pickle holds STACK_GLOBAL None)"),
         ({"data_batch_3": pickled([2], "x")}, "(3,072 bytes for 0 images)"),
@@ -749,8 +738,7 @@ def in_zip(path: Path, change: Callable[[zipfile.ZipInfo], Any], data: bytes = j
     ],
 )
 def test_damaged_members_of_a_zip_file(tmp_path: Path, key: str, value: int, message: str) -> None:
-    (tmp_path / "source").mkdir()
-    source = in_zip(tmp_path / "source" / "all.zip", lambda info: setattr(info, key, value))
+    source = in_zip(tmp_path / "all.zip", lambda info: setattr(info, key, value))
     assert run(source, tmp_path / "to") == 1
     (line,) = (tmp_path / "to" / "unreadable.txt").read_text().splitlines()
     assert "a/0.jpg\tOSError: " in line and message in line
@@ -954,11 +942,6 @@ def test_what_is_wrong_and_what_to_do(
     assert message in refused(write(tmp_path / "source", files))
 
 
-def test_a_fraction_for_data_with_a_validation_split(tmp_path: Path) -> None:
-    message = refused(folders(tmp_path), val_fraction=0.1)
-    assert message.endswith("has a validation split; leave out --val-fraction")
-
-
 def test_members_outside_the_class_folders_are_not_written(tmp_path: Path) -> None:
     evil = {"../../evil/x.jpg": jpeg(1), "/absolute/x.jpg": jpeg(2), "a/../../b/x.jpg": jpeg(3)}
     write(tmp_path / "tar", {"train.tar": tar({**TRAIN, **evil})})
@@ -966,7 +949,6 @@ def test_members_outside_the_class_folders_are_not_written(tmp_path: Path) -> No
     expected = EXPECTED | {"train/absolute/x.jpg": jpeg(2), "val/absolute/y.jpg": jpeg(2)}
     assert run(tmp_path / "tar", tmp_path / "to") == 0
     assert written(tmp_path / "to") == expected
-    (tmp_path / "zip").mkdir()
     zipped(
         tmp_path / "zip" / "all.zip",
         {**EXPECTED, **{f"train/a/../../{n}": d for n, d in evil.items()}},

@@ -47,9 +47,8 @@ class Page(HTMLParser):
             self.rows.append(list[str]())
         if tag == "path" and (values["class"] or "").startswith(("line", "band")):
             shape = values["d"] or ""
-            assert re.fullmatch(
-                r"[ML0-9. hZ]*", shape.replace("-0.0", "0.0")
-            )  # inside the chart, and no NaN
+            # Inside the chart, and no NaN.
+            assert re.fullmatch(r"[ML0-9. hZ]*", shape.replace("-0.0", "0.0"))
             kind = self.lines if (values["class"] or "").startswith("line") else self.bands
             kind += [shape] * bool(shape)
 

@@ -43,9 +43,8 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    options = ["loader.workers=0", "train.epochs=40"]
     folder = tmp_path / "run"
-    words = command(image_root, folder, *options)[2:]
+    words = command(image_root, folder, "loader.workers=0", "train.epochs=40")[2:]
     environment = {
         **os.environ,
         "PATH": f"{tools}:{os.environ['PATH']}",
