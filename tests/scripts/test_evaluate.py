@@ -28,7 +28,7 @@ from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
 from tests.scripts.conftest import Mistake
-from tests.stored import as_tar
+from tests.stored import as_list, as_tar, as_zip
 
 VALUES = 6  # loss, top1, calibration error; precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -235,13 +235,23 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     (tmp_path / "some.txt").unlink()
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.predictions.labels) == 6
-    # A test split in place of the images that were held out.
-    as_tar(image_root / "val", flat / "test.tar")
-    test = opened(folder, "data.val=test")
-    assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
+    # A test split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
-    val = build_val(test.config).val
-    assert [Path(val.name(i)).stem for i in range(len(val))] == names
+    for kind, pack in {
+        "": shutil.copytree,
+        ".tar": as_tar,
+        ".zip": as_zip,
+        ".csv": as_list,
+    }.items():
+        pack(image_root / "val", flat / f"test{kind}")
+        if kind == ".csv":
+            (flat / "test").rename(flat / "val")
+        test = opened(folder, "data.val=test")
+        assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
+        val = build_val(test.config).val
+        assert [Path(val.name(i)).stem for i in range(len(val))] == names, kind
+        for path in flat.glob("test*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_file_of_another_project(
