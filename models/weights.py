@@ -145,14 +145,16 @@ def fit_weights(
 ) -> list[str]:
     """Load weights by name. The model does not change if they do not fit.
 
-    Returns the names of the head's tensors that keep their initial weights. Raises UserError if
-    keys are missing, unknown or of another shape: another model's weights.
+    Returns the names of the head's tensors that are not loaded. Raises UserError if keys are
+    missing, unknown or of another shape: another model's weights.
 
     Args:
         origin: the beginning of messages.
         new_head: they are the initial weights of a training. If they have no head, or one for
-            another number of classes, the head keeps its own. Position embeddings of another image
-            size are interpolated, and the first convolution is adapted to other input channels.
+            another number of classes, the head is set to zero, as in ViT (arXiv 2010.11929): the
+            gradients of a random head would damage the trained layers. Position embeddings of
+            another image size are interpolated, and the first convolution is adapted to other
+            input channels.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
@@ -164,7 +166,7 @@ def fit_weights(
         shapes = [(weights[k].shape, own[k].shape) for k in head if k in weights]
         if any(stored == now or stored[1:] != now[1:] for stored, now in shapes):
             head = []
-        weights |= {name: own[name] for name in head}
+        weights |= {name: torch.zeros_like(own[name]) for name in head}
     # The oldest weights of torchvision have no num_batches_tracked.
     found = {
         "missing": [k for k in own if k not in weights and not k.endswith("num_batches_tracked")],
@@ -179,7 +181,7 @@ def fit_weights(
         )
     if head:
         logger.warning(
-            "%s: %s keep their initial weights: the file has no head for these %d classes",
+            "%s: %s start at zero: the file has no head for these %d classes",
             *(origin, ", ".join(head), own[head[0]].shape[0]),
         )
     own.update(weights)  # it has the versions of the layers, which MNASNet requires

@@ -19,7 +19,7 @@ from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_con
 from models.published import address
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
-from models.weights import fit_weights
+from models.weights import fit_weights, head_of
 
 # The trainer decides these arguments, or they would change the outputs or read another file.
 RESERVED = (
@@ -63,7 +63,7 @@ def build(
         image_size: S, for models whose parameters depend on it.
         in_channels: C. The first convolution over three channels takes so many instead.
         pretrained: download and load the published weights. If the number of classes differs, the
-            head keeps its initial weights; if C differs, see `fit_weights`.
+            head is set to zero; if C differs, see `fit_weights`.
         args: further arguments of the model's function, and blur_pool for any model.
     """
     options = dict(args or {})
@@ -177,6 +177,10 @@ def _of_timm(
     fixed = getattr(embed, "strict_img_size", False) and getattr(embed, "img_size", None)
     if fixed and fixed != (image_size, image_size):
         model = timm.create_model(name, img_size=image_size, **common)
+    stated = getattr(model, "pretrained_cfg", None) or {}
+    if pretrained and stated.get("num_classes") != num_classes:
+        for head in head_of(model):
+            nn.init.zeros_(model.get_parameter(head))
     return model
 
 

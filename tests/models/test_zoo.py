@@ -14,6 +14,7 @@ from torch import nn
 
 import models
 from conf.schema import Model, UserError
+from models import zoo
 from models.weights import fit_weights, load_weights, resize_positions, write_safetensors
 from models.zoo import OURS, import_torchvision
 from scripts.lib.trained import sizes_in
@@ -185,7 +186,7 @@ def test_weights_from_a_checkpoint_are_the_validated_ones(tmp_path: Path, averag
 
 
 @pytest.mark.parametrize("stored_classes", [10, None])
-def test_head_that_does_not_fit_keeps_its_weights(
+def test_head_that_does_not_fit_starts_at_zero(
     stored_classes: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The file has another number of classes, or no head."""
@@ -193,16 +194,27 @@ def test_head_that_does_not_fit_keeps_its_weights(
     if stored_classes is None:
         stored = {k: v for k, v in stored.items() if not k.startswith("fc.")}
     model = tiny(num_classes=3)
-    fresh = {k: v.clone() for k, v in model.state_dict().items()}
     fit_weights(model, dict(stored), origin="test", new_head=True)
     now = model.state_dict()
-    assert all(torch.equal(now[k], (fresh if k.startswith("fc.") else stored)[k]) for k in now)
+    assert all(torch.equal(now[k], stored[k]) for k in now if not k.startswith("fc."))
+    assert not now["fc.weight"].any() and not now["fc.bias"].any()
     assert caplog.messages == [
-        "test: fc.weight, fc.bias keep their initial weights: the file has no head for these 3 "
-        "classes"
+        "test: fc.weight, fc.bias start at zero: the file has no head for these 3 classes"
     ]
     with pytest.raises(UserError, match=r"such as fc.weight; check"):
         fit_weights(model, dict(stored), origin="test")
+
+
+@pytest.mark.parametrize("classes", [3, 10])
+def test_a_new_head_of_timm_starts_at_zero(tmp_path: Path, classes: int) -> None:
+    """timm draws it from a wide distribution: the first loss was 7.5 instead of log(17)."""
+    stored = timm_module("models").create_model("resnet10t", num_classes=10)
+    torch.save(stored.state_dict(), tmp_path / "weights.pth")
+    file = {"file": str(tmp_path / "weights.pth"), "num_classes": 10}
+    args = {"pretrained_cfg_overlay": file}  # instead of a download; users cannot give it
+    model = zoo._of_timm("resnet10t", classes, 32, True, args)
+    assert torch.equal(model.conv1[0].weight, stored.conv1[0].weight)  # type: ignore
+    assert bool(model.fc.weight.any()) == (classes == 10)  # type: ignore
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -211,7 +223,7 @@ def test_head_that_does_not_fit_keeps_its_weights(
     [
         (["cat", "dog"], None),
         (["car", "cup"], "WARNING .*: the file has no head for these 2 classes"),
-        (["dog", "cat"], "WARNING .* keep their initial weights"),
+        (["dog", "cat"], "WARNING .* start at zero"),
         ([], "INFO .* does not name its classes: .* are those of the training, in order"),
     ],
 )
@@ -231,8 +243,8 @@ def test_the_head_of_other_classes_is_not_kept(
         write_safetensors(path, stored, {"classes": json.dumps(named)})
     with caplog.at_level("INFO"):
         load_weights(model, path, ("cat", "dog"))
-    fresh = tiny(2).state_dict() if "WARNING" in (message or "") else stored
-    assert torch.equal(model.state_dict()["fc.weight"], fresh["fc.weight"])
+    kept = 0 if "WARNING" in (message or "") else 1
+    assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
     assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
