@@ -150,11 +150,10 @@ def fit_weights(
 
     Args:
         origin: the beginning of messages.
-        new_head: they are the initial weights of a training. If they have no head, or one for
-            another number of classes, the head is set to zero, as in ViT (arXiv 2010.11929): the
-            gradients of a random head would damage the trained layers. Position embeddings of
-            another image size are interpolated, and the first convolution is adapted to other
-            input channels.
+        new_head: they are the initial weights of a training. If they have no head of this number
+            of classes, it is set to zero as in ViT (arXiv 2010.11929): gradients of a random head
+            would damage the trained layers. Position embeddings of another image size are
+            interpolated, and the first convolution is adapted to other input channels.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
@@ -217,11 +216,8 @@ def _resized(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     """Return weights for RGB, [N, 3, H, W], for other images, [N, channels, H, W].
 
-    As timm's adapt_input_conv: for grey images the sum over RGB, else repeated in order and scaled,
-    so that the outputs keep their size.
+    As timm: for grey images the sum over RGB, else repeated and scaled to keep the outputs' size.
     """
-    if channels == 3:
-        return weight
     if channels == 1:
         return weight.sum(1, keepdim=True)
     return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)

@@ -39,9 +39,8 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 def available() -> list[str]:
     """All names that `build` accepts, except those of timm."""
     vision = import_torchvision().models
-    two_outputs = ("googlenet", "inception_v3")
-    names = [name for name in vision.list_models(module=vision) if name not in two_outputs]
-    return sorted([*OURS, *names])
+    two_outputs = {"googlenet", "inception_v3"}
+    return sorted({*OURS, *vision.list_models(module=vision)} - two_outputs)
 
 
 def build(
@@ -177,8 +176,7 @@ def _of_timm(
     fixed = getattr(embed, "strict_img_size", False) and getattr(embed, "img_size", None)
     if fixed and fixed != (image_size, image_size):
         model = timm.create_model(name, img_size=image_size, **common)
-    stated = getattr(model, "pretrained_cfg", None) or {}
-    if pretrained and stated.get("num_classes") != num_classes:
+    if pretrained and getattr(model, "pretrained_cfg", {}).get("num_classes") != num_classes:
         for head in head_of(model):
             nn.init.zeros_(model.get_parameter(head))
     return model
