@@ -373,7 +373,7 @@ def _read_cache(cache: Path) -> Arrays | None:
         with open_regular(cache) as file, np.load(file, allow_pickle=False) as stored:
             scan = dict(stored)
         same = np.array_equal(_stamps(scan["files"].tolist()), scan["stamps"])
-        return scan if same and scan["format"] == CACHE_FORMAT else None
+        return scan if scan.pop("format").tolist() == [CACHE_FORMAT, len(scan)] and same else None
     except Exception:  # zipfile and numpy raise almost anything on a damaged file
         return None
 
@@ -384,7 +384,7 @@ def _write_cache(cache: Path, scan: Arrays) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            np.savez(file, format=CACHE_FORMAT, **scan)  # type: ignore[arg-type]
+            np.savez(file, format=[CACHE_FORMAT, len(scan)], **scan)  # type: ignore[arg-type]
         temporary.replace(cache)
     except OSError as error:
         with suppress(OSError):
