@@ -99,14 +99,6 @@ def test_diff_is_short_and_applies(heading: str) -> None:
     check_applies(GUIDE[heading])
 
 
-def test_it_trains(tree: Path, tmp_path: Path) -> None:
-    """One task; the others take as long."""
-    heading = "A number per image"
-    fork = prepared(tree, tmp_path / "tree", heading, "cpu")
-    fork.run(GUIDE[heading].commands[-1])
-    check_score(heading, fork.newest)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", TASKS)
 def test_it_trains_and_resumes(heading: str, tree: Path, tmp_path: Path) -> None:
