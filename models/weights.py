@@ -151,9 +151,9 @@ def fit_weights(
     Args:
         origin: the beginning of messages.
         new_head: they are the initial weights of a training. If they have no head of this number
-            of classes, it is set to zero as in ViT (arXiv 2010.11929): gradients of a random head
-            would damage the trained layers. Position embeddings of another image size are
-            interpolated, and the first convolution is adapted to other input channels.
+            of classes, it is set to zero as in ViT (arXiv 2010.11929), as gradients of a random
+            head would damage the trained layers; but not a convolution, which a ReLU may follow, as
+            in SqueezeNet. Positions of another image size and other input channels are adapted.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
@@ -165,7 +165,7 @@ def fit_weights(
         shapes = [(weights[k].shape, own[k].shape) for k in head if k in weights]
         if any(stored == now or stored[1:] != now[1:] for stored, now in shapes):
             head = []
-        weights |= {name: torch.zeros_like(own[name]) for name in head}
+        weights |= {k: own[k] if own[k].ndim == 4 else torch.zeros_like(own[k]) for k in head}
     # The oldest weights of torchvision have no num_batches_tracked.
     found = {
         "missing": [k for k in own if k not in weights and not k.endswith("num_batches_tracked")],
@@ -180,7 +180,7 @@ def fit_weights(
         )
     if head:
         logger.warning(
-            "%s: %s start at zero: the file has no head for these %d classes",
+            "%s: %s are new: the file has no head for these %d classes",
             *(origin, ", ".join(head), own[head[0]].shape[0]),
         )
     own.update(weights)  # it has the versions of the layers, which MNASNet requires

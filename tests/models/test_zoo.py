@@ -191,10 +191,18 @@ def test_head_that_does_not_fit_starts_at_zero(
     assert all(torch.equal(now[k], stored[k]) for k in now if not k.startswith("fc."))
     assert not now["fc.weight"].any() and not now["fc.bias"].any()
     assert caplog.messages == [
-        "test: fc.weight, fc.bias start at zero: the file has no head for these 3 classes"
+        "test: fc.weight, fc.bias are new: the file has no head for these 3 classes"
     ]
     with pytest.raises(UserError, match=r"such as fc.weight; check"):
         fit_weights(model, dict(stored), origin="test")
+
+
+def test_a_new_head_before_a_relu_learns() -> None:
+    stored = models.build("squeezenet1_1", num_classes=10, image_size=32).state_dict()
+    model = models.build("squeezenet1_1", num_classes=3, image_size=32)
+    fit_weights(model, stored, origin="test", new_head=True)
+    model(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert model.get_parameter("features.0.weight").grad.any()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("classes", [3, 10])
@@ -215,7 +223,7 @@ def test_a_new_head_of_timm_starts_at_zero(tmp_path: Path, classes: int) -> None
     [
         (["cat", "dog"], None),
         (["car", "cup"], "WARNING .*: the file has no head for these 2 classes"),
-        (["dog", "cat"], "WARNING .* start at zero"),
+        (["dog", "cat"], "WARNING .* are new"),
         ([], "INFO .* does not name its classes: .* are those of the training, in order"),
     ],
 )
