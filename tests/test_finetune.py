@@ -230,13 +230,16 @@ def test_sizes_are_checked_with_the_decided_values(pretrained: Path) -> None:
         decided(36, *typed, "train.epochs=20")
 
 
-def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale", [[{"resize": {"size": 36, "interpolation": "bicubic"}}], []])
+def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path, scale: Any) -> None:
+    """Without a resize, the weights were validated on images of exactly 32 px."""
     content = checkpoint.load(checkpoint.find(pretrained))
-    bicubic = [{"resize": {"size": 36, "interpolation": "bicubic"}}, {"center_crop": {"size": 32}}]
-    content["config"]["augment.val"] = bicubic
+    content["config"]["augment.val"] = [*scale, {"center_crop": {"size": 32}}]
+    content["config"]["augment.train"] = [{"random_resized_crop": {"interpolation": "bicubic"}}]
     torch.save(content, tmp_path / "bicubic.pt")
     values = decided(36, f"model.weights={tmp_path / 'bicubic.pt'}")
-    assert values["augment.val"] == bicubic
+    assert values["augment.val"][0]["resize"]["size"] == (36 if scale else 32)
+    assert values["augment.val"][1] == {"center_crop": {"size": 32}}
     crop = values["augment.train"][0]["random_resized_crop"]
     assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
 

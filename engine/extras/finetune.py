@@ -94,6 +94,11 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
         stated = models.published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})
+    val = values.get("augment.val")
+    if val and "resize" not in str(val):  # it was for images of that size; others are scaled to it
+        kind = "bicubic" if "bicubic" in str(values["augment.train"]) else "bilinear"
+        scale = {"size": values["data.val_size"], "interpolation": kind}
+        values = {**values, "augment.val": [{"resize": scale}, *val]}
     keys = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
     keys += [] if names_model else ["model.name", "model.args"]
     values = {key: values[key] for key in keys if key in values}
