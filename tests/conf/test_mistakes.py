@@ -195,8 +195,13 @@ def test_mistakes_are_found_before_the_demo_is_drawn(
         "data.root=photos": "data.root=",
     }.items():
         assert refusal("data=demo", "train.device=cpu", override).startswith(line)
-    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
-    assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
+    with monkeypatch.context() as low:
+        low.setattr(machine, "free_memory", lambda: 1 << 10)
+        assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
+    monkeypatch.setattr("pipeline.demo.images.COUNTS", {"train": 40, "val": 20})
+    for steps in (1, 2):  # the first start draws it, the second resumes the first
+        words = [*SMALL, "data=demo", "run.dir=run", f"train.max_steps={steps}"]
+        assert train.main(cli.load(words)) == 0
 
 
 def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path) -> None:
