@@ -61,8 +61,8 @@ def build(
         name: from `available()`, or `timm/<name>`.
         image_size: S, for models whose parameters depend on it.
         in_channels: C. The first convolution over three channels takes so many instead.
-        pretrained: download and load the published weights. If the number of classes differs, the
-            head is set to zero; if C differs, see `fit_weights`.
+        pretrained: download and load the published weights. If the number of classes or C differs,
+            see `fit_weights`.
         args: further arguments of the model's function, and blur_pool for any model.
     """
     options = dict(args or {})
@@ -177,8 +177,8 @@ def _of_timm(
     if fixed and fixed != (image_size, image_size):
         model = timm.create_model(name, img_size=image_size, **common)
     if pretrained and getattr(model, "pretrained_cfg", {}).get("num_classes") != num_classes:
-        for head in head_of(model):
-            nn.init.zeros_(model.get_parameter(head))
+        own = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
+        fit_weights(model, own, origin="model.weights=pretrained", new_head=True)
     return model
 
 

@@ -77,7 +77,8 @@ def test_unknown_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("resnet18", {"norm_layer": "x"}, "norm_layer: x} .*not callable"),
         ("resnet18", {"num_classes": 3}, "num_classes follows from other keys"),
         ("timm/resnet18", {"checkpoint_path": "x"}, "checkpoint_path follows from other keys"),
-        ("convnext_tiny", {"stochastic_depth_prob": "x"}, "stochastic_depth_prob: give a number"),
+        ("convnext_tiny", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
+        ("vit_b_32", {"dropout": "x"}, "dropout: give a number"),
         ("mobilenet_v3_small", {"stochastic_depth_prob": 0.1}, "it has no stochastic depth"),
         ("resnet18", {"blur_pool": "yes"}, "blur_pool needs true or false"),
         ("vit_b_32", {"blur_pool": True}, "and strided convolutions"),
@@ -157,8 +158,7 @@ def test_input_channels(name: str) -> None:
 def test_pretrained_weights_for_other_channels(channels: int) -> None:
     weight = torch.randn(4, 3, 2, 2)
     model = nn.Sequential(nn.Conv2d(channels, 4, 2), nn.Flatten(), nn.Linear(4, 2))
-    stored = {"0.weight": weight, "0.bias": torch.zeros(4)}
-    fit_weights(model, stored, origin="test", new_head=True)
+    fit_weights(model, {"0.weight": weight, "0.bias": torch.zeros(4)}, origin="test", new_head=True)
     found = model.state_dict()["0.weight"]
     repeated = [weight[:, c % 3] * 3 / channels for c in range(channels)]
     expected = weight.sum(1, keepdim=True) if channels == 1 else torch.stack(repeated, 1)
@@ -198,6 +198,7 @@ def test_head_that_does_not_fit_starts_at_zero(
 
 
 def test_a_new_head_before_a_relu_learns() -> None:
+    torch.manual_seed(0)
     stored = models.build("squeezenet1_1", num_classes=10, image_size=32).state_dict()
     model = models.build("squeezenet1_1", num_classes=3, image_size=32)
     fit_weights(model, stored, origin="test", new_head=True)
@@ -206,15 +207,20 @@ def test_a_new_head_before_a_relu_learns() -> None:
 
 
 @pytest.mark.parametrize("classes", [3, 10])
-def test_a_new_head_of_timm_starts_at_zero(tmp_path: Path, classes: int) -> None:
+@pytest.mark.parametrize(("name", "zero"), [("resnet10t", True), ("dla46x_c", False)])
+def test_a_new_head_of_timm_starts_at_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, zero: bool, classes: int
+) -> None:
     """timm draws it from a wide distribution: the first loss of 6 classes was 7 to 9, not 1.8."""
-    stored = timm_module("models").create_model("resnet10t", num_classes=10)
+    stored = timm_module("models").create_model(name, num_classes=10)  # DLA's is a convolution
     torch.save(stored.state_dict(), tmp_path / "weights.pth")
-    stands_for_a_download = {"file": str(tmp_path / "weights.pth"), "num_classes": 10}
-    args = {"pretrained_cfg_overlay": stands_for_a_download}
-    model = zoo._of_timm("resnet10t", classes, 32, True, args)
-    assert torch.equal(model.conv1[0].weight, stored.conv1[0].weight)  # type: ignore
-    assert bool(model.fc.weight.any()) == (classes == 10)  # type: ignore
+    download = {"file": str(tmp_path / "weights.pth"), "num_classes": 10}  # stands for one
+    model = zoo._of_timm(name, classes, 32, True, {"pretrained_cfg_overlay": download})
+    now, was = model.state_dict(), stored.state_dict()
+    assert all(torch.equal(now[k], was[k]) for k in now if classes == 10 or "fc." not in k)
+    assert bool(now["fc.weight"].any()) == (classes == 10 or not zero)
+    message = "model.weights=pretrained: fc.weight, fc.bias are new: the file has no head for these"
+    assert caplog.messages == ([] if classes == 10 else [f"{message} 3 classes"])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -237,8 +243,7 @@ def test_the_head_of_other_classes_is_not_kept(
     """Also if their number is that of the training: its logits would be of other classes."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     if suffix == ".pt":
-        content = {"state": {"model": stored, "ema": None}, "plan": {"classes": named}}
-        torch.save(content, path)
+        torch.save({"state": {"model": stored, "ema": None}, "plan": {"classes": named}}, path)
     else:
         write_safetensors(path, stored, {"classes": json.dumps(named)})
     with caplog.at_level("INFO"):
@@ -272,8 +277,7 @@ def test_positions_as_in_timm(tokens: int) -> None:
     positions = torch.randn(1, tokens + 14 * 14, 8)
     for side in (7, 10, 24):
         resized = resize_positions(positions, tokens + side**2, antialias=True)
-        theirs = resample(positions, [side, side], num_prefix_tokens=tokens)
-        assert torch.equal(resized, theirs)
+        assert torch.equal(resized, resample(positions, [side, side], num_prefix_tokens=tokens))
 
 
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
