@@ -90,8 +90,7 @@ class RandomResizedCrop:
         box, interpolation = self.box(*picture.size, rng), self.interpolation
         if interpolation == "random":
             interpolation = INTERPOLATIONS[rng.random() < 0.5]
-        size = self.size, self.size
-        return picture.resized(size, box, interpolation=interpolation, quick=True)
+        return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
         """Draw a region as torchvision does: ten tries, then the largest centred valid region."""

@@ -143,8 +143,7 @@ def run_task(task: Task, sources: Sequence[Source], read_ahead: int = 0) -> Repl
     except BadImageError as error:
         return Reply(error=str(error))
     except LoaderError as error:
-        trace = "".join(traceback.format_exception(error.__cause__))
-        return Reply(error=str(error), trace=trace)
+        return Reply(error=str(error), trace="".join(traceback.format_exception(error.__cause__)))
     return Reply(
         rows=len(rows),
         seconds=time.perf_counter() - started,

@@ -132,10 +132,9 @@ def test_frozen_stages_and_resume_bit_by_bit(
     program: Program, pretrained: Path, tmp_path: Path
 ) -> None:
     """With layer-wise decay and a moving average; frozen parameters have no optimiser state."""
-    options = ["model.freeze=layer1", "optim.layer_decay=0.5", "train.ema_decay=0.9"]
-    options += ["train.epochs=4"]
+    options = ["optim.layer_decay=0.5", "train.ema_decay=0.9", "train.epochs=4"]
     for more in ([f"run.dir={tmp_path}/whole"], ["train.max_steps=3"], []):
-        assert program(*options, *more)[0] == 0
+        assert program("model.freeze=layer1", *options, *more)[0] == 0
     state = stored(tmp_path / "run")
     assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
     before = frozen_tensors(stored(pretrained)["model"])
@@ -145,7 +144,7 @@ def test_frozen_stages_and_resume_bit_by_bit(
     with_gradient = [v for v in trained if v.is_floating_point()]
     assert 0 < len(state["optimizer"]["state"]) < len(with_gradient)  # not the statistics
     assert {group["lr_scale"] for group in state["optimizer"]["param_groups"]} == {1, 0.5, 0.25}
-    status, _, err = program("optim.layer_decay=0.5", "train.ema_decay=0.9", "train.epochs=4")
+    status, _, err = program(*options)
     assert status == 2 and "model.freeze was layer1, is null; model.freeze cannot change" in err
 
 

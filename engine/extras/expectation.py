@@ -106,9 +106,8 @@ class Expectation:
         """
         if self._final is None or row.get("step") != self._plan.schedule_steps:
             return None
-        name = self._value.name
+        name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
         difference = round(row[name] - self._final[name], 4)
-        std, runs = self._final["std"], self._final["runs"] or 0
         spread = verdict = None
         if std is not None and runs > 1:
             spread = round(half_width(std, runs, GOOD_SIGMAS), 4)

@@ -66,8 +66,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
-        batch_size = min(LARGEST_BATCH, suited_batch(images), images)
-        batch_size = max(1, batch_size // ranks) * ranks
+        batch_size = max(1, min(LARGEST_BATCH, suited_batch(images), images) // ranks) * ranks
     if "train.epochs" not in typed:
         epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
     return {

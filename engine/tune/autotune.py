@@ -149,8 +149,7 @@ def measure(benchmark: Benchmark) -> Tuned:
     decoder, fewest = best_setting(trials)
     trial, workers = trials[decoder][fewest], fewest
     if benchmark.world.size > 1 and decoder not in ON_GPU and not trial.slowed:
-        reserve = min(benchmark.max_workers(decoder), math.ceil(RESERVE * fewest))
-        workers = max(fewest, reserve)
+        workers = max(fewest, min(benchmark.max_workers(decoder), math.ceil(RESERVE * fewest)))
     benchmark.configure(decoder, workers, demand)
     if tried and feed.train.cuda:  # a GPU that has become warm lowers its clock
         demand = benchmark.measure_step(resident, rounds=2)

@@ -179,8 +179,7 @@ def test_a_mistake_under_srun_is_printed_once_per_node(
     task: str, mistake: str, printed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    variables = STEP | {"SLURM_LOCALID": task}
-    done = run_python("train.py", mistake, "data.root=/nowhere", **variables)
+    done = run_python("train.py", mistake, "data.root=/nowhere", **STEP | {"SLURM_LOCALID": task})
     assert done.returncode == 2
     assert done.stderr.startswith(printed) and done.stderr.count("\n") == len(printed[:1])
 

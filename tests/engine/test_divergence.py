@@ -47,8 +47,7 @@ def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainStat
 
 
 def random_batch(step: int) -> Batch:
-    rng = torch.Generator().manual_seed(step)
-    images = torch.randn(4, 3, 2, 2, generator=rng)
+    images = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(step))
     return batch_of(step, image=images, label=torch.arange(4) % CLASSES)
 
 

@@ -71,8 +71,7 @@ def test_what_scikit_learn_refuses() -> None:
 def test_values_of_a_validation_of_two_classes() -> None:
     """The images are the logits. As probabilities, those of the first two would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
-    label = torch.tensor([0, 1, 0, 1, 0])
-    batch = batch_of(image=logits, label=label)
+    batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
     values, rows = found.gather(ALONE)
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)

@@ -14,8 +14,7 @@ def test_table_of_imagenet() -> None:
     digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
     weights = import_torchvision().models.ResNet18_Weights.IMAGENET1K_V1
-    categories = weights.meta["categories"]
-    assert list(names.values()) == categories
+    assert list(names.values()) == weights.meta["categories"]
 
 
 def test_readable() -> None:

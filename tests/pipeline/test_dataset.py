@@ -126,8 +126,7 @@ def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -
     rings = gpu_part().file_buffers(1, 8, 1 << 20)
     rows = gpu_part().EncodedRows(*(SharedArray(*ring) for ring in rings.values()), 48)
     source = Source(dataset, {}, SharedArray((1, 8, 2), np.int64), rows)
-    writer = gpu_part().FileWriter(source, 0, range(8))
-    assert writer.write(0, 0, 0) is None
+    assert gpu_part().FileWriter(source, 0, range(8)).write(0, 0, 0) is None
     assert dataset.labels is None  # a number, and no class
 
 

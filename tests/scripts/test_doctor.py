@@ -273,8 +273,7 @@ def test_class_order(
     names: Any, status: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case = case_of(tmp_path)
-    index = SimpleNamespace(classes=tuple(names))
-    monkeypatch.setattr(case, "splits", lambda: {"train": index})
+    monkeypatch.setattr(case, "splits", lambda: {"train": SimpleNamespace(classes=tuple(names))})
     row = only(data_checks.class_order(case))
     assert row.status == status and row.found.startswith(text)
 

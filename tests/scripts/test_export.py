@@ -137,8 +137,7 @@ def test_models(trained: Trained, tmp_path: Path, build: Any, to: str) -> None:
 @pytest.mark.gpu
 def test_self_check_on_a_gpu(trained: Trained, files: FolderDataset, tmp_path: Path) -> None:
     config = replace(trained.config, train=replace(trained.config.train, device="cuda"))
-    job = job_for(replace(trained, config=config))
-    lines = export.export(job, tmp_path / "a.pt2", files)
+    lines = export.export(job_for(replace(trained, config=config)), tmp_path / "a.pt2", files)
     assert lines[1].startswith(f"self-check: {FILES} of {FILES} ")
 
 

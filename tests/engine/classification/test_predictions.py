@@ -181,8 +181,7 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
             loaded.append(index)
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
-    split = Images(IMAGES, CLASSES, 8)
-    drawn = found.draw(NAMES, split)
+    drawn = found.draw(NAMES, Images(IMAGES, CLASSES, 8))
     assert loaded == found.worst(16)
     sheet = np.asarray(drawn["val/worst"])
     for i, index in enumerate(loaded):
