@@ -30,6 +30,7 @@ FAST = [
     "train.validate_every_epochs=1000",
     "augment.train=[{center_crop: {size: 32}}]",  # a flip would change the angle
 ]
+BICUBIC = {"size": 256, "interpolation": "bicubic"}
 Program = Callable[..., tuple[int, str, str]]
 
 
@@ -197,12 +198,7 @@ def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
     [
         # torchvision states the preprocessing of its files.
         ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, "wide_resnet50_2", {"size": 232}),
-        (
-            "efficientnet_b0_rwightman-7f5810bc.pth",
-            lambda w: w,
-            "efficientnet_b0",
-            {"size": 256, "interpolation": "bicubic"},
-        ),
+        ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
         ("a.pth", lambda w: w, "resnet50", None),
         ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
@@ -229,18 +225,19 @@ def test_sizes_are_checked_with_the_decided_values(pretrained: Path) -> None:
         decided(36, *typed, "train.epochs=20")
 
 
-@pytest.mark.parametrize("scale", [[{"resize": {"size": 36, "interpolation": "bicubic"}}], []])
-def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path, scale: Any) -> None:
-    """Without a resize, the weights were validated on images of exactly 32 px."""
+@pytest.mark.parametrize(("scale", "crops"), [(BICUBIC, ["x"]), (None, ["bicubic"]), (None, [])])
+def test_interpolation(pretrained: Path, tmp_path: Path, scale: Any, crops: list[str]) -> None:
+    """Without a resize, the weights were validated on images of 32 px. Exports have no crops."""
     content = checkpoint.load(checkpoint.find(pretrained))
-    content["config"]["augment.val"] = [*scale, {"center_crop": {"size": 32}}]
-    content["config"]["augment.train"] = [{"random_resized_crop": {"interpolation": "bicubic"}}]
-    torch.save(content, tmp_path / "bicubic.pt")
-    values = decided(36, f"model.weights={tmp_path / 'bicubic.pt'}")
-    assert values["augment.val"][0]["resize"]["size"] == (36 if scale else 32)
-    assert values["augment.val"][1] == {"center_crop": {"size": 32}}
+    crop, kind = {"center_crop": {"size": 32}}, "bicubic" if scale or crops else "bilinear"
+    stated = {"augment.val": [{"resize": scale}, crop] if scale else [crop], "augment.train": crops}
+    content["config"] = {k: v for k, v in (content["config"] | stated).items() if v != []}
+    weights = saved(tmp_path / "a.pt", "resnet_tiny", lambda weights: content)
+    values, sides = decided(36, weights), ["data.image_size=48", "data.val_size=48"]
+    assert values["augment.val"] == [{"resize": scale or {"size": 32, "interpolation": kind}}, crop]
+    assert decided(36, weights, *sides)["augment.val"][1] == {"center_crop": {"size": 48}}
     crop = values["augment.train"][0]["random_resized_crop"]
-    assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
+    assert (crop["size"], crop.get("interpolation", "bilinear")) == (32, kind)
 
 
 def test_preprocessing_of_timm_models(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import models
 from conf.compose import load
-from conf.schema import Config, UserError, typed_keys
+from conf.schema import Config, UserError, typed_keys, with_size
 from engine import checkpoint
 from engine.distributed import World
 from engine.plan import suited_batch
@@ -93,11 +93,11 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
         stated = models.published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})
-    val = values.get("augment.val")
-    if val and "resize" not in str(val):  # it was for images of that size; others are scaled to it
-        kind = "bicubic" if "bicubic" in str(values["augment.train"]) else "bilinear"
-        scale = {"size": values["data.val_size"], "interpolation": kind}
-        values = {**values, "augment.val": [{"resize": scale}, *val]}
+    val, size = values.get("augment.val"), values.get("data.val_size")
+    if val and "resize" not in str(val).lower():  # of files of about this size: scale others to it
+        kind = "bicubic" if "bicubic" in str(values.get("augment.train")) else "bilinear"
+        val = [{"resize": {"size": size, "interpolation": kind}}, *val]
+    values = values | ({"augment.val": with_size(val, size, "${data.val_size}")} if val else {})
     keys = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
     keys += [] if names_model else ["model.name", "model.args"]
     values = {key: values[key] for key in keys if key in values}
