@@ -195,7 +195,7 @@ class DemoDataset(FolderDataset):
 
     def prepare(self) -> None:
         draw_dataset(self.root)
-        vars(self).pop("_sampled", None)  # the plan read it before the files existed
+        vars(self).pop("_sampled", None)  # the plan sampled the files before they existed
 
 
 def _marker() -> str:
