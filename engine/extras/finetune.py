@@ -93,7 +93,7 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
         stated = models.published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})
-    val, size = values.get("augment.val"), values.get("data.val_size")
+    val, size = values.get("augment.val"), values.get("data.val_size", 0)
     if val and "resize" not in str(val).lower():  # of files of about this size: scale others to it
         kind = "bicubic" if "bicubic" in str(values.get("augment.train")) else "bilinear"
         val = [{"resize": {"size": size, "interpolation": kind}}, *val]
