@@ -353,7 +353,7 @@ class Model:
     sync_bn: bool = key(False, BOTH)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
-    """memory format NHWC: auto is true for convnets on a GPU"""
+    """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", SPEED, COMPILE)
     """torch.compile mode: auto is off on a CPU; on a GPU off, default or tuned, by the length of
     the run; tuned searches the block sizes of every kernel, which takes minutes; recompute needs

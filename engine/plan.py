@@ -287,7 +287,7 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
     average = None if decay is None else MovingAverage(model, decay)
     channels_last = config.model.channels_last
     if channels_last == "auto":
-        channels_last = on_gpu and models.is_convnet(model)
+        channels_last = models.prefers_channels_last(model, device.type)
     state = TrainState(model, build_optimizer(model, config.optim), average)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,

@@ -195,6 +195,6 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
         rewrite(model, channels_last=channels_last)
 
 
-def is_convnet(model: nn.Module) -> bool:
-    """Whether channels_last makes the model faster. A transformer has only its patch embedding."""
-    return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+def prefers_channels_last(model: nn.Module, device: str) -> bool:
+    """Whether channels_last is faster: for convnets, also on CPUs (docs/costs.md)."""
+    return device in ("cuda", "cpu") and sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1

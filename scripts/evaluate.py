@@ -128,8 +128,9 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     datasets.prepare()
     classes = label_by_name(trained, datasets)
     trained.check_size(datasets.val_size)
-    plan = loader_plan(trained, datasets, world)
-    model = MirrorAverage(trained.build(device)) if flip else trained.build(device)
+    model = trained.build(device)
+    network = MirrorAverage(model) if flip else model
+    plan = loader_plan(trained, datasets, world, channels_last=trained.channels_last(model, device))
     began = time.perf_counter()
     world.set_section("evaluation")
     with (
@@ -139,7 +140,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     ):
         parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
         batches = batches_of(feed, parts, world)
-        (found,) = evaluate([model], train.validation_values, batches, world)
+        (found,) = evaluate([network], train.validation_values, batches, world)
     values, rows = found.gather(world)
     seconds = time.perf_counter() - began
     summary = {
@@ -222,14 +223,16 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     return found
 
 
-def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPlan:
+def loader_plan(
+    trained: Trained, datasets: Datasets, world: World, *, channels_last: bool
+) -> LoaderPlan:
     """Plan the loader: as many workers as the cores allow, and no more than there is work for."""
     plan = plan_loader(
         trained.config,
         datasets,
         world,
         dtype=dtype_of(trained.precision(world.device)),
-        channels_last=trained.channels_last(world.device),
+        channels_last=channels_last,
     )
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = min(plan.workers, tasks)

@@ -177,7 +177,7 @@ class Predictor:
         self.model, self.device = trained.build(device), device
         self.last_input = watch_head(self.model) if features else []
         dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
-        channels_last = trained.channels_last(device)
+        channels_last = trained.channels_last(self.model, device)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
         highest = Field(self.dtype).highest
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)

@@ -73,12 +73,12 @@ class Trained:
         """Return the precision for a device: fp32, tf32, bf16 or fp16."""
         return choose_precision(self.config.train.precision, device)
 
-    def channels_last(self, device: torch.device) -> bool:
-        """Return the memory format for a device."""
+    def channels_last(self, model: nn.Module, device: torch.device) -> bool:
+        """Return the memory format for a model on a device."""
         choice = self.config.model.channels_last
         if choice != "auto":
             return bool(choice)
-        return device.type == "cuda" and models.is_convnet(self._on_meta())
+        return models.prefers_channels_last(model, device.type)
 
     def check_size(self, size: int) -> int:
         """Return the operations for one image. Raises UserError: the model takes no such size."""
@@ -99,7 +99,7 @@ class Trained:
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))
         model = model.to(device)
-        channels_last = self.channels_last(device)
+        channels_last = self.channels_last(model, device)
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True

@@ -55,7 +55,9 @@ def test_names_and_sizes(name: str, count: int) -> None:
         model = models.build(name, num_classes=10, image_size=64).eval()
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == count
-    assert models.is_convnet(model) == ("vit" not in name and "swin" not in name)
+    convnet = "vit" not in name and "swin" not in name
+    for device, allowed in {"cuda": True, "cpu": True, "mps": False}.items():
+        assert models.prefers_channels_last(model, device) == (allowed and convnet)
 
 
 @pytest.mark.parametrize("name", ["resnet51", "", "os.system", "googlenet", "timm/resnet18"])
