@@ -1,5 +1,6 @@
 """Micro-batches that fit into the memory; out of GPU memory: one line with a train.micro_batch."""
 
+import gc
 import re
 import shutil
 from collections.abc import Iterator
@@ -267,10 +268,11 @@ def test_recompute_keeps_fewer_activations() -> None:
 
 @pytest.fixture
 def small_gpu() -> Iterator[None]:
-    """A GPU limited to 8 GiB, with an empty cache."""
+    """A GPU limited to 8 GiB and what earlier tests of this process hold, with an empty cache."""
+    gc.collect()
     torch.cuda.empty_cache()
-    _, total = torch.cuda.mem_get_info(CUDA)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, 8 * GIB / total), CUDA)
+    share = (8 * GIB + torch.cuda.memory_reserved(CUDA)) / torch.cuda.mem_get_info(CUDA)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), CUDA)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
     torch.cuda.empty_cache()
