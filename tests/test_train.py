@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -509,16 +510,15 @@ def test_disk_full(
 ) -> None:
     """A failed checkpoint ends the run in the next step; the next start resumes before it."""
     go("train.max_steps=3")
-    size = (folder / "checkpoints" / "step-00000003.pt").stat().st_size
-    save, runs = RunDirectory.save, list[RunDirectory]()
+    save, runs, begin = RunDirectory.save, list[RunDirectory](), threading.Event()
 
-    def save_and_note(self: RunDirectory, *arguments: Any) -> None:
-        save(self, *arguments)
+    def save_later(self: RunDirectory, state: TrainState, flush: Callable[[], None]) -> None:
+        save(self, state, lambda: flush() if begin.wait() else None)
         runs.append(self)
 
-    with monkeypatch.context() as patch, file_size_limit(size // 2):
-        patch.setattr(RunDirectory, "save", save_and_note)
-        at_step(5, lambda: wait_until(runs[-1].failed), patch)
+    with monkeypatch.context() as patch, file_size_limit(2**19):  # a checkpoint has 2.5 MB
+        patch.setattr(RunDirectory, "save", save_later)
+        at_step(5, lambda: (begin.set(), wait_until(runs[-1].failed)), patch)
         number, error = status()
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
