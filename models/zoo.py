@@ -196,5 +196,5 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
 
 
 def prefers_channels_last(model: nn.Module, device: str) -> bool:
-    """Whether channels_last is faster: for convnets, also on CPUs (docs/costs.md)."""
+    """Whether channels_last is faster: convnets, on CPUs too (docs/costs.md). ViT: one Conv2d."""
     return device in ("cuda", "cpu") and sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
