@@ -285,14 +285,11 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
         count_flops(model, shape, key="data.val_size, augment.val")
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
-    channels_last = config.model.channels_last
-    if channels_last == "auto":
-        channels_last = models.prefers_channels_last(model, device.type)
     state = TrainState(model, build_optimizer(model, config.optim), average)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "has_batch_norm": any(isinstance(m, _BatchNorm) for m in model.modules()),
-        "channels_last": channels_last,
+        "channels_last": models.use_channels_last(config.model.channels_last, model, device.type),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_by_size": flops,
         "state_bytes": state_bytes(state),

@@ -195,6 +195,9 @@ def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
         rewrite(model, channels_last=channels_last)
 
 
-def prefers_channels_last(model: nn.Module, device: str) -> bool:
-    """Whether channels_last is faster: convnets, on CPUs too (docs/costs.md). ViT: one Conv2d."""
-    return device in ("cuda", "cpu") and sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:
+    """Whether channels_last is used; auto: by convnets, on CPUs too (a ViT has only one Conv2d)."""
+    if choice != "auto":
+        return bool(choice)
+    convnet = sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+    return convnet and device in ("cuda", "cpu")

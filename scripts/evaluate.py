@@ -130,7 +130,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     trained.check_size(datasets.val_size)
     model = trained.build(device)
     network = MirrorAverage(model) if flip else model
-    plan = loader_plan(trained, datasets, world, channels_last=trained.channels_last(model, device))
+    plan = loader_plan(trained, model, datasets, world)
     began = time.perf_counter()
     world.set_section("evaluation")
     with (
@@ -223,16 +223,14 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     return found
 
 
-def loader_plan(
-    trained: Trained, datasets: Datasets, world: World, *, channels_last: bool
-) -> LoaderPlan:
+def loader_plan(trained: Trained, model: nn.Module, datasets: Datasets, world: World) -> LoaderPlan:
     """Plan the loader: as many workers as the cores allow, and no more than there is work for."""
     plan = plan_loader(
         trained.config,
         datasets,
         world,
         dtype=dtype_of(trained.precision(world.device)),
-        channels_last=channels_last,
+        channels_last=trained.channels_last(model, world.device),
     )
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = min(plan.workers, tasks)

@@ -513,7 +513,7 @@ def test_disk_full(
     save, runs, begin = RunDirectory.save, list[RunDirectory](), threading.Event()
 
     def save_later(self: RunDirectory, state: TrainState, flush: Callable[[], None]) -> None:
-        save(self, state, lambda: flush() if begin.wait() else None)
+        save(self, state, lambda: (begin.wait(), flush()))
         runs.append(self)
 
     with monkeypatch.context() as patch, file_size_limit(2**19):  # a checkpoint has 2.5 MB

@@ -75,10 +75,7 @@ class Trained:
 
     def channels_last(self, model: nn.Module, device: torch.device) -> bool:
         """Return the memory format for a model on a device."""
-        choice = self.config.model.channels_last
-        if choice != "auto":
-            return bool(choice)
-        return models.prefers_channels_last(model, device.type)
+        return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
     def check_size(self, size: int) -> int:
         """Return the operations for one image. Raises UserError: the model takes no such size."""

@@ -55,7 +55,7 @@ def test_names_and_sizes(name: str, count: int) -> None:
         model = models.build(name, num_classes=10, image_size=64).eval()
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == count
-    kinds = [kind for kind in ("cuda", "cpu", "mps") if models.prefers_channels_last(model, kind)]
+    kinds = [k for k in ("cuda", "cpu", "mps") if models.use_channels_last("auto", model, k)]
     assert kinds == ([] if "vit" in name or "swin" in name else ["cuda", "cpu"])
 
 
