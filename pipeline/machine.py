@@ -13,7 +13,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MEMORY, CPUS = Path("/proc/meminfo"), Path("/sys/devices/system/cpu")
 # Files with the limit and the usage including children, and the prefix in memory.stat of values
 # that include children: versions 2, 2 and 1.
 MEMORY_FILES = (
@@ -21,13 +22,13 @@ MEMORY_FILES = (
     ("memory.high", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-CPUS = Path("/sys/devices/system/cpu")
 # setrlimit(2) of macOS: the hard limit may be infinite, but the soft limit is at most OPEN_MAX.
 OPEN_MAX = 10240
+OPENED = 100  # files that this process has probably opened, for a system without /proc
 
 
 def cores() -> int:
-    """Hardware threads in the affinity mask of this process; without one, of the machine."""
+    """Hardware threads that this process may use."""
     return len(_affinity()) or os.cpu_count() or 1
 
 
@@ -36,11 +37,11 @@ def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def threads_per_core(cpus: Path = CPUS) -> int:
+def threads_per_core() -> int:
     """2 if two hardware threads share a core, else 1."""
     allowed = _affinity()
     try:
-        listed = (cpus / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
+        listed = (CPUS / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
         siblings = set()
         for part in listed.split(","):  # such as 0,8 or 0-1
             first, _, last = part.partition("-")
@@ -50,10 +51,10 @@ def threads_per_core(cpus: Path = CPUS) -> int:
     return len(siblings & allowed)
 
 
-def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
+def cpu_quota() -> float:
     """CPU quota of the control groups, in cores; inf without a limit."""
     quota = math.inf
-    for folder in _groups("cpu", proc, mount):
+    for folder in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # the root group has no cpu.max
             limit, period = (folder / "cpu.max").read_text().split()
             quota = min(quota, int(limit) / int(period))
@@ -64,21 +65,16 @@ def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
     return quota
 
 
-OPENED = 100  # files that this process has probably opened, for a system without /proc
-
-
-def free_memory(
-    proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")
-) -> int:
+def free_memory() -> int:
     """Bytes that can be allocated without swapping, in the machine and in the control groups.
 
     The page cache counts as free. Without /proc, half of the RAM counts as free.
     """
     try:
-        free = _table(meminfo)["MemAvailable"] * 1024
+        free = _table(MEMORY)["MemAvailable"] * 1024
     except OSError:
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for folder in _groups("memory", proc, mount):
+    for folder in _groups("memory"):
         for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
                 stat = _table(folder / "memory.stat")
@@ -110,14 +106,14 @@ def reached_limit(error: BaseException) -> str | None:
     return None
 
 
-def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
+def _groups(controller: str) -> Iterator[Path]:
     """Folders of this process's control group and its parents, the innermost first."""
     with contextlib.suppress(OSError):
-        for line in proc.read_text().splitlines():
+        for line in GROUPS.read_text().splitlines():
             _, names, path = line.split(":", 2)
             if names and controller not in names.split(","):
                 continue
-            top = mount / controller if names else mount  # version 2 has one tree without names
+            top = MOUNT / controller if names else MOUNT  # version 2 has one tree without names
             folder = top / path.strip("/")
             while folder.is_relative_to(top):
                 yield folder

@@ -17,15 +17,19 @@ MIB = 1 << 20
 NO_LIMIT = 9223372036854771712  # version 1 without a limit: 2**63 rounded down to a page
 
 
-def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple[Path, Path]:
+@pytest.fixture(autouse=True)
+def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program read these files, which do not exist yet, instead of those of the machine."""
+    for name in ("GROUPS", "MOUNT", "MEMORY", "CPUS"):
+        monkeypatch.setattr(machine, name, tmp_path / name)
+
+
+def write_groups(lines: str, files: dict[str, str | int]) -> None:
     """Write /proc/self/cgroup and files below /sys/fs/cgroup."""
-    proc, mount = folder / "proc-self-cgroup", folder / "cgroup"
-    proc.write_text(lines)
-    mount.mkdir()
+    machine.GROUPS.write_text(lines)
     for name, text in files.items():
-        (mount / name).parent.mkdir(parents=True, exist_ok=True)
-        (mount / name).write_text(f"{text}\n")
-    return proc, mount
+        (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.MOUNT / name).write_text(f"{text}\n")
 
 
 # Cores.
@@ -56,9 +60,10 @@ def v1(folder: str, quota: str | int) -> dict[str, str | int]:
         ("4:cpu:/a\n0::/b\n", {"b/cpu.max": "100000 100000"} | v1("cpu/a", 300_000), 1),
     ],
 )
-def test_quota(tmp_path: Path, lines: str, files: dict[str, str | int], cores: float) -> None:
-    assert machine.cpu_quota(*write_groups(tmp_path, lines, files)) == cores
-    assert machine.cpu_quota(tmp_path / "missing", tmp_path) == math.inf
+def test_quota(lines: str, files: dict[str, str | int], cores: float) -> None:
+    assert machine.cpu_quota() == math.inf  # without control groups
+    write_groups(lines, files)
+    assert machine.cpu_quota() == cores
 
 
 @pytest.mark.parametrize(
@@ -72,18 +77,14 @@ def test_quota(tmp_path: Path, lines: str, files: dict[str, str | int], cores: f
     ],
 )
 def test_threads_per_core(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    allowed: int,
-    siblings: str | None,
-    threads: int,
+    monkeypatch: pytest.MonkeyPatch, allowed: int, siblings: str | None, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
     if siblings is not None:
-        topology = tmp_path / "cpu0" / "topology"
+        topology = machine.CPUS / "cpu0" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(siblings + "\n")
-    assert machine.threads_per_core(tmp_path) == threads
+    assert machine.threads_per_core() == threads
 
 
 # Memory.
@@ -91,13 +92,13 @@ def test_threads_per_core(
 AVAILABLE = 1000 * MIB
 
 
-def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
-    meminfo = folder / "meminfo"
-    meminfo.write_text(
+def free_memory(lines: str, files: dict[str, str | int]) -> int:
+    machine.MEMORY.write_text(
         "MemTotal:  9999999 kB\nMemFree:  1 kB\n"
         f"MemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n"
     )
-    return machine.free_memory(*write_groups(folder, lines, files), meminfo)
+    write_groups(lines, files)
+    return machine.free_memory()
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -111,9 +112,7 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
         ("max", 600 * MIB, 430 * MIB),  # a parent's limit holds for its children
     ],
 )
-def test_memory_limit(
-    tmp_path: Path, version: int, limit: str | int, parent: int | None, free: int
-) -> None:
+def test_memory_limit(version: int, limit: str | int, parent: int | None, free: int) -> None:
     lines, tree, names, total = {
         # the counts of version 1 without `total_` leave out the children
         1: ("7:memory:/a/b", "memory/", ("limit_in_bytes", "usage_in_bytes"), "total_"),
@@ -126,23 +125,20 @@ def test_memory_limit(
             folder = f"{tree}{group}/memory"
             files |= {f"{folder}.{names[0]}": allowed, f"{folder}.{names[1]}": 200 * MIB}
             files[f"{folder}.stat"] = f"{counts}\n{total}active_file {20 * MIB}\nanon 7"
-    assert free_memory(tmp_path, f"{lines}\n", files) == free
+    assert free_memory(f"{lines}\n", files) == free
 
 
-def test_limit_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_limit_that_cannot_be_read_is_none() -> None:
     files: dict[str, str | int] = {"memory.max": 10 * MIB, "memory.current": 5 * MIB}
-    assert free_memory(tmp_path, "0::/\n", files) == AVAILABLE
+    assert free_memory("0::/\n", files) == AVAILABLE
 
 
-def test_system_without_affinity_mask_and_meminfo(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_system_without_affinity_mask_and_meminfo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert machine.cores() == os.cpu_count()
     assert machine.threads_per_core() == 1
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    gone = tmp_path / "gone"
-    assert machine.free_memory(proc=gone, meminfo=gone) == total // 2
+    assert machine.free_memory() == total // 2
 
 
 # Open files.
