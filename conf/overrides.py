@@ -14,7 +14,7 @@ from typing import Any, cast, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -107,10 +107,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
 
 def quoted(value: str) -> str:
     """Put a value in quotes, in Hydra's grammar."""
-    # Inside quotes, a backslash is literal unless it precedes a quote.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"'{escaped}'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def _with_quotes(name: str, value: str) -> str:
