@@ -114,13 +114,13 @@ def read_list(path: str, split: str) -> list[Sample]:
     folder = os.path.dirname(os.path.abspath(path))
     samples: dict[str, Sample] = {}
     rows = csv_rows(path, "\t" if path.endswith(".tsv") else ",")
-    header = {name.lower(): position for position, name in enumerate(next(rows, (1, []))[1])}
+    header = [name.lower() for name in next(rows, (1, []))[1]]
     paths, labels = ([n for n in names if n in header] for names in (PATHS, LABELS))
     if not paths or not labels:
         message = "the first line does not name the columns; write path,label into it"
         raise UserError(f"{path}: {message}")
     for number, row in rows:
-        cells = defaultdict(str, {name: row[at] for name, at in header.items() if at < len(row)})
+        cells = defaultdict(str, zip(header, row, strict=False))
         given, label = cells[paths[0]], cells[labels[0]]
         image = os.path.normpath(os.path.join(folder, given))
         own = split_of(cells["split"]) if "split" in header else split
