@@ -162,16 +162,13 @@ def open_trained(
 def _open_ours(
     path: Path, content: dict[str, Any], weights: dict[str, torch.Tensor], overrides: Sequence[str]
 ) -> Trained:
+    state, plan, given = content["state"], content["plan"], content["config"]
     stored = {name: value for name, value in content.items() if name != "state"}
-    state = content["state"]
     stored["last"] = state.get("last") or {}
-    plan = stored["plan"]
-    values = dict(content["config"])
+    others = {key for key in given if key.partition(".")[0] in SECTIONS} | KEYS
+    values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
-    batch_size = values["loader.batch_size"] // values.get("ranks", 1)
-    others = {key for key in values if key.partition(".")[0] in SECTIONS} | KEYS
-    values = {key: value for key, value in values.items() if key not in others}
-    values["loader.batch_size"] = batch_size
+    values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images
     config = load(overrides, stored=values)
