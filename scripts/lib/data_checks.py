@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -190,18 +190,16 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
     Compares sizes, then the content of files of equal size.
     """
-    groups: list[tuple[list[int], list[int]]] = [(rows, list(range(len(train))))]
+    others = list(range(len(train)))
     keys: tuple[Callable[[Index, int], object], ...] = (size, content)
     for key in keys:
-        finer: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for number, group in enumerate(groups):
-            for side, index in enumerate((val, train)):
-                values = in_threads(THREADS, partial(key, index), group[side])
-                for row, value in zip(group[side], values, strict=True):
-                    if value:
-                        finer[number, value][side].append(row)
-        groups = [group for group in finer.values() if group[0] and group[1]]
-    return sorted((row, group[1][0]) for group in groups for row in group[0])
+        ours = dict(zip(rows, in_threads(THREADS, partial(key, val), rows), strict=True))
+        theirs = dict(zip(others, in_threads(THREADS, partial(key, train), others), strict=True))
+        common = {*ours.values()} & {*theirs.values()} - {0, b""}
+        rows = [row for row in rows if ours[row] in common]
+        others = [row for row in others if theirs[row] in common]
+    first = {theirs[row]: row for row in reversed(others)}
+    return [(row, first[ours[row]]) for row in rows]
 
 
 def size(index: Index, row: int) -> int:
