@@ -1,7 +1,6 @@
 """Metrics of recorded predictions, compared with formulas written out image by image; pictures."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,9 @@ from PIL import Image, ImageColor
 from torch import Tensor, nn
 
 from engine.classification.predictions import Predictions
-from engine.distributed import World
-from engine.log.pictures import BLUE, RED, bars, tiles
-from engine.validation import Rows, evaluate
+from engine.log.pictures import BLUE, RED, tiles
+from engine.validation import evaluate
 from pipeline.dataset import FakeDataset
-from pipeline.worker import EMPTY_ROW
 from tests.batches import batch_of, toy_values
 from tests.engine.plans import ALONE
 
@@ -36,27 +33,18 @@ def labels(logits: Tensor) -> Tensor:
     return torch.where(torch.rand(IMAGES, generator=generator) < 0.5, logits.argmax(1), drawn)
 
 
-def recorded(logits: Tensor, labels: Tensor, size: int) -> Predictions:
-    """Record batches of `size`; the last one is filled up."""
-    found = Predictions.of(rows_of(logits, labels, size, ALONE))
+def recorded(logits: Tensor, labels: Tensor) -> Predictions:
+    """The images are the logits."""
+    batch = batch_of(image=logits, label=labels)
+    (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
+    found = Predictions.of(validation.gather(ALONE)[1])
     assert found is not None
     return found
 
 
-def rows_of(logits: Tensor, labels: Tensor, size: int, world: World) -> Rows:
-    """The images are the logits."""
-    rows = torch.arange(len(labels) + -len(labels) % size)
-    places = rows.clamp(max=len(labels) - 1)
-    samples = torch.stack([torch.zeros_like(rows), rows], 1)
-    samples[len(labels) :] = EMPTY_ROW
-    whole = batch_of(samples=samples, image=logits[places], label=labels[places])
-    (found,) = evaluate([nn.Identity()], toy_values, whole.split(len(rows) // size), ALONE)
-    return found.gather(world)[1]
-
-
 def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
     """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
-    found = recorded(logits, labels, 64)
+    found = recorded(logits, labels)
     answers = labels.tolist()
     error, counts = 0.0, []
     for number in range(15):
@@ -73,7 +61,7 @@ def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
 
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
-    found = recorded(logits, labels, 64)
+    found = recorded(logits, labels)
     pairs = found.confusions(CLASSES)
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
@@ -97,7 +85,7 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
 
 
 def test_worst(logits: Tensor, labels: Tensor) -> None:
-    found = recorded(logits, labels, 64)
+    found = recorded(logits, labels)
     worst = found.worst(10)
     assert worst == sorted(range(IMAGES), key=lambda i: -found.losses[i])[:10]
     found.losses[17] = math.nan
@@ -107,33 +95,9 @@ def test_worst(logits: Tensor, labels: Tensor) -> None:
 
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
-    found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
+    found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
     assert found.per_class(NAMES)[0]["top1"] == 0
     assert sum(found.calibration()["accuracy"]) == 0 and found.confidences.tolist() == [0] * 4
-
-
-class Shares(World):
-    """One of two ranks; `gather` returns their shares, which came one after another, on rank 0."""
-
-    found: list[Any] = []
-
-    def broadcast(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def gather(self, value: Any) -> list[Any]:
-        self.found.insert(0, value)
-        return self.found if self.is_main else []
-
-
-def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tensor) -> None:
-    """The sampler gives rank r the images r, r + 2, ...; the second rank has one image less."""
-    for rank in (1, 0):
-        world = Shares(rank, size=2, local_rank=rank, local_size=2, device=torch.device("cpu"))
-        found = Predictions.of(rows_of(logits[rank:7:2], labels[rank:7:2], 2, world))
-        assert (found is None) == (rank == 1)
-    assert found is not None
-    assert found.labels.tolist() == labels[:7].tolist()
-    assert found.losses == pytest.approx(recorded(logits[:7], labels[:7], 7).losses)
 
 
 STRANGE = [
@@ -151,13 +115,6 @@ def lengths(image: Image.Image, colour: str) -> list[int]:
     return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
 
 
-def test_bars_are_as_long_as_their_values() -> None:
-    image = bars("title", [("a", 50.0, 9), ("b", 100.0, 9), ("c", 0.0, 9)])
-    a, b, c = lengths(image, BLUE)
-    assert 2 * a == pytest.approx(b, abs=2) and c <= 3
-    assert bars("nothing", []).width == 900
-
-
 @pytest.mark.parametrize("side", [20, 192, 400])
 def test_tiles_show_every_image_in_its_place(side: int) -> None:
     pixels = [np.full((side, side, 3), 40 * i + 7, np.uint8) for i in range(5)]
@@ -173,7 +130,7 @@ def test_tiles_show_every_image_in_its_place(side: int) -> None:
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:
     """The 16 images with the largest loss are loaded; the worst classes come first."""
-    found = recorded(logits, labels, 64)
+    found = recorded(logits, labels)
     loaded: list[int] = []
 
     class Images(FakeDataset):
