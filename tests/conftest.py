@@ -4,11 +4,10 @@ import gc
 import itertools
 import logging
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.drawings import draw_image
+from tests.limits import file_size_limit
 from tests.ranks import Ranks
 
 pytest_plugins = ["tests.figures"]
@@ -161,17 +161,6 @@ def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return advance
 
 
-@pytest.fixture
-def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
-    """`with file_size_limit(size)`: files of this process cannot grow beyond `size` bytes."""
-
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    return limit
+@pytest.fixture(name="file_size_limit")
+def _file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
+    return file_size_limit

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from engine import checkpoint, compute
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from models import build
+from tests.limits import file_size_limit
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
@@ -500,14 +500,7 @@ def test_a_file_of_the_run_cannot_be_written(name: str, status: Any, folder: Pat
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
-def test_disk_full(
-    go: Any,
-    status: Any,
-    folder: Path,
-    short: Ended,
-    monkeypatch: Patch,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
-) -> None:
+def test_disk_full(go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch) -> None:
     """A failed checkpoint ends the run in the next step; the next start resumes before it."""
     go("train.max_steps=3")
     save, runs, begin = RunDirectory.save, list[RunDirectory](), threading.Event()

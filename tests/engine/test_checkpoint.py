@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import FORMAT, CheckpointError, load, load_newest, save
+from tests.limits import file_size_limit
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
@@ -129,9 +129,7 @@ def test_file_without_manifest_is_used(folder: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_disk_that_cannot_be_written(
-    full: bool, folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
-) -> None:
+def test_disk_that_cannot_be_written(full: bool, folder: Path) -> None:
     """One line that says how much is needed and free; the folder is as before."""
     before = files(folder)
     if full:

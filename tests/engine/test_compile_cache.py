@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from engine.compile_cache import CompileCache
 from engine.distributed import World
 from tests.engine.plans import ALONE, plan
 from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, state_of
+from tests.limits import file_size_limit
 
 pytestmark = pytest.mark.slow
 PLAN = plan(compile="default")
@@ -166,11 +166,7 @@ def test_a_file_of_another_user_or_place_is_not_used(
     assert message.startswith(f"{run}/compiled/rank0.bin is not used ({reason}")
 
 
-def test_a_full_disk_is_a_warning(
-    run: Path,
-    caplog: pytest.LogCaptureFixture,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
-) -> None:
+def test_a_full_disk_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = run.parent / "other"
     other.mkdir()
     cache = CompileCache(other, ALONE)

@@ -17,6 +17,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline.index import Index, load_index
+from tests.limits import soft_limit
 from tests.stored import as_list, as_shards, as_tar, as_zip
 
 JPEG = b"\xff\xd8 content"
@@ -146,13 +147,8 @@ def test_threads_and_copies_read_the_same(image_root: Path, tmp_path: Path) -> N
 def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     for number in range(40):
         write_tar(tmp_path / f"train-{number:03d}.tar", f"a/{number:03d}.jpg")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(os.listdir("/dev/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 30, before[1]))
-    try:
+    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):
         found = [name for name, _ in content(tmp_path / "train")]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert found == [f"a/{number:03d}.jpg" for number in range(40)]
 
 

@@ -4,8 +4,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import index as module
 from pipeline.index import Index, load_index
+from tests.limits import file_size_limit
 
 
 def make(folder: Path, *names: str | bytes) -> Path:
@@ -188,10 +189,7 @@ def test_damaged_or_foreign_cache_is_scanned_again(
 
 
 def test_unwritable_cache_is_one_warning(
-    tmp_path: Path,
-    cache: Path,
-    caplog: pytest.LogCaptureFixture,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = age(make(tmp_path / "root", "a/1.jpg"))
     with file_size_limit(100):

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from conf.schema import UserError
 from pipeline.shared import Pinned, SharedArray, page_locked_bytes
+from tests.limits import file_size_limit
 from tests.processes import needs_linux
 
 
@@ -63,16 +63,12 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
-    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = descriptors()
     with pytest.raises(UserError, match="cannot be allocated"):
         SharedArray((2**46,), np.int64)  # larger than the address space
     assert descriptors() == before
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(UserError, match="cannot be allocated"):
-            SharedArray((4097,), np.uint8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(4096), pytest.raises(UserError, match="cannot be allocated"):
+        SharedArray((4097,), np.uint8)
     assert descriptors() == before
 
 

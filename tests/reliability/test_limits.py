@@ -10,6 +10,7 @@ import pytest
 from conf.schema import UserError
 from pipeline.machine import reached_limit
 from pipeline.shared import SharedArray
+from tests.limits import soft_limit
 from tests.processes import needs_linux
 from tests.small_run import command
 
@@ -17,13 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_too_few_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(UserError, match=r"^the limit of 0 open files is too low; raise ulimit"):
-            SharedArray((1,), np.uint8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    message = r"^the limit of 0 open files is too low; raise ulimit"
+    with soft_limit(resource.RLIMIT_NOFILE, 0), pytest.raises(UserError, match=message):
+        SharedArray((1,), np.uint8)
 
 
 def test_other_errors_are_not_explained() -> None:

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from engine.log.runlog import draw_batch
 from engine.log.tracker import Tracker
 from pipeline.prefetcher import ImageFormat
 from tests.batches import batch_of
+from tests.limits import file_size_limit
 
 CONFIG = load(["recipe=demo"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
@@ -192,11 +192,7 @@ def test_output_that_cannot_be_written(
 @pytest.mark.filterwarnings(
     "error::pytest.PytestUnhandledThreadExceptionWarning"
 )  # in TensorBoard's thread
-def test_disk_that_fills_up(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
-) -> None:
+def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Tracker(tmp_path, CONFIG) as tracker:
         tracker.row(train_row(10))
         with file_size_limit(10_000):
