@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from conf.files import default_cache_dir
 from tests.drawings import draw_image
 from tests.limits import file_size_limit
 from tests.ranks import Ranks
@@ -53,10 +55,23 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def changeable(image_root: Path, tmp_path: Path) -> Path:
+    """A copy of the training split that a test may damage."""
+    return shutil.copytree(image_root / "train", tmp_path / "train")
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep index caches out of the user's cache folder. Child processes inherit the variable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for the cache of a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return default_cache_dir()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,42 +23,21 @@ GOLDEN = Path(__file__).with_name("golden-loss.json")
 # batch norm and no ReLU, which amplify rounding to 1e-2 within 20 steps at this batch size.
 TOLERANCE = 5e-4
 RECIPE = [
-    "model.name=golden",
-    "data.image_size=32",
     "augment.train=[{random_resized_crop: {size: 32, scale: [0.35, 1.0]}}, horizontal_flip]",
     "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]",
     "augment.batch=[{mixup: {alpha: 0.2}}]",
-    "optim=sgd",
-    "optim.lr=0.03",
-    "optim.nesterov=true",
-    "optim.weight_decay=0.05",
-    "optim.decay_norms=false",
-    "schedule=cosine",
-    "schedule.warmup_epochs=1",
-    "train.label_smoothing=0.1",
-    "train.epochs=7",
-    "train.max_steps=20",
-    "train.ema_decay=0.8",
-    "train.precision=fp32",
-    "train.device=cpu",
-    "loader.batch_size=12",
-    "loader.workers=0",
-    "loader.decoder=pillow",
-    "log.every_steps=1",
-    "log.trackers=[]",
+    *("model.name=golden", "data.image_size=32", "loader.batch_size=12", "loader.decoder=pillow"),
+    *("optim=sgd", "optim.lr=0.03", "optim.nesterov=true", "optim.weight_decay=0.05"),
+    *("optim.decay_norms=false", "schedule=cosine", "schedule.warmup_epochs=1"),
+    *("train.label_smoothing=0.1", "train.ema_decay=0.8", "train.precision=fp32"),
+    *("train.epochs=7", "train.max_steps=20", "train.device=cpu", "loader.workers=0"),
+    *("log.every_steps=1", "log.trackers=[]"),
 ]
 
 
 def golden_model(num_classes: int, image_size: int) -> nn.Module:
-    return VisionTransformer(
-        num_classes=num_classes,
-        image_size=image_size,
-        patch=8,
-        width=48,
-        depth=2,
-        heads=4,
-        hidden=96,
-    )
+    sizes = {"patch": 8, "width": 48, "depth": 2, "heads": 4, "hidden": 96}
+    return VisionTransformer(num_classes=num_classes, image_size=image_size, **sizes)
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,8 @@ from tests.small_run import SMALL, command, run
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 # A model without BatchNorm and dropout, whose numbers are those of a rank.
-OPTIONS = [
-    "model.name=squeezenet1_1",
-    "model.args={dropout: 0.0}",
-    "data.image_size=64",
-    "optim.lr=0.002",
-    "loader.workers=0",
-]
+OPTIONS = ["model.name=squeezenet1_1", "model.args={dropout: 0.0}", "data.image_size=64"]
+OPTIONS += ["optim.lr=0.002", "loader.workers=0"]
 NORM = ["model.name=resnet_tiny", "model.args={}", "train.micro_batch=4"]
 
 
@@ -48,12 +43,8 @@ def test_losses_are_those_of_one_process(
     another instant on each of them.
     """
     options = [
-        *OPTIONS,
-        *(NORM if norm else []),
-        "loader.batch_size=16",
-        "train.epochs=9",
-        "train.max_steps=10",
-        "train.validate_every_epochs=4",
+        *(*OPTIONS, *(NORM if norm else []), "loader.batch_size=16", "train.epochs=9"),
+        *("train.max_steps=10", "train.validate_every_epochs=4"),
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, {random_erasing: {p: 0.5}}]",
     ]
     several = tmp_path / "several" / "${now:%H-%M-%S-%f}"

@@ -13,13 +13,8 @@ from tests.small_run import command, torchrun
 # A low learning rate: rounding does not grow. 23 steps: the last ones are CUDA graphs.
 STEPS = 23
 OPTIONS = [
-    "train.device=cuda",
-    "train.precision=fp32",
-    "train.deterministic=true",
-    "loader.decoder=pillow",
-    "train.epochs=5",
-    "optim.lr=0.01",
-    "model.compile=off",
+    *("train.device=cuda", "train.precision=fp32", "train.deterministic=true", "train.epochs=5"),
+    *("loader.decoder=pillow", "optim.lr=0.01", "model.compile=off"),
 ]
 
 

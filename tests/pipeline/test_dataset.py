@@ -37,20 +37,9 @@ CPU = torch.device("cpu")
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
-    transform = Compose(
-        build(
-            [{"random_resized_crop": {"size": 48}}, "horizontal_flip"],
-            TRANSFORMS,
-            key="augment.train",
-        )
-    )
+    names = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
+    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
     return FolderDataset(load_index(root, key="data.train"), transform, seed=seed)
-
-
-@pytest.fixture
-def changeable(image_root: Path, tmp_path: Path) -> Path:
-    """A copy of the training split that a test may damage."""
-    return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
 def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:

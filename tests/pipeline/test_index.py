@@ -48,13 +48,6 @@ def paths(folder: Path) -> list[str]:
     return [path for _, path in content(load_index(folder, key="data.train"))]
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for cached scans."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "imagenet-trainer"
-
-
 @contextmanager
 def unseen_change(folder: Path) -> Iterator[None]:
     """Restore the mtime of a folder after the `with` block: only a new scan sees the change."""

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,12 +68,6 @@ def begun(loader: Loader) -> list[Task]:
 def drain(batches: Iterator[HostBatch]) -> None:
     for batch in batches:
         batch.release(None)
-
-
-@pytest.fixture
-def changeable(image_root: Path, tmp_path: Path) -> Path:
-    """A copy of the training split that a test may damage."""
-    return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
 class Trap:

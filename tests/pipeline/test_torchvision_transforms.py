@@ -11,13 +11,9 @@ import torch
 from PIL import Image
 
 from conf.packages import import_torchvision
-from pipeline.augment import TRANSFORMS, build
 from pipeline.decode import Picture, open_picture
 from pipeline.torchvision_transforms import NAMES
-
-
-def one(name: str, **parameters: Any) -> Any:
-    return build([{name: parameters}], TRANSFORMS, key="augment.train")[0]
+from tests.pipeline.test_augment import one
 
 
 def picture(size: int = 24) -> Picture:

@@ -14,6 +14,7 @@ from engine.distributed import World
 from engine.losses import OWN_SHARE, UNIT, image_losses
 from engine.state import TrainState, untouched
 from pipeline.dataset import FakeDataset
+from tests.engine.plans import ALONE
 from tests.results import same, stored
 from tests.small_run import run
 
@@ -23,15 +24,9 @@ COLOURS = {"blue": (60, 60, 180), "green": (60, 180, 60), "red": (180, 60, 60)}
 PER_CLASS, WRONG = 50, 3  # 2 % of the labels are wrong
 # 150 images in batches of 10: 60 steps, of which the last 30 count.
 EPOCHS = 4
-OPTIONS = [
-    "loader.batch_size=10",
-    "loader.workers=0",
-    f"train.epochs={EPOCHS}",
-    f"train.validate_every_epochs={EPOCHS}",
-    "optim.lr=0.05",
-]
+OPTIONS = ["loader.batch_size=10", "loader.workers=0", "optim.lr=0.05", f"train.epochs={EPOCHS}"]
+OPTIONS += [f"train.validate_every_epochs={EPOCHS}"]
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
 
 
 def table_of(images: int, classes: int = 3, first_epoch: int = 1) -> SampleLosses:

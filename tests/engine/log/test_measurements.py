@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.distributed import World
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
 from engine.state import TrainState
 from pipeline.clock import StepClock
 from tests.conftest import Clock
+from tests.engine.plans import ALONE
 from tests.timings import WAITED
-
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 
 
 def values(**named: float) -> dict[str, Tensor]:

@@ -38,13 +38,8 @@ from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
-ADAMW = [
-    "optim=adamw",
-    "optim.lr=0.001",
-    "train.ema_decay=0.9",
-    "optim.clip_norm=1",
-    "augment.batch=[{mixup: {alpha: 0.4}}]",
-]
+ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1"]
+ADAMW += ["augment.batch=[{mixup: {alpha: 0.4}}]"]
 BUDGET = 3  # workers: of four cores, the training process keeps one
 MOST = 6  # workers for which buffers are allocated
 

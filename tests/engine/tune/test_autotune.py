@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from conf import cli
-from conf.files import default_cache_dir
 from engine.distributed import World
 from engine.stop_signal import StopSignal
 from engine.tune import benchmark, search
@@ -218,13 +217,6 @@ QUESTION: dict[str, Any] = {
     "machine": ["H200", 16, 1.5, None, True],
     "decoders": ["region"],
 }
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder for each test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return default_cache_dir()
 
 
 @pytest.mark.usefixtures("cache")
