@@ -1,6 +1,7 @@
 """Functions to observe processes, for tests that kill them; with `ps` where there is no /proc."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -107,6 +108,16 @@ def family(pid: int) -> set[int]:
     while more := {one for one in relatives if one not in found and relatives[one] & found}:
         found |= more
     return found & relatives.keys()
+
+
+def writers_to(fifo: Path) -> list[int]:
+    """Open the writing end of a FIFO if a process has opened the other one, and then waits."""
+    try:
+        return [os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)]
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return []
 
 
 def wait_until(

@@ -1,9 +1,9 @@
 """Batches from workers equal their samples even if workers die; otherwise an error says why."""
 
-import errno
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -34,6 +34,7 @@ from tests.processes import (
     process_state,
     processes,
     wait_until,
+    writers_to,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -82,33 +83,20 @@ class Trap:
 
     def catch(self, pool: WorkerPool) -> int:
         """Wait until a worker is reading the FIFO; return its id."""
-        wait_until(self._has_reader)
-        found: list[int] = []
+        writers: list[int] = []  # kept open, or the worker would read an empty file
+        wait_until(lambda: bool(writers.extend(writers_to(self.path)) or writers))
+        self.writer, found = writers[0], list[int]()
         wait_until(lambda: bool(found.extend(filter(self._is_read_by, pool.pids)) or found))
         return found[0]
-
-    def _has_reader(self) -> bool:
-        try:  # kept open, or the worker would read an empty file
-            self.writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # no reader yet
-                raise
-            return False
-        return True
 
     def _is_read_by(self, pid: int) -> bool:
         """Whether it reads the FIFO; a forked worker may have inherited the other end."""
         try:
-            opened = [
-                fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.samefile(fd, self.path)
-            ]
-            flags = [
-                Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0]
-                for fd in opened
-            ]
+            files = [*Path(f"/proc/{pid}/fd").iterdir()]
+            opened = [file.lstat() for file in files if os.path.samefile(file, self.path)]
         except (FileNotFoundError, ProcessLookupError):
             return False  # something was closed meanwhile
-        return any(int(value, 8) & os.O_ACCMODE == os.O_RDONLY for value in flags)
+        return any(not status.st_mode & stat.S_IWUSR for status in opened)
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)  # it must not see that the FIFO has ended

@@ -5,7 +5,6 @@ that is preloaded and never returns from open, read or fsync, as on a stuck moun
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from tests.processes import (
     process_state,
     processes,
     wait_until,
+    writers_to,
 )
 from tests.results import logged_steps, rows
 from tests.small_run import command, compose, overrides_of, torchrun
@@ -48,17 +48,6 @@ def replace_by_fifos(images: Path) -> None:
         fifo = path.with_suffix(".fifo")
         os.mkfifo(fifo)
         fifo.replace(path)
-
-
-def has_reader(fifo: Path) -> bool:
-    """Whether a process reads it. It then waits, because the writer stays open."""
-    try:
-        os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        return False
-    return True
 
 
 def check_saved(folder: Path, number: int) -> None:
@@ -96,7 +85,7 @@ def test_signal_during_a_read(
     def stall() -> None:
         wait_until(lambda: logged_steps(folder) >= 2)
         replace_by_fifos(root / "train")
-        wait_until(lambda: any(map(has_reader, root.glob("train/*/*.jpg"))))
+        wait_until(lambda: any(map(writers_to, root.glob("train/*/*.jpg"))))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=stall)
