@@ -19,7 +19,6 @@ def batch_of(step: int = 0, samples: Tensor | None = None, **fields: Tensor) -> 
 
 
 def on_device(batch: Batch, device: str) -> Batch:
-    """Return a copy on a device."""
     fields = {name: tensor.to(device) for name, tensor in batch.fields.items()}
     return Batch(fields, batch.samples.to(device), batch.step)
 

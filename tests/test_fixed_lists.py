@@ -91,7 +91,6 @@ KEYS_BY_SECTION = {
 
 
 def test_the_keys() -> None:
-    """The list is fixed, because a new key is a decision."""
     fixed = [f"{part}.{name}" for part, text in KEYS_BY_SECTION.items() for name in text.split()]
     advice = "state what the key affects, describe it in CHANGELOG.md, and add it here"
     assert fixed == KEYS, advice
@@ -120,15 +119,8 @@ def test_what_each_key_affects() -> None:
 # The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
 JOURNEY = [
     *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
-    *(
-        "parameters",
-        "torchvision_transforms",
-        "augment",
-        "batch_augment",
-        "dataset",
-        "table",
-        "build",
-    ),
+    *("parameters", "torchvision_transforms", "augment", "batch_augment"),
+    *("dataset", "table", "build"),
     *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
 ]
 

@@ -40,7 +40,6 @@ def edit_image(folder: Path) -> None:
 
 
 def edit_program(folder: Path) -> None:
-    """Copy the program and change the copy."""
     for package in ("conf", "engine", "models", "pipeline", "tests"):
         shutil.copytree(ROOT / package, folder / package)
     shutil.copy(train.__file__, folder)

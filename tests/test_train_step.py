@@ -23,11 +23,6 @@ LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
 CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.25
 
 
-def ema_decay(step: int) -> float:
-    """Decay of the average in a step (from 0): it warms up to EMA_DECAY in the third step."""
-    return min(EMA_DECAY, (1 + step) / (10 + step))
-
-
 def drawn(step: int, mixed: bool) -> Batch:
     """Images [B, 3, 2, 2]; with `mixed`, soft targets as from mixup, float32 [B, classes]."""
     rng = torch.Generator().manual_seed(step)
@@ -76,7 +71,7 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
         momenta = [m + g for m, g in zip(momenta, gradients, strict=True)]
         steps = [g + MOMENTUM * m for g, m in zip(gradients, momenta, strict=True)]
         weights = [w - lr * step for w, step in zip(weights, steps, strict=True)]
-        decay = ema_decay(step)
+        decay = min(EMA_DECAY, (1 + step) / (10 + step))  # warms up in the first two steps
         averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
         loss = partial(toy_loss, criterion=criterion)

@@ -43,12 +43,6 @@ def steps(folder: Path, suffix: str = ".pt") -> set[int]:
     return {int(path.stem[5:]) for path in folder.glob(f"step-*{suffix}")}
 
 
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 def pointed(folder: Path, pointer: str) -> int:
     manifest = json.loads((folder / pointer).read_text())
     assert manifest == json.loads((folder / manifest["file"]).with_suffix(".json").read_text())
@@ -108,7 +102,9 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
     (record,) = caplog.records
     assert "step-00000020.pt: damaged" in record.getMessage()
     assert "continuing from step-00000010.pt" in record.getMessage()
-    flip(folder / "step-00000010.pt", 500)
+    data = bytearray((folder / "step-00000010.pt").read_bytes())
+    data[500] ^= 1
+    (folder / "step-00000010.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"every .* damaged: .*step-00000020.*resume=never$"):
         load_newest(folder)
     save(folder, content(20), keep=2)  # when training reaches the step again

@@ -91,7 +91,6 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
-    """Types, shapes, strides and ties."""
     tied = torch.randn(7, device=device)
     tensors = {
         "channels_last": torch.randn(4, 3, 5, 5).to(device, memory_format=torch.channels_last),

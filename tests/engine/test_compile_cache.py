@@ -123,10 +123,6 @@ def rewritten(path: Path, content: bytes, **manifest: Any) -> None:
     path.with_suffix(".json").write_text(json.dumps(stored))
 
 
-def unknown_to_torch(path: Path) -> None:
-    rewritten(path, b"unknown", sha256=hashlib.sha256(b"unknown").hexdigest())
-
-
 def copied(folder: Path) -> None:
     """A run directory that was packed and unpacked: the user owns all files."""
     original = folder.with_name("original")
@@ -134,6 +130,7 @@ def copied(folder: Path) -> None:
     shutil.copytree(original, folder)
 
 
+SHA256_OF_X = hashlib.sha256(b"x").hexdigest()
 DAMAGED = "it is damaged or copied, or written by another version of torch"
 OPEN = "another user ow"
 
@@ -148,7 +145,7 @@ OPEN = "another user ow"
         ("", replaced_by_a_link, OPEN),
         ("rank0.bin", damaged, DAMAGED),
         ("rank0.bin", lambda path: rewritten(path, path.read_bytes(), torch="2.9.9"), DAMAGED),
-        ("rank0.bin", unknown_to_torch, ""),
+        ("rank0.bin", lambda path: rewritten(path, b"x", sha256=SHA256_OF_X), ""),
         ("rank0.json", lambda path: path.write_text("{"), ""),
         ("", copied, DAMAGED),
     ],

@@ -11,18 +11,11 @@ from tests.libraries import timm_module
 CLASSES, COUNT = 7, 12
 
 
-def logits() -> Tensor:
-    return 3 * torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(0))
-
-
-def labels() -> Tensor:
-    return torch.arange(COUNT) % CLASSES
-
-
-def mixed() -> Tensor:
-    """Targets as from mixup, cutmix and neither."""
-    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
-    return onehot.lerp(onehot.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
+LOGITS = 3 * torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(COUNT) % CLASSES
+ONE_HOT = torch.nn.functional.one_hot(LABELS, CLASSES).float()
+# Targets as from mixup, cutmix and neither.
+MIXED = ONE_HOT.lerp(ONE_HOT.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
 
 
 def test_unknown_loss() -> None:
@@ -51,8 +44,8 @@ def test_a_loss_gets_the_keys_that_it_takes(
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
     criterion = build_criterion(Train(loss="focal", class_weights="balanced"), weights)
-    expected = focal(logits(), labels(), class_weights=weights)
-    assert torch.equal(criterion(logits(), labels()), expected)
+    expected = focal(LOGITS, LABELS, class_weights=weights)
+    assert torch.equal(criterion(LOGITS, LABELS), expected)
     message = f"train.{key}={value}: train.loss={loss} does not take it; give train.{key}={unset}, "
     with pytest.raises(UserError, match=f"^{message}"):
         build_criterion(Train(**{"loss": loss, key: value}))
@@ -60,18 +53,17 @@ def test_a_loss_gets_the_keys_that_it_takes(
 
 def check_halves(criterion: Criterion) -> None:
     """The loss of a batch is the mean of its halves: micro-batches and ranks rely on it."""
-    for targets in (labels(), mixed()):
-        pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
+    for targets in (LABELS, MIXED):
+        pairs = zip(LOGITS.chunk(2), targets.chunk(2), strict=True)
         halves = torch.stack([criterion(*pair) for pair in pairs])
-        torch.testing.assert_close(criterion(logits(), targets), halves.mean())
+        torch.testing.assert_close(criterion(LOGITS, targets), halves.mean())
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_equal_one_hot_targets(name: str, smoothing: float) -> None:
     criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
-    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
-    torch.testing.assert_close(criterion(logits(), labels()), criterion(logits(), onehot))
+    torch.testing.assert_close(criterion(LOGITS, LABELS), criterion(LOGITS, ONE_HOT))
     check_halves(criterion)
 
 
@@ -88,18 +80,18 @@ def test_class_weights_are_torchs(smoothing: float) -> None:
     weights = torch.linspace(0.5, 2, CLASSES)
     criterion = build_criterion(Train(label_smoothing=smoothing), weights)
     theirs = torch.nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing, reduction="sum")
-    for targets in (labels(), mixed()):
-        expected = theirs(logits(), targets) / COUNT
-        torch.testing.assert_close(criterion(logits(), targets), expected)
+    for targets in (LABELS, MIXED):
+        expected = theirs(LOGITS, targets) / COUNT
+        torch.testing.assert_close(criterion(LOGITS, targets), expected)
     check_halves(criterion)
 
 
 def test_bce_by_its_formula() -> None:
     criterion = build_criterion(Train(loss="bce", label_smoothing=0.1))
-    p = logits().double().sigmoid()
-    y = 0.9 * mixed().double() + 0.1 / CLASSES
+    p = LOGITS.double().sigmoid()
+    y = 0.9 * MIXED.double() + 0.1 / CLASSES
     expected = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
-    torch.testing.assert_close(criterion(logits(), mixed()).double(), expected)
+    torch.testing.assert_close(criterion(LOGITS, MIXED).double(), expected)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
@@ -108,10 +100,9 @@ def test_bce_is_timms(smoothing: float, threshold: float | None) -> None:
     timm_loss, mixup = timm_module("loss"), timm_module("data.mixup")
     ours = build_criterion(Train(loss="bce", label_smoothing=smoothing, bce_threshold=threshold))
     theirs = timm_loss.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
-    torch.testing.assert_close(ours(logits(), labels()), theirs(logits(), labels()))
+    torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
     # timm smooths the targets before it mixes them. Each image is mixed with the last but i.
-    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
     for weight in (0.3, 0.9):
-        softened = mixup.mixup_target(labels(), CLASSES, weight, smoothing)
-        targets = onehot.flip(0).lerp(onehot, weight)
-        torch.testing.assert_close(ours(logits(), targets), theirs(logits(), softened))
+        softened = mixup.mixup_target(LABELS, CLASSES, weight, smoothing)
+        targets = ONE_HOT.flip(0).lerp(ONE_HOT, weight)
+        torch.testing.assert_close(ours(LOGITS, targets), theirs(LOGITS, softened))

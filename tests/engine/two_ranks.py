@@ -28,11 +28,6 @@ from tests.batches import batch_of, toy_loss
 from train import train_step
 
 
-def several_nodes(world: World) -> World:
-    """The same ranks, as if each ran on a node of its own."""
-    return replace(world, local_size=1)
-
-
 def check_objects(world: World) -> None:
     decided = []
 
@@ -234,7 +229,7 @@ def main() -> None:
         assert place == (world.rank, 2, world.rank, 2, "cpu")
         check_objects(world)
         check_tensors(world)
-        for each in (world, several_nodes(world)):
+        for each in (world, replace(world, local_size=1)):  # as if each ran on a node of its own
             check_gradients(each)
             check_accumulation(each)
         check_layers_left_out(world)

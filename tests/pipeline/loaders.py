@@ -29,7 +29,6 @@ class Blocking(FolderDataset):
 
 
 def crops(split: Path) -> FolderDataset:
-    """The images of a split, as random crops."""
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
     transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
     return Blocking(load_index(split, key="data.train"), transform, seed=7)

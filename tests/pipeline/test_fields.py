@@ -69,7 +69,6 @@ def everything(side: int) -> Fields:
 
 
 def deep(side: int) -> Fields:
-    """Images of five channels of 16 bits."""
     return {"image": Field(np.uint16, (side, side, 5), image=True), "depth": Field(np.uint16)}
 
 

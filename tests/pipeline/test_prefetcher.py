@@ -132,27 +132,10 @@ def test_batch_transforms_run_in_order_with_their_random_numbers(
             assert not torch.equal(after["image"], before["image"])
 
 
-class FakeEngines:
-    """Stands in for GpuDecoder without a GPU: normalises the pixels that the workers decoded."""
-
-    seconds_per_image = 0.0
-
-    def make_batch(
-        self,
-        files: np.ndarray,
-        geometry: Tensor,
-        pixels: Tensor,
-        out: Tensor,
-        scale: Tensor,
-        shift: Tensor,
-    ) -> None:
-        out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
-
-
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset, name: str) -> None:
     """CPU decoders and engines give the same images; one rounding to the training dtype is last."""
-    pytest.importorskip("pipeline.gpu")
+    module = pytest.importorskip("tests.engines")
     format = ImageFormat(CPU, MEAN, STD, torch.bfloat16)
     found, dtypes = [], set()
 
@@ -165,7 +148,7 @@ def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset,
         mixing.transforms.insert(0, note_dtype)
         with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
             if file_bytes:
-                decode_with(prefetcher, FakeEngines())
+                decode_with(prefetcher, module.PillowEngines(CPU, BATCH))
                 prefetcher.loader.encoded_share = 0.0  # the workers decode
             found.append(list(prefetcher.batches(0, 2)))
     assert dtypes == {torch.float32}

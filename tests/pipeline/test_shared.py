@@ -27,11 +27,6 @@ def descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-def covers(mapping: str, address: int) -> bool:
-    begin, end = (int(bound, 16) for bound in mapping.split()[0].split("-"))
-    return begin <= address < end
-
-
 START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
@@ -52,7 +47,8 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
     values = shared.array[10:20]
     address = values.__array_interface__["data"][0]
     lines = Path("/proc/self/maps").read_text().splitlines()
-    (mapping,) = [line for line in lines if covers(line, address)]
+    bounds = {line: [int(x, 16) for x in line.split()[0].split("-")] for line in lines}
+    (mapping,) = [line for line, (begin, end) in bounds.items() if begin <= address < end]
     # not in /dev/shm, which is small in a container
     assert mapping.split()[1] == "rw-s" and mapping.endswith("/memfd:batches (deleted)")
     del shared

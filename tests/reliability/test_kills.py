@@ -42,7 +42,6 @@ KILLED = 128 + signal.SIGKILL
 
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled kill_at.c."""
     source = Path(__file__).with_name("kill_at.c")
     return compiled_preload(source, tmp_path_factory.mktemp("preload"))
 

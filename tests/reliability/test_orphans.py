@@ -220,7 +220,6 @@ class Running:
         return [{"worker": worker, "forkserver": server, "tracker": tracker}[self.way.target]]
 
     def reached(self) -> bool:
-        """Return whether the job has reached the phase."""
         log = self.run / "metrics.jsonl"
         match self.way.during:
             case "start":
@@ -234,7 +233,6 @@ class Running:
         return logged_steps(self.run) >= 3 and any((self.run / "checkpoints").glob("*.tmp"))
 
     def end(self) -> None:
-        """End it in its way."""
         if self.way.target == "terminal":
             os.close(self.terminal)
             self.terminal = -1

@@ -144,7 +144,6 @@ STALLS = {
 
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled stall.c."""
     source = Path(__file__).with_name("stall.c")
     return compiled_preload(source, tmp_path_factory.mktemp("preload"))
 

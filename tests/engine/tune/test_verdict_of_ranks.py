@@ -63,7 +63,6 @@ def verdict_of(
 
 @contextmanager
 def running(*arguments: str) -> Iterator[None]:
-    """Run another process in the `with` block."""
     other = subprocess.Popen(arguments)
     try:
         yield
