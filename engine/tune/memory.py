@@ -22,13 +22,12 @@ GIB = 2**30
 USABLE = 0.8
 
 
+Build = Callable[[Plan, World], TrainState]
+Loss = Callable[..., tuple[Tensor, Any]]
+
+
 def fit_memory(
-    plan: Plan,
-    world: World,
-    build_state: Callable[[Plan, World], TrainState],
-    loss: Callable[..., tuple[Tensor, Any]],
-    *,
-    resumed: bool = False,
+    plan: Plan, world: World, build_state: Build, loss: Loss, *, resumed: bool = False
 ) -> Plan:
     """Return the plan with micro-batches that fit into the memory of every rank. Collective.
 
@@ -61,12 +60,7 @@ def fit_memory(
     return replace(plan, micro_batches=parts, fitted_batch=images // parts, notes=notes)
 
 
-def _runs(
-    plan: Plan,
-    world: World,
-    build_state: Callable[[Plan, World], TrainState],
-    loss: Callable[..., tuple[Tensor, Any]],
-) -> bool:
+def _runs(plan: Plan, world: World, build_state: Build, loss: Loss) -> bool:
     """Whether the GPU of this rank has room for a forward and backward pass; not compiled."""
     if plan.compile == "recompute" or (plan.config.model.sync_bn and world.size > 1):
         return False  # it would need less, or other ranks
