@@ -130,9 +130,7 @@ def find_remedies(feed: Feed, plan: Plan, stop: StopSignal) -> list[Remedy]:
 
 
 @lru_cache(maxsize=1)  # a run has one training dataset, and may ask after every epoch
-def measure_remedies(
-    dataset: Dataset, images: int = SAMPLE, *, draw_only: bool = False
-) -> tuple[Remedy, ...]:
+def measure_remedies(dataset: Dataset, *, draw_only: bool = False) -> tuple[Remedy, ...]:
     """Decode some files as they are, shrunk, and with the fastest CPU decoder, in half a second.
 
     `draw_only` leaves out the operations of RandAugment, because the GPU applies them. Returns
@@ -145,7 +143,7 @@ def measure_remedies(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
+        for index in np.linspace(0, len(dataset) - 1, SAMPLE).astype(int).tolist():
             began = time.thread_time()
             data = dataset.read(index)
             reading = time.thread_time() - began

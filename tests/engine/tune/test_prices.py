@@ -102,7 +102,7 @@ def photos(root: Path, side: int, count: int = 8) -> Path:
 
 def remedies_of(root: Path, decoder: str) -> tuple[Remedy, ...]:
     config = cli.load([f"data.root={root}", f"loader.decoder={decoder}"])
-    return measure_remedies(build_datasets(config).train, 8)
+    return measure_remedies(build_datasets(config).train)
 
 
 def test_smaller_files_gain_where_files_are_large(tmp_path: Path) -> None:
