@@ -8,10 +8,13 @@ import train
 from conf import cli
 from tests.results import rows
 
-RECIPES = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16"]
-SMALL = [
-    *("data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"),
-    *("log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.device=cpu"),
+RECIPES = [
+    "imagenet_rn50_a3",
+    "imagenet_rn50_a2",
+    "imagenet_rn50_modern",
+    "imagenet_rn50_fast",
+    "imagenet_convnext_t",
+    "imagenet_vit_s16",
 ]
 
 
@@ -20,10 +23,21 @@ SMALL = [
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
     """All of it but the numbers of pixels: two steps, then a validation."""
-    words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path / 'run'}"]
-    if recipe == "rn50_fast":
-        words += ["data.sizes={0: 24, 1: 32}", "optim.lr=1e-3"]
-    config = cli.load([*words, *SMALL])
+    overrides = [
+        f"recipe={recipe}",
+        f"data.root={image_root}",
+        f"run.dir={tmp_path / 'run'}",
+        "data.image_size=32",
+        "data.val_size=48",
+        *(["data.sizes={0: 24, 1: 32}", "optim.lr=1e-3"] if recipe.endswith("fast") else []),
+        "loader.batch_size=8",
+        "loader.workers=0",
+        "log.every_steps=1",
+        "log.trackers=[]",
+        "train.max_steps=2",
+        "train.device=cpu",
+    ]
+    config = cli.load(overrides)
     summary = train.train(config)
     assert summary["step"] == 2
     found = rows(tmp_path / "run", "train")

@@ -10,7 +10,7 @@ from PIL import Image, ImageColor
 from torch import Tensor, nn
 
 from engine.classification.predictions import Predictions
-from engine.log.pictures import BLUE, RED, tiles
+from engine.log.pictures import BLUE, RED, bars, tiles
 from engine.validation import evaluate
 from pipeline.dataset import FakeDataset
 from tests.batches import batch_of, toy_values
@@ -113,6 +113,13 @@ def lengths(image: Image.Image, colour: str) -> list[int]:
     """Return the number of pixels of a colour in each block of rows that contains it."""
     rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
     return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    image = bars("title", [("a", 50.0, 9), ("b", 100.0, 9), ("c", 0.0, 9)])
+    a, b, c = lengths(image, BLUE)
+    assert 2 * a == pytest.approx(b, abs=2) and c <= 3
+    assert bars("nothing", []).width == 900
 
 
 @pytest.mark.parametrize("side", [20, 192, 400])

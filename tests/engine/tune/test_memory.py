@@ -267,7 +267,8 @@ def test_recompute_keeps_fewer_activations() -> None:
 
 def use_advice() -> None:
     """Check on a GPU that is limited to 8 GiB that the advice fits."""
-    torch.cuda.set_per_process_memory_fraction(8 * GIB / torch.cuda.mem_get_info(CUDA)[1], CUDA)
+    share = min(1.0, 8 * GIB / torch.cuda.mem_get_info(CUDA)[1])
+    torch.cuda.set_per_process_memory_fraction(share, CUDA)
     batch = 4096
     plan = plan_of("model=resnet18", "data.image_size=224", f"loader.batch_size={batch}")
     model = models.build("resnet18", num_classes=plan.num_classes, image_size=224).to(CUDA)
