@@ -5,10 +5,20 @@ the whole line.
 """
 
 import json
+import math
 from typing import Any
 
 
 def dumps(content: Any, *, indent: int | None = None, ascii_only: bool = True) -> str:
     """Return `content` as JSON text. A number that is not finite becomes null."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=indent, ensure_ascii=ascii_only)
+    return json.dumps(_finite(content), indent=indent, ensure_ascii=ascii_only, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content

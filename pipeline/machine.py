@@ -28,7 +28,7 @@ OPENED = 100  # files that this process has probably opened, for a system withou
 
 
 def cores() -> int:
-    """Hardware threads that this process may use."""
+    """Hardware threads in the affinity mask of this process; without one, of the machine."""
     return len(_affinity()) or os.cpu_count() or 1
 
 

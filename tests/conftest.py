@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 
 from conf.files import default_cache_dir
 from tests.drawings import draw_image
-from tests.limits import file_size_limit
 from tests.ranks import Ranks
 
 pytest_plugins = ["tests.figures"]
@@ -174,8 +172,3 @@ def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         jumped[0] += 1000
 
     return advance
-
-
-@pytest.fixture(name="file_size_limit")
-def _file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
-    return file_size_limit

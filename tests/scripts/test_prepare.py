@@ -35,6 +35,7 @@ from scripts.lib.sources import imagenet
 from scripts.lib.sources.files import Place, Sample, read_place, tree_of_folder
 from scripts.lib.sources.layouts import recognise
 from tests.drawings import draw_image
+from tests.limits import file_size_limit
 from tests.reliability.odd_images import encoded
 from tests.scripts.conftest import Mistake
 
@@ -764,7 +765,7 @@ def test_few_large_images_are_in_memory() -> None:
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_continues(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[int], Any]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, to = official(tmp_path / "source"), tmp_path / "to"
     with file_size_limit(5_000):
