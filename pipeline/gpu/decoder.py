@@ -73,7 +73,8 @@ class Engines:
     ) -> None:
         """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
 
-        Raises EngineError if a file is damaged or the engines do not support it.
+        The engines write at once, even if kernels on `stream` still use the targets
+        (torchcodec#1634). Raises EngineError if a file is damaged or the engines do not support it.
 
         Args:
             files: uint64 [n] host addresses of the files.
@@ -95,8 +96,7 @@ class Engines:
         self.library.nvjpegDestroy(self._handle)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.library, name)(*arguments)
-        if status:
+        if status := getattr(self.library, name)(*arguments):
             reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
             raise EngineError(f"{name} of nvJPEG returned status {status}{reason}")
 
@@ -121,8 +121,7 @@ def _open_engines() -> Engines:
     """Open the engines of the current device, or raise EngineError."""
     if _unused:
         return _unused.pop()
-    library = find_library()
-    if library is None:
+    if (library := find_library()) is None:
         raise EngineError(
             "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
         )
@@ -154,7 +153,8 @@ class GpuDecoder:
         self.seconds_per_image = 0.0
         # nvjpegImage_t: four device pointers, four pitches.
         self._targets = np.zeros((batch_size, 8), np.uint64)
-        self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
+        # In turns: the engines write into one while the kernel reads the other.
+        self._decoded = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._done = torch.cuda.Event()
         self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
 
@@ -198,10 +198,12 @@ class GpuDecoder:
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
             source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
-            self._done.synchronize()  # the engines decode one batch at a time
+            # The engines decode one batch at a time; the kernel has read what this one overwrites.
+            self._done.synchronize()
             began = time.perf_counter()
             self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
             self._done.record()
+            self._decoded.reverse()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         rows = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
@@ -215,11 +217,11 @@ class GpuDecoder:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
         size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         total = int(size.sum())
-        if total > len(self._decoded):
-            # The old memory returns to this stream's pool, so kernels that still read it run first.
-            # It grows only a few times.
-            self._decoded = torch.empty(total + total // 4, dtype=torch.uint8, device=self.device)
-        address: np.ndarray = self._decoded.data_ptr() + np.cumsum(size) - size
+        if total > len(self._decoded[0]):
+            self._decoded[0] = self._decoded[0].new_empty(total + total // 4)
+            # Kernels may still use what was there before. It grows only a few times.
+            torch.cuda.current_stream(self.device).synchronize()
+        address: np.ndarray = self._decoded[0].data_ptr() + np.cumsum(size) - size
         return address
 
 
@@ -281,8 +283,8 @@ class EngineUpload:
     ) -> None:
         """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
-        pixels = host.fields[IMAGE]
-        batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
+        files = self.rows.files.array[host.slot]
+        batch = (files, geometry, host.fields[IMAGE], out, scale, shift)
         try:
             self.decoder.make_batch(*batch)
             self.taken += 1

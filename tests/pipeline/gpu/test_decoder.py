@@ -15,13 +15,12 @@ from PIL import Image
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import Dataset, FolderDataset
-from pipeline.gpu import decoder, geometry
+from pipeline.gpu import geometry
 from pipeline.gpu.decoder import (
     EngineError,
     Engines,
     EngineUpload,
     GpuDecoder,
-    find_library,
     why_no_engines,
 )
 from pipeline.gpu.encoded import first_on_pixels
@@ -295,29 +294,6 @@ def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -
     assert library.calls[-2:] == ["nvjpegJpegStateDestroy", "nvjpegDestroy"]
 
 
-def test_nvidias_own_package_is_the_first_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As installed by pip, then torchvision's, then that of the CUDA toolkit."""
-    files = ["nvidia/cu13/lib/libnvjpeg.so.13", "torchvision.libs/libnvjpeg.1a2b.so.13"]
-    for name in [*files, "nvidia/cu13/include/nvjpeg.h", "torch/__init__.py"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    asked: list[str] = []
-
-    def load(name: str) -> Any:
-        asked.append(name)
-        if name.endswith("libnvjpeg.so.12"):
-            return "the toolkit's"
-        raise OSError(name)
-
-    monkeypatch.setattr(decoder.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    monkeypatch.setattr(decoder.ctypes, "CDLL", load)
-    assert find_library.__wrapped__() == "the toolkit's"
-    wheels = [str(tmp_path / name) for name in files]
-    assert asked == [*wheels, "libnvjpeg.so.13", "libnvjpeg.so.12"]
-
-
 # On a GPU.
 
 
@@ -329,12 +305,49 @@ def test_engines_are_found_or_their_absence_is_explained() -> None:
     assert why_no_engines(torch.device("cpu")) == "training does not run on CUDA"
 
 
+LATE_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
+
+
+def grey_batch(level: int) -> tuple[Any, ...]:
+    """Arguments of `GpuDecoder.make_batch` for two files of 512 px; `out` is the fourth."""
+    data, zeros = encoded(Image.new("RGB", (512, 512), (level, level, level))), torch.zeros
+    rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
+    for number, row in enumerate(rows.numpy()):
+        row[:] = row_of(transform(SQUASH)(file_of((512, 512)), sample_rng(0, 0, number)))
+        row[geometry.LENGTH : geometry.HEIGHT + 1] = len(data), number * len(data), 512, 512
+    files, pixels = np.frombuffer(data + data, np.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
+    out = zeros(2, 3, 48, 48, dtype=torch.uint8, device="cuda")
+    levels = torch.ones(3, device="cuda"), zeros(3, device="cuda")
+    return files, rows, pixels.pin_memory(), out, *levels
+
+
 @pytest.mark.gpu
-def test_two_decoders_may_exist_one_after_the_other() -> None:
-    """The first one, which only looks for engines, is freed."""
-    device = torch.device("cuda", 0)
-    for _ in range(3):
-        GpuDecoder(device, 2).close()
+def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write when they are called, not when the stream gets there."""
+    from pipeline.gpu import crop_kernel
+
+    gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
+
+    def late(*args: Any, **options: Any) -> None:
+        torch.cuda._sleep(LATE_CYCLES)
+        crop(*args, **options)
+
+    levels = [10, 90, 170, 250]
+    batches = [grey_batch(level) for level in levels]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(LATE_CYCLES)
+        total = freed.sum()
+        del freed  # the next allocation on this stream gets its memory
+        gpu_decoder.make_batch(*batches[0])  # compiles the kernel
+        torch.cuda.synchronize()
+        monkeypatch.setattr(crop_kernel, "crop_resize", late)
+        for batch in batches:
+            gpu_decoder.make_batch(*batch)
+    torch.cuda.synchronize()
+    assert total.item() == 0
+    for level, batch in zip(levels, batches, strict=True):
+        assert (batch[3].int() - level).abs().max() <= 2
 
 
 def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
