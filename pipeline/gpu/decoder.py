@@ -192,18 +192,20 @@ class GpuDecoder:
         table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
         table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
         if files_here.any():
+            # The engines decode one batch at a time; the kernel has read what this one overwrites.
+            self._done.synchronize()
             address = self._addresses(table[files_here])
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
             source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
-            lengths = table[files_here, LENGTH].astype(np.uint64)
-            # The engines decode one batch at a time; the kernel has read what this one overwrites.
-            self._done.synchronize()
+            lengths, stream = table[files_here, LENGTH], torch.cuda.current_stream(self.device)
             began = time.perf_counter()
-            self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
-            self._done.record()
-            self._decoded.reverse()
+            try:
+                self.engines.decode(source, lengths.astype(np.uint64), targets, stream)
+            finally:  # before an error, some files may have been decoded
+                self._done.record()
+                self._decoded.reverse()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         rows = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
@@ -227,10 +229,8 @@ class GpuDecoder:
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Ranges of consecutive rows as (first, last + 1): one copy per range."""
-    if not len(rows):
-        return []
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
 
 
 class EngineUpload:

@@ -308,13 +308,13 @@ def test_engines_are_found_or_their_absence_is_explained() -> None:
 LATE_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
 
 
-def grey_batch(level: int) -> tuple[Any, ...]:
-    """Arguments of `GpuDecoder.make_batch` for two files of 512 px; `out` is the fourth."""
-    data, zeros = encoded(Image.new("RGB", (512, 512), (level, level, level))), torch.zeros
+def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
+    """Arguments of `GpuDecoder.make_batch` for two files of a size; `out` is the fourth."""
+    data, zeros = encoded(Image.new("RGB", (side, side), (level, level, level))), torch.zeros
     rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
     for number, row in enumerate(rows.numpy()):
-        row[:] = row_of(transform(SQUASH)(file_of((512, 512)), sample_rng(0, 0, number)))
-        row[geometry.LENGTH : geometry.HEIGHT + 1] = len(data), number * len(data), 512, 512
+        row[:] = row_of(transform(SQUASH)(file_of((side, side)), sample_rng(0, 0, number)))
+        row[geometry.LENGTH : geometry.HEIGHT + 1] = len(data), number * len(data), side, side
     files, pixels = np.frombuffer(data + data, np.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
     out = zeros(2, 3, 48, 48, dtype=torch.uint8, device="cuda")
     levels = torch.ones(3, device="cuda"), zeros(3, device="cuda")
@@ -336,10 +336,14 @@ def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.Monkey
     batches = [grey_batch(level) for level in levels]
     with torch.cuda.stream(torch.cuda.Stream()):
         freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
+        address = freed.data_ptr()
+        assert freed.sum() == 0
+        gpu_decoder.make_batch(*grey_batch(250, 32))  # the kernels are loaded now
         torch.cuda._sleep(LATE_CYCLES)
         total = freed.sum()
-        del freed  # the next allocation on this stream gets its memory
-        gpu_decoder.make_batch(*batches[0])  # compiles the kernel
+        del freed
+        gpu_decoder.make_batch(*batches[0])
+        assert any(memory.data_ptr() == address for memory in gpu_decoder._decoded)
         torch.cuda.synchronize()
         monkeypatch.setattr(crop_kernel, "crop_resize", late)
         for batch in batches:
