@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import platform
 import re
 import socket
@@ -312,8 +313,14 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
     # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
+    timeout, one_node = timedelta(seconds=timeout_seconds), launch.local_size == launch.size
+    # torchrun keeps its store when it restarts the ranks: without a prefix, they would read the
+    # addresses of the ranks before them (pytorch#135712). Nodes may count the restarts differently.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if one_node else ""
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(attempt, store)
+        dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
     except RuntimeError as error:
         raise RankError(
             f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "
