@@ -36,6 +36,7 @@ class Launch:
     # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
+    restarts: int = 0  # of the ranks by torchrun; nodes may count differently
 
 
 def read_launch() -> Launch:
@@ -51,7 +52,8 @@ def read_launch() -> Launch:
     if size == 1:
         return Launch()
     port = _number(given, "MASTER_PORT", least=1, most=65535)
-    return Launch(rank, size, local_rank, local_size, _host(given, "MASTER_ADDR"), port)
+    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(rank, size, local_rank, local_size, _host(given, "MASTER_ADDR"), port, restarts)
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:

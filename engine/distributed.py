@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import platform
 import re
 import socket
@@ -313,14 +312,15 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
     # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
-    timeout, one_node = timedelta(seconds=timeout_seconds), launch.local_size == launch.size
+    timeout = timedelta(seconds=timeout_seconds)
     # torchrun keeps its store when it restarts the ranks: without a prefix, they would read the
-    # addresses of the ranks before them (pytorch#135712). Nodes may count the restarts differently.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if one_node else ""
+    # addresses of the ranks before them (pytorch#135712).
+    restarts = launch.restarts if launch.local_size == launch.size else 0
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(attempt, store)
-        dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
+        dist.init_process_group(
+            backend, None, timeout, size, rank, dist.PrefixStore(f"start {restarts}", store)
+        )
     except RuntimeError as error:
         raise RankError(
             f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "

@@ -192,17 +192,17 @@ class GpuDecoder:
         table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
         table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
         if files_here.any():
-            # The engines decode one batch at a time; the kernel has read what this one overwrites.
-            self._done.synchronize()
             address = self._addresses(table[files_here])
             table[files_here, ADDRESS] = address
+            source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
+            lengths = table[files_here, LENGTH].astype(np.uint64)
+            # The engines decode one batch at a time; the kernel has read what this one overwrites.
+            self._done.synchronize()
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
-            lengths, stream = table[files_here, LENGTH], torch.cuda.current_stream(self.device)
-            began = time.perf_counter()
+            began, stream = time.perf_counter(), torch.cuda.current_stream(self.device)
             try:
-                self.engines.decode(source, lengths.astype(np.uint64), targets, stream)
+                self.engines.decode(source, lengths, targets, stream)
             finally:  # before an error, some files may have been decoded
                 self._done.record()
                 self._decoded.reverse()
@@ -283,8 +283,8 @@ class EngineUpload:
     ) -> None:
         """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
-        files = self.rows.files.array[host.slot]
-        batch = (files, geometry, host.fields[IMAGE], out, scale, shift)
+        pixels = host.fields[IMAGE]
+        batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
         try:
             self.decoder.make_batch(*batch)
             self.taken += 1
