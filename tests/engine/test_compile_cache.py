@@ -211,7 +211,7 @@ def test_a_run_that_resumes_on_a_new_machine_compiles_nothing(tmp_path: Path, mo
                 *(sys.executable, "-c", START, "data=fake", "data.fake_images=64"),
                 *("data.image_size=64", "data.val_size=64", "loader.batch_size=16"),
                 *("loader.workers=0", "log.trackers=[]", f"run.dir={tmp_path / 'run'}"),
-                *("model=resnet50", f"model.compile={mode}", f"train.max_steps={number}"),
+                *("model=resnet18", f"model.compile={mode}", f"train.max_steps={number}"),
             ],
             cwd=Path(__file__).parents[2],
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"machine{number}")},
