@@ -190,8 +190,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
 def linked_to(file: str, target: str) -> bool:
     """Make a hard link; return False if the file systems do not allow it."""
     try:
-        if os.path.lexists(target):
-            os.unlink(target)
+        Path(target).unlink(missing_ok=True)
         os.link(os.path.realpath(file), target)
     except OSError:
         return False
@@ -248,8 +247,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for label in {sample.label for sample in samples}:
                 make_folder(options.to, f"{split}/{label}")
         else:
-            path = os.path.join(options.to, f"{split}.{options.format}")
-            containers[split] = Container(path)
+            containers[split] = Container(os.path.join(options.to, f"{split}.{options.format}"))
     for sample, result in results(options, samples):
         member = f"{sample.label}/{sample.name}"
         if result.data:

@@ -93,8 +93,7 @@ def list_images(source: str) -> list[Sample]:
         return list_containers(source, tree, containers)
     # A zip file next to images is what they were unpacked from.
     if tar := next((path for path in containers if not path.endswith(".zip")), ""):
-        message = f"holds images ({image}) and tar files ({tar}); give one of them"
-        raise UserError(f"{source}: {message}")
+        raise UserError(f"{source}: holds images ({image}) and tar files ({tar}); give one of them")
     return read_folder(source, tree, SPLITS)
 
 
@@ -183,8 +182,8 @@ def record_label(key: str, parts: Tree) -> str:
 def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
-    Folders in a class are part of the name. The labels of ImageNet's validation images, which are
-    not in class folders, are in other files of the tree.
+    Folders in a class are part of the name, unless all classes have one and the same. The labels of
+    ImageNet's validation images, which are not in class folders, are in other files of the tree.
 
     Args:
         splits: name of a folder -> split.
@@ -218,6 +217,9 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
             samples.append(Sample(split, label, name, place))
         else:
             raise UserError(f"{source}: {path} is not in a class folder; move it into one")
+    folders = {os.path.dirname(s.name) for s in samples if s.split in ("train", "val", "")}
+    if len(folders) == 1:
+        samples = [s._replace(name=s.name.removeprefix(f"{min(folders)}/")) for s in samples]
     return samples + (val_samples(source, tree, flat) if flat else [])
 
 
