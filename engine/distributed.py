@@ -1,5 +1,6 @@
 """Ranks, their devices and their communication. A single process is a world of size 1."""
 
+import atexit
 import hashlib
 import logging
 import platform
@@ -267,6 +268,9 @@ def _installation() -> dict[str, str]:
 # Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
 # reference, it would wait, while it holds the GIL, for threads that need the GIL to free a tensor.
 _process_groups: list[Any] = []
+# A thread that still frees a tensor when the interpreter ends would abort the process (SIGABRT).
+# This waits for the threads, without the GIL, while Python still runs.
+atexit.register(_process_groups.clear)
 
 
 @contextmanager
