@@ -36,7 +36,8 @@ class Launch:
     # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
-    restarts: int = 0  # of the ranks by torchrun; nodes may count differently
+    restarts: int = 0  # of the ranks by torchrun; not of several nodes, which count differently
+    torchrun_listens: bool = False  # there, and since before it started the ranks
 
 
 def read_launch() -> Launch:
@@ -51,9 +52,10 @@ def read_launch() -> Launch:
     local_size = _number(given, "LOCAL_WORLD_SIZE", "1", least=1, most=size)
     if size == 1:
         return Launch()
-    port = _number(given, "MASTER_PORT", least=1, most=65535)
-    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0")
-    return Launch(rank, size, local_rank, local_size, _host(given, "MASTER_ADDR"), port, restarts)
+    host, port = _host(given, "MASTER_ADDR"), _number(given, "MASTER_PORT", least=1, most=65535)
+    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0") if local_size == size else 0
+    listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, size, local_rank, local_size, host, port, restarts, listens)
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -93,14 +95,9 @@ def _tasks_of_node(environment: Mapping[str, str], most: int) -> int:
 
 
 def _number(
-    environment: Mapping[str, str],
-    name: str,
-    default: str = "",
-    *,
-    least: int = 0,
-    most: int = 2**32 - 1,
+    given: Mapping[str, str], name: str, default: str = "", *, least: int = 0, most: int = 2**32 - 1
 ) -> int:
-    text = environment.get(name, default)
+    text = given.get(name, default)
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise _wrong(name, text, f"a whole number from {least} to {most}")
     return int(text)

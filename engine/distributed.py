@@ -265,11 +265,10 @@ def _installation() -> dict[str, str]:
     return found
 
 
-# Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
-# reference, it would wait, while it holds the GIL, for threads that need the GIL to free a tensor.
+# Keeps process groups until Python exits. DDP outlives `join_world`; if it had the last reference,
+# it would wait, while it holds the GIL, for threads that need the GIL to free a tensor. If a thread
+# did so when the interpreter ends, it would abort the process (SIGABRT).
 _process_groups: list[Any] = []
-# A thread that still frees a tensor when the interpreter ends would abort the process (SIGABRT).
-# This waits for the threads, without the GIL, while Python still runs.
 atexit.register(_process_groups.clear)
 
 
@@ -319,13 +318,14 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
     timeout = timedelta(seconds=timeout_seconds)
     # torchrun keeps its store when it restarts the ranks: without a prefix, they would read the
     # addresses of the ranks before them (pytorch#135712).
-    restarts = launch.restarts if launch.local_size == launch.size else 0
     try:
+        if launch.torchrun_listens:  # else it was killed while it started this rank
+            socket.create_connection((launch.host, launch.port), timeout_seconds).close()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            backend, None, timeout, size, rank, dist.PrefixStore(f"start {restarts}", store)
+            backend, None, timeout, size, rank, dist.PrefixStore(f"start {launch.restarts}", store)
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RankError(
             f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "
             f"{str(error).splitlines()[0]}; check that all of them run, give another MASTER_PORT, "

@@ -22,6 +22,7 @@ from tests.results import logged_steps, rows
 from tests.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("own_logging")
+OPTIONS = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
 
@@ -108,10 +109,8 @@ def training(
 def test_two_nodes_train_and_one_continues_without_the_other(
     nodes: list[list[str]], image_root: Path, tmp_path: Path
 ) -> None:
-    options = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
     folder = tmp_path / "two"
-    arguments = command(image_root, folder, *options)
-    with training(nodes, arguments, tmp_path) as (started, logs):
+    with training(nodes, command(image_root, folder, *OPTIONS), tmp_path) as (started, logs):
         wait_until(lambda: logged_steps(folder) >= 25, started[0])
         kill(started[1])
         assert started[0].wait(HANGS_SECONDS) == 0, logs[0].read_text()
@@ -120,7 +119,7 @@ def test_two_nodes_train_and_one_continues_without_the_other(
     assert "resumed from step-000000" in console
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("finished", 180)
-    run(image_root, tmp_path / "one", *options, "train.max_steps=9")
+    run(image_root, tmp_path / "one", *OPTIONS, "train.max_steps=9")
     # Neighbouring steps differ by far more: the first steps saw the same samples.
     two, one = (rows(path, "train")[0]["loss"] for path in (folder, tmp_path / "one"))
     assert two == pytest.approx(one, abs=0.2)
@@ -131,17 +130,15 @@ def test_a_killed_rank_of_one_node_restarts_both(
     nodes: list[list[str]], image_root: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """torchrun on its node counts a restart; on the other one it may see a new node instead."""
-    options = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
     folder = tmp_path / "two"
-    arguments = command(image_root, folder, *options)
-    with training(nodes, arguments, tmp_path) as (started, logs):
+    with training(nodes, command(image_root, folder, *OPTIONS), tmp_path) as (started, logs):
         for node, step in ((1, 25), (0, 60), (1, 100)):
             wait_until(lambda step=step: logged_steps(folder) >= step, started[0])
             (rank,) = (pid for pid, one in processes().items() if one.parent == started[node].pid)
             os.kill(rank, signal.SIGKILL)
         for process, log in zip(started, logs, strict=True):
             assert process.wait(HANGS_SECONDS) == 0, log.read_text()
-    whole = ranks.run(command(image_root, tmp_path / "whole", *options), 2)
+    whole = ranks.run(command(image_root, tmp_path / "whole", *OPTIONS), 2)
     assert whole.returncode == 0, whole.stderr
     found, expected = (
         json.loads((path / "summary.json").read_text())["params_sha256"]

@@ -56,27 +56,27 @@ def test_two_ranks(ranks: Ranks) -> None:
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 
-def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "reason"), [("0", "in use"), ("1", "Connection refused")])
+def test_a_wrong_port(monkeypatch: pytest.MonkeyPatch, rank: str, reason: str) -> None:
+    """Rank 0 cannot listen there, or torchrun, which listened for rank 1, has ended."""
     with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        for name, value in (
-            *(("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")),
-            ("MASTER_PORT", str(port)),
-        ):
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+        if rank == "1":
+            server.close()
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(rank == "1"))
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", **place}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RankError, match=rf"^MASTER_ADDR=localhost, MASTER_PORT={port}: "):
+        where = "".join(f"{name}={value}[,:] " for name, value in place.items())
+        with pytest.raises(RankError, match=rf"^{where}the ranks cannot meet: .*{reason}"):
             join_world("cpu").__enter__()
-
-
-JOINS = (
-    "import sys\nfrom engine.distributed import join_world\njoin_world('cpu', 0.2).__enter__()\n"
-)
 
 
 def test_ranks_that_cannot_meet(tmp_path: Path, ranks: Ranks) -> None:
     """Another program listens at MASTER_PORT."""
     script = tmp_path / "joins.py"
-    script.write_text(JOINS)
+    script.write_text(
+        "from engine.distributed import join_world\njoin_world('cpu', 0.2).__enter__()"
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": str(server.getsockname()[1])}
         with ranks.running([sys.executable, str(script)], 1, **place) as job:
