@@ -36,8 +36,8 @@ class Launch:
     # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
-    restarts: int = 0  # of the ranks by torchrun; not of several nodes, which count differently
-    torchrun_listens: bool = False  # there, and since before it started the ranks
+    restarts: int = 0  # of the ranks by torchrun; 0 on several nodes, which count differently
+    torchrun_listens: bool = False  # there already, on one node
 
 
 def read_launch() -> Launch:
@@ -53,8 +53,9 @@ def read_launch() -> Launch:
     if size == 1:
         return Launch()
     host, port = _host(given, "MASTER_ADDR"), _number(given, "MASTER_PORT", least=1, most=65535)
-    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0") if local_size == size else 0
-    listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    one_node = local_size == size
+    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0") if one_node else 0
+    listens = one_node and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(rank, size, local_rank, local_size, host, port, restarts, listens)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import PIL
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # a later import would keep the group as default arguments
 from torch import Tensor, nn
 
 import models
@@ -266,8 +267,8 @@ def _installation() -> dict[str, str]:
 
 
 # Keeps process groups until Python exits. DDP outlives `join_world`; if it had the last reference,
-# it would wait, while it holds the GIL, for threads that need the GIL to free a tensor. If a thread
-# did so when the interpreter ends, it would abort the process (SIGABRT).
+# it would wait, while it holds the GIL, for threads that need the GIL to free a tensor. After the
+# exit functions, such a thread would abort the process (SIGABRT).
 _process_groups: list[Any] = []
 atexit.register(_process_groups.clear)
 
@@ -319,7 +320,7 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
     # torchrun keeps its store when it restarts the ranks: without a prefix, they would read the
     # addresses of the ranks before them (pytorch#135712).
     try:
-        if launch.torchrun_listens:  # else it was killed while it started this rank
+        if launch.torchrun_listens:  # a refusal: it was killed while it started this rank
             socket.create_connection((launch.host, launch.port), timeout_seconds).close()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(

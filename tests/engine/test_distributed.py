@@ -25,7 +25,9 @@ from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from pipeline.worker import LoaderError
 from tests.engine.plans import ALONE
+from tests.processes import run_python
 from tests.ranks import Ranks
+from tests.small_run import torchrun
 from train import build_state
 
 CLOSED = "[../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
@@ -64,7 +66,12 @@ def test_a_wrong_port(monkeypatch: pytest.MonkeyPatch, rank: str, reason: str) -
         if rank == "1":
             server.close()
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(rank == "1"))
-        for name, value in {"RANK": rank, "WORLD_SIZE": "2", **place}.items():
+        for name, value in {
+            "RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            **place,
+        }.items():
             monkeypatch.setenv(name, value)
         where = "".join(f"{name}={value}[,:] " for name, value in place.items())
         with pytest.raises(RankError, match=rf"^{where}the ranks cannot meet: .*{reason}"):
@@ -87,6 +94,27 @@ def test_ranks_that_cannot_meet(tmp_path: Path, ranks: Ranks) -> None:
         r"MASTER_ADDR and MASTER_PORT, while rank 1 \(process \d+ on \S+\) waits for it in start; "
     )
     assert re.search(message, done.stderr)
+
+
+ENDS = """
+import atexit, pathlib
+names = pathlib.Path("/proc/self/task").glob
+atexit.register(lambda: print("left:", [1 for one in names("*/comm") if "gloo" in one.read_text()]))
+import torch
+from engine.distributed import join_world
+with join_world("cpu") as world:
+    weight = torch.nn.Parameter(torch.ones(1))
+    world.sum(weight.detach())
+    torch.optim.SGD([weight]).step()
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
+    """Later, it would abort them."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run_python(*torchrun([sys.executable, str(tmp_path / "ends.py")], 2)[1:], PYTHONPATH=".")
+    assert done.stdout == 2 * "left: []\n", done.stderr
 
 
 @pytest.mark.parametrize(

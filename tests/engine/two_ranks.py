@@ -3,7 +3,6 @@
 Each function checks what its own rank finds.
 """
 
-import atexit
 import copy
 import math
 import os
@@ -237,8 +236,6 @@ def main() -> None:
         check_divergence(world)
         check_stops(world)
         check_stall(world)
-    atexit._run_exitfuncs()  # gloo's threads end: at its own end, the interpreter would abort them
-    assert not [one for one in Path("/proc/self/task").glob("*/comm") if "gloo" in one.read_text()]
     print(f"rank {world.rank} is done")
 
 

@@ -395,16 +395,21 @@ def test_odd_metadata_of_parquet(tmp_path: Path, label: int | str, metadata: str
 # A split.
 
 
-def classes_only(root: Path, counts: Mapping[str, int]) -> Path:
-    return write(root, {f"{c}/{i:02d}.jpg": jpeg(i) for c, n in counts.items() for i in range(n)})
+def classes_only(root: Path, counts: Mapping[str, int], inner: str = "") -> Path:
+    names = [f"{name}/{inner}{i:02d}.jpg" for name, count in counts.items() for i in range(count)]
+    return write(root, {name: jpeg(int(name[-6:-4])) for name in names})
 
 
-def test_the_split_is_that_of_data_val_fraction(tmp_path: Path) -> None:
-    source = classes_only(tmp_path / "source", {"train set": 2, "b": 20, "c": 35})
+@pytest.mark.parametrize("inner", ["", "images/"])
+def test_the_split_is_that_of_data_val_fraction(tmp_path: Path, inner: str) -> None:
+    first = "a" if inner else "train set"
+    source = classes_only(tmp_path / "source", {first: 2, "b": 20, "c": 35}, inner)
     assert run(source, tmp_path / "to", "--val-fraction", "0.2") == 0
     _, prepared = load_splits(Data(root=str(tmp_path / "to")))
     _, held_out = load_splits(Data(root=str(source), val_fraction=0.2))
-    assert prepared.fingerprint() == held_out.fingerprint() and len(prepared) == 1 + 4 + 7
+    assert inner or prepared.fingerprint() == held_out.fingerprint()
+    names = [held_out.name(i).replace(inner, "") for i in range(1 + 4 + 7)]
+    assert [prepared.name(i) for i in range(len(prepared))] == names
     assert sum(name.startswith("val") for name in listed(source)) == 1 + 2 + 4
     message = refused(tmp_path / "to", val_fraction=0.1)
     assert message.endswith("has a validation split; leave out --val-fraction")
@@ -426,9 +431,13 @@ def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar", "sorted"])
 def test_tiny_imagenet(tmp_path: Path, kind: str) -> None:
     files = tiny_files()
+    if kind == "sorted":  # by one of the scripts for it
+        for i, number in enumerate(VAL):
+            image = files.pop(f"tiny-imagenet-200/val/images/val_{i}.JPEG")
+            files[f"tiny-imagenet-200/val/{IDS[number]}/val_{i}.JPEG"] = image
     if kind == "zip":
         source = zipped(tmp_path / "tiny-imagenet-200.zip", files)
     else:

@@ -68,6 +68,9 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
     safe = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
     samples = [sample._replace(label=safe[sample.label]) for sample in samples]
     samples, notes = with_validation(source, samples, val_fraction)
+    # Other programs take a folder in each class, as Tiny ImageNet's images/, for the class.
+    if len({(s.split, os.path.dirname(s.name)) for s in samples}) == 2:  # one in each split
+        samples = [s._replace(name=os.path.basename(s.name)) for s in samples]
     check(source, samples)
     return samples, notes
 
@@ -182,8 +185,8 @@ def record_label(key: str, parts: Tree) -> str:
 def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
-    Folders in a class are part of the name, unless all classes have one and the same. The labels of
-    ImageNet's validation images, which are not in class folders, are in other files of the tree.
+    Folders in a class are part of the name. The labels of ImageNet's validation images, which are
+    not in class folders, are in other files of the tree.
 
     Args:
         splits: name of a folder -> split.
@@ -217,9 +220,6 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
             samples.append(Sample(split, label, name, place))
         else:
             raise UserError(f"{source}: {path} is not in a class folder; move it into one")
-    folders = {os.path.dirname(s.name) for s in samples if s.split in ("train", "val", "")}
-    if len(folders) == 1:
-        samples = [s._replace(name=s.name.removeprefix(f"{min(folders)}/")) for s in samples]
     return samples + (val_samples(source, tree, flat) if flat else [])
 
 
