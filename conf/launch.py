@@ -36,7 +36,6 @@ class Launch:
     # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
-    restarts: int = 0  # of the ranks by torchrun; 0 on several nodes, which count differently
     torchrun_listens: bool = False  # there already, on one node
 
 
@@ -53,10 +52,8 @@ def read_launch() -> Launch:
     if size == 1:
         return Launch()
     host, port = _host(given, "MASTER_ADDR"), _number(given, "MASTER_PORT", least=1, most=65535)
-    one_node = local_size == size
-    restarts = _number(given, "TORCHELASTIC_RESTART_COUNT", "0") if one_node else 0
-    listens = one_node and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(rank, size, local_rank, local_size, host, port, restarts, listens)
+    listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and local_size == size
+    return Launch(rank, size, local_rank, local_size, host, port, listens)
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:

@@ -7,12 +7,14 @@ import platform
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import numpy as np
 import PIL
@@ -312,20 +314,37 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
         yield world
 
 
+def _name_of_start(store: dist.Store, rank: int, size: int) -> str:
+    """Return a name that the ranks of this start, and none before it, get from rank 0.
+
+    torchrun keeps its store when it restarts the ranks: they would read the addresses of the ranks
+    before them (pytorch#135712).
+    """
+    own, others = uuid4().hex, range(1, size)
+    if rank > 0:
+        store.set(f"hello {rank}", own)
+        name: str = store.get(f"answer to {own}").decode()
+        store.set(f"{name} {rank}", "")
+        return name
+    while not store.check([f"{own} {other}" for other in others]):
+        for hello in [f"hello {other}" for other in others]:
+            if store.check([hello]):  # maybe of a rank before this start
+                store.set(f"answer to {store.get(hello).decode()}", own)
+        time.sleep(0.02)
+    return own
+
+
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
     # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     timeout = timedelta(seconds=timeout_seconds)
-    # torchrun keeps its store when it restarts the ranks: without a prefix, they would read the
-    # addresses of the ranks before them (pytorch#135712).
     try:
         if launch.torchrun_listens:  # a refusal: it was killed while it started this rank
             socket.create_connection((launch.host, launch.port), timeout_seconds).close()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        dist.init_process_group(
-            backend, None, timeout, size, rank, dist.PrefixStore(f"start {launch.restarts}", store)
-        )
+        store = dist.PrefixStore(_name_of_start(store, rank, size), store)
+        dist.init_process_group(backend, None, timeout, size, rank, store)
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "

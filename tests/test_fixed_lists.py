@@ -60,7 +60,7 @@ def test_environment_variables() -> None:
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *(f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID")),
-        *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "USE_AGENT_STORE")),
+        *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "USE_AGENT_STORE")),
         *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "XDG_CACHE_HOME", "PYTHONPATH"),
     }
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,13 @@ from torch import nn
 from conf import cli
 from conf.schema import UserError
 from conf.signals import STOPS
-from engine.distributed import RankError, _lost_ranks_explained, join_world, resolve_device
+from engine.distributed import (
+    RankError,
+    _lost_ranks_explained,
+    _name_of_start,
+    join_world,
+    resolve_device,
+)
 from engine.heartbeat import Heartbeat, Peer
 from engine.plan import make_plan
 from engine.state import params_sha256
@@ -94,6 +101,16 @@ def test_ranks_that_cannot_meet(tmp_path: Path, ranks: Ranks) -> None:
         r"MASTER_ADDR and MASTER_PORT, while rank 1 \(process \d+ on \S+\) waits for it in start; "
     )
     assert re.search(message, done.stderr)
+
+
+def test_each_start_has_another_name() -> None:
+    """The store still holds what the ranks wrote before they were restarted."""
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        starts = [
+            set(pool.map(lambda rank: _name_of_start(store, rank, 3), range(3))) for _ in range(4)
+        ]
+    assert [len(names) for names in starts] == 4 * [1] and len(set.union(*starts)) == 4
 
 
 ENDS = """
