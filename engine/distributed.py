@@ -315,23 +315,25 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
 
 
 def _name_of_start(store: dist.Store, rank: int, size: int) -> str:
-    """Return a name that the ranks of this start, and none before it, get from rank 0.
+    """Return a name for this start, the same on all its ranks. Rank 0 chooses it.
 
-    torchrun keeps its store when it restarts the ranks: they would read the addresses of the ranks
-    before them (pytorch#135712).
+    torchrun keeps its store when it restarts the ranks. Without a name of their own, the new ranks
+    would read the addresses of the ranks before them (pytorch#135712).
     """
-    own, others = uuid4().hex, range(1, size)
+    own, hellos = uuid4().hex, [f"hello {other}" for other in range(1, size)]
     if rank > 0:
         store.set(f"hello {rank}", own)
         name: str = store.get(f"answer to {own}").decode()
-        store.set(f"{name} {rank}", "")
+        store.set(f"{name} {own}", "")
         return name
-    while not store.check([f"{own} {other}" for other in others]):
-        for hello in [f"hello {other}" for other in others]:
-            if store.check([hello]):  # maybe of a rank before this start
-                store.set(f"answer to {store.get(hello).decode()}", own)
+    while True:  # the heartbeat ends a rank that waits too long
+        if store.check(hellos):  # some may be of ranks before this start
+            found = [hello.decode() for hello in store.multi_get(hellos)]
+            for hello in found:
+                store.set(f"answer to {hello}", own)
+            if store.check([f"{own} {hello}" for hello in found]):
+                return own
         time.sleep(0.02)
-    return own
 
 
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
