@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import train
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import BadImageError, FolderDataset
 from tests.processes import (
     HANGS_SECONDS,
     compiled_preload,
@@ -74,11 +74,9 @@ def test_signal_during_a_read(
     read = FolderDataset.read
 
     def read_or_wait(dataset: FolderDataset, index: int) -> bytes:
-        path = Path(dataset.name(index))
-        if not path.is_fifo():
-            with contextlib.suppress(OSError):  # a FIFO has replaced it since
-                return read(dataset, index)
-        return path.read_bytes()
+        with contextlib.suppress(BadImageError):  # a FIFO has replaced the file
+            return read(dataset, index)
+        return Path(dataset.name(index)).read_bytes()
 
     monkeypatch.setattr(FolderDataset, "read", read_or_wait)
 
