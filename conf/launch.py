@@ -36,7 +36,7 @@ class Launch:
     # Where rank 0 or torchrun listens, if there are several ranks
     host: str = ""
     port: int = 0
-    torchrun_listens: bool = False  # there already, on one node
+    torchrun_listens: bool = False  # since before it started this rank; False on several nodes
 
 
 def read_launch() -> Launch:

@@ -20,7 +20,7 @@ import numpy as np
 import PIL
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import would keep the group as default arguments
+import torch.distributed.nn.functional  # a later import would keep the group in default arguments
 from torch import Tensor, nn
 
 import models
@@ -342,7 +342,7 @@ def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: f
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        if launch.torchrun_listens:  # a refusal: it was killed while it started this rank
+        if launch.torchrun_listens:  # if it refuses, it was killed while it started this rank
             socket.create_connection((launch.host, launch.port), timeout_seconds).close()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(_name_of_start(store, rank, size), store)

@@ -73,12 +73,8 @@ def test_a_wrong_port(monkeypatch: pytest.MonkeyPatch, rank: str, reason: str) -
         if rank == "1":
             server.close()
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(rank == "1"))
-        for name, value in {
-            "RANK": rank,
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            **place,
-        }.items():
+        job = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        for name, value in (job | place).items():
             monkeypatch.setenv(name, value)
         where = "".join(f"{name}={value}[,:] " for name, value in place.items())
         with pytest.raises(RankError, match=rf"^{where}the ranks cannot meet: .*{reason}"):

@@ -236,7 +236,7 @@ def main() -> None:
         check_divergence(world)
         check_stops(world)
         check_stall(world)
-    print(f"rank {world.rank} is done")
+        print(f"rank {world.rank} is done")
 
 
 if __name__ == "__main__":

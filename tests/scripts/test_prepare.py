@@ -396,8 +396,9 @@ def test_odd_metadata_of_parquet(tmp_path: Path, label: int | str, metadata: str
 
 
 def classes_only(root: Path, counts: Mapping[str, int], inner: str = "") -> Path:
-    names = [f"{name}/{inner}{i:02d}.jpg" for name, count in counts.items() for i in range(count)]
-    return write(root, {name: jpeg(int(name[-6:-4])) for name in names})
+    return write(
+        root, {f"{c}/{inner}{i:02d}.jpg": jpeg(i) for c, n in counts.items() for i in range(n)}
+    )
 
 
 @pytest.mark.parametrize("inner", ["", "images/"])
