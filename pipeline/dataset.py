@@ -267,8 +267,8 @@ class FolderDataset(Dataset):
             raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        begun, submit = self._ahead, _readers().submit
-        self._ahead = {i: begun.get(i) or submit(self.index.read, i) for i in indices}
+        begin = _readers().submit
+        self._ahead = {i: self._ahead.get(i) or begin(self.index.read, i) for i in indices}
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -319,8 +319,7 @@ class FolderDataset(Dataset):
                     "cannot be identified; repair the storage, then start again"
                 ) from error
             data = b""
-        is_whole = len(data) <= 2 * END_BYTES
-        ends = data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
+        ends = data if len(data) <= 2 * END_BYTES else data[:END_BYTES] + data[-END_BYTES:]
         return len(data), hashlib.sha256(ends).digest()
 
 

@@ -207,8 +207,7 @@ def open_picture(
         exif_orientation: data.exif_orientation.
     """
     try:
-        size = colour_size(data)
-        if size is not None:
+        if (size := colour_size(data)) is not None:
             check_size(size, max_pixels)
             orientation = jpeg_orientation(data) if exif_orientation else 1
             return Picture(JpegFile(data, size, DECODERS[decoder]), orientation=orientation)

@@ -207,8 +207,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     root = files[0] if len(files) == 1 else os.path.join(os.path.dirname(files[0]), name)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = default_cache_dir() / f"{digest[:24]}.npz"
-    scan = _read_cache(cache)
-    if scan is None:
+    if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:
             scan = SCANS[kind](files, f"{key}={root}")

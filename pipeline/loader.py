@@ -190,7 +190,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                     raise LoaderError(_stuck(self))
             else:
                 task = self.waiting.popleft()
-                self._finish(task, run_task(task, self.sources))
+                self._finish(task, run_task([task], self.sources))
 
     def activate(self, workers: int) -> None:
         """Send tasks to the first `workers` workers, and start those that are missing.
@@ -384,8 +384,7 @@ class Loader:
 
     def _submit(self, step: int) -> list[Task]:
         slot = step % self.slots
-        event = self._copied.pop(slot, None)
-        if event is not None:
+        if event := self._copied.pop(slot, None):
             event.synchronize()  # keeps the host only a few batches ahead of the device
         samples, size = self.samples(step), self.size(step)
         source = self.pool.sources[self.source]
@@ -407,4 +406,4 @@ class Loader:
         """
         samples, size = self.samples(batch.step), self.size(batch.step)
         task = Task(self.source, batch.slot, 0, samples, size=size)
-        self.pool.accept(run_task(task, self.pool.sources))
+        self.pool.accept(run_task([task], self.pool.sources))

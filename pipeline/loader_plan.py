@@ -201,8 +201,7 @@ def choose_decoders(
         name = stored_pixels
     if name != "auto":
         _check_engines(config, name, missing)
-        unused = _needs_pixels(config, dataset)
-        if unused:
+        if unused := _needs_pixels(config, dataset):
             return (on_cpu,), f"loader.decoder={name} has no effect: {unused}"
         return (name,), ""
     if stored_pixels is not None or device.type != "cuda":

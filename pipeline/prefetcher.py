@@ -284,8 +284,7 @@ class Prefetcher:
         while True:
             # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
-                host_batch = next(host_batches, None)
-                if host_batch is None:
+                if (host_batch := next(host_batches, None)) is None:
                     break
                 slot = self.slots[taken % len(self.slots)]
                 ready.append((slot, self._executor.submit(self._enqueue, host_batch, slot)))
@@ -315,8 +314,7 @@ class Prefetcher:
 
         Taking the next batch does the same.
         """
-        end = self.clock.end_step()
-        if end is not None:
+        if (end := self.clock.end_step()) is not None:
             self._current.consumed = end
 
     def close(self) -> None:

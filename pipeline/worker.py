@@ -36,9 +36,9 @@ EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does n
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 STOP_SECONDS = 1.0
-# Seconds of a task relative to those of its work from which on a worker reads ahead: it waits for
-# storage longer than it computes. A local disk stays below that.
-WAITS = 2.0
+# Mean waiting for storage per sample of about ten tasks from which on a worker reads ahead; to read
+# in another thread costs a tenth of it.
+WAIT_SECONDS = 3e-4
 # Modules that the forkserver imports once for all workers. It ignores those that are missing.
 PRELOAD = ["pipeline.worker", "pipeline.gpu"]
 MOST_TRIED = 100  # samples in place of an unreadable one
@@ -118,17 +118,17 @@ class Reply:
     trace: str = ""  # of an error that is not about a file
 
 
-def run_task(task: Task, sources: Sequence[Source], read_ahead: int = 0) -> Reply:
-    """Fill the rows of a task. The reply reports an exception, which does not end the worker.
+def run_task(tasks: list[Task], sources: Sequence[Source], pipe: Any = None) -> Reply:
+    """Fill the rows of the first task. The reply reports an exception; the worker goes on.
 
-    `read_ahead`: number of samples that are read at a time.
+    `pipe`: to read several samples at a time, at the end of the task also those of the next one,
+    which is added to `tasks` as soon as the pipe has it; None to read one after the other.
     """
+    task = tasks[0]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     source = sources[task.source].of_size(task.size)
     rows = range(task.row, task.row + len(task.samples))
-    files = None
-    if source.encoded is not None:
-        files = gpu_part().FileWriter(source, task.slot, rows)
+    files = source.encoded and gpu_part().FileWriter(source, task.slot, rows)
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     write = partial(_write_sample, source, source.batch(task.slot), task.slot)
     skipped: list[tuple[int, str]] = []
@@ -136,7 +136,12 @@ def run_task(task: Task, sources: Sequence[Source], read_ahead: int = 0) -> Repl
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began, done = time.perf_counter(), row - task.row
-            source.dataset.read_ahead(task.samples[done : done + read_ahead, 1].tolist())
+            if pipe is not None:
+                if len(tasks) == 1 and done + READ_AHEAD > len(rows) and pipe.poll():
+                    tasks.append(pipe.recv())
+                same = [t.samples for t in tasks if (t.source, t.size) == (task.source, task.size)]
+                ahead = np.concatenate(same)[done : done + READ_AHEAD, 1]
+                source.dataset.read_ahead(ahead.tolist())
             writer = files if row < task.row + task.encoded else None
             skipped += _fill_row(source, partial(write, writer, row, epoch), index)
             slowest = max(slowest, (time.perf_counter() - began, index))
@@ -229,11 +234,13 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
-        read_ahead = 0
+        waits, mean, tasks = False, 0.0, list[Task]()
         while True:
-            pipe.send(reply := run_task(pipe.recv(), sources, read_ahead))
-            if reply.seconds > WAITS * (reply.cpu_seconds + reply.core_seconds):
-                read_ahead = READ_AHEAD
+            tasks = tasks[1:] or [pipe.recv()]
+            pipe.send(reply := run_task(tasks, sources, pipe if waits else None))
+            waited = reply.seconds - reply.cpu_seconds - reply.core_seconds
+            mean += (waited / max(1, reply.rows) - mean) / 10
+            waits = waits or mean > WAIT_SECONDS
 
 
 def _exit_with_parent() -> None:

@@ -105,6 +105,7 @@ QUALITY = 90
 # The end of a complete file; cameras append up to some hundred bytes.
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 1024
+RECIPES = {(200, 100_000): "tiny_imagenet_best", (10, 50_000): "cifar10"}  # classes, images
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
 
@@ -289,8 +290,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
-        message = f"and SOURCE ({outer}) contain each other; give another folder"
-        raise UserError(f"--to {options.to}: {message}")
+        raise UserError(f"--to {inner} and {outer} contain each other; give another folder")
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
     try:
@@ -306,20 +306,20 @@ def run(options: argparse.Namespace) -> int:
     listed.unlink(missing_ok=True)
     if unreadable:
         write_whole(str(listed), os.fsencode("\n".join([*unreadable, ""])))
+    images, classes = fixed["images"], len({sample.label for sample in samples})
+    words = [f"recipe={name}" for key, name in RECIPES.items() if key == (classes, images["train"])]
     report = {
         "settings": fixed,
-        "classes": len({sample.label for sample in samples}),
+        "classes": classes,
         "images": len(samples),
         **{name: counts[name] for name in (*OUTCOMES, "bytes")},
         "seconds": round(time.monotonic() - began, 3),
-        "train_with": shlex.join(["python", "train.py", f"data.root={options.to}"]),
+        "train_with": shlex.join(["python", "train.py", *words, f"data.root={options.to}"]),
     }
     text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
     write_whole(os.path.join(options.to, MARKER), text.encode(errors="surrogateescape"))
-    images = fixed["images"]
     print(
-        f"{report['classes']:,} classes, {images['train']:,} training, {images['val']:,} "
-        "validation images",
+        f"{classes:,} classes, {images['train']:,} training, {images['val']:,} validation images",
         *notes,
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",

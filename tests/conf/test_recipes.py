@@ -16,6 +16,7 @@ from engine.plan import count_steps, micro_batches
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS, MixupOrCutmix
 from pipeline.build import build_transform
+from scripts import prepare
 
 DATA = "data.root=/nowhere"
 RECIPES = group_names("recipe")
@@ -63,6 +64,8 @@ def test_recipe_builds(recipe: str) -> None:
     )
     config = cli.load(shlex.split(commands[0]))
     assert config.run.name.split(",")[0] == recipe
+    if recipe in prepare.RECIPES.values():
+        assert prepare.RECIPES[config.expect["classes"], config.expect["train_images"]] == recipe
     train, val = transforms(config)
     assert train.image_size == config.data.image_size
     with torch.device("meta"):

@@ -6,14 +6,11 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +18,10 @@ import pytest
 import torch
 
 from pipeline.augment import Compose
-from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
+from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed
-from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task
+from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
+from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task, start_worker
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
     HANGS_SECONDS,
@@ -174,27 +171,25 @@ def test_workers_compute_in_one_thread() -> None:
 def test_a_worker_that_waits_for_storage_reads_ahead(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In threads of its own, from its second task on; the images are the same."""
+    """From its second task on, also of the task after it; the images are the same."""
 
-    class Threads(FolderDataset):
+    class Ahead(FolderDataset):
         def targets(self, *_: Any) -> dict[str, Any]:
-            return {"label": threading.active_count()}
+            return {"label": len(self._ahead)}
 
-    seconds = map(float, count())  # a task takes seconds, and none of them on a core
-    clock = SimpleNamespace(perf_counter=seconds.__next__, thread_time=lambda: 0.0)
-    monkeypatch.setattr("pipeline.worker.time", clock)
+    monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
-    dataset = Threads(plain.index, plain.transform, seed=plain.seed)
-    with open_loader(dataset, workers=1, start_method="fork") as loader:
-        threads = []
-        for batch in loader.batches(0, 6):
-            threads += batch.fields["label"].tolist()
-            for image, (epoch, index) in zip(
-                batch.fields["image"], loader.samples(batch.step).tolist(), strict=True
-            ):
-                assert np.array_equal(image, plain.load(epoch, index)["image"])
-            batch.release(None)
-    assert threads[0] == min(threads) < threads[-1]
+    source = start_source(Ahead(plain.index, plain.transform, seed=7), batch_size=8, slots=3)
+    process, pipe = start_worker("fork", [source])
+    for slot, first in enumerate((0, 8, 16)):
+        pipe.send(Task(0, slot, 0, np.array([(5, first + row) for row in range(8)])))
+    assert [pipe.recv().rows for _ in range(3)] == [8, 8, 8]
+    process.kill()
+    process.join()
+    ahead = source.fields["label"].array.ravel().tolist()
+    assert ahead == 8 * [0] + 8 * [READ_AHEAD - 1] + [7, 6, 5, 4, 3, 2, 1, 0]
+    for index, image in enumerate(source.fields["image"].array.reshape(24, SIZE, SIZE, 3)):
+        assert np.array_equal(image, plain.load(5, index)["image"])
 
 
 def test_what_is_read_ahead_is_read_once(changeable: Path) -> None:

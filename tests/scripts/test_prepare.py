@@ -433,7 +433,8 @@ def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "tar", "sorted"])
-def test_tiny_imagenet(tmp_path: Path, kind: str) -> None:
+def test_tiny_imagenet(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "RECIPES", {(len(IDS), len(TRAIN)): "mine"})
     files = tiny_files()
     if kind == "sorted":  # by one of the scripts for it
         for i, number in enumerate(VAL):
@@ -449,6 +450,7 @@ def test_tiny_imagenet(tmp_path: Path, kind: str) -> None:
     for i, number in enumerate(VAL):
         expected[f"val/{IDS[number]}/val_{i}.JPEG"] = jpeg(100 + i)
     assert written(tmp_path / "to") == expected
+    assert '"python train.py recipe=mine data' in (tmp_path / "to" / "prepare.json").read_text()
 
 
 @pytest.mark.parametrize(
