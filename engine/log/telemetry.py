@@ -115,7 +115,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def slowdowns(self, period: Literal["epoch", "run"]) -> str:
         """Return why clocks were reduced since the start, or since the last call for an epoch.
 
-        The power limit is left out: at full load, it is normal.
+        Left out: reasons of 5 % of the time or less, and the power limit, normal at full load.
         """
         with self._lock:
             counts = self._slow[period].copy()
@@ -124,7 +124,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         return ", ".join(
             f"{reason}, {100 * count / samples:.0f} % of the time"
             for reason, count in counts.most_common()
-            if reason != "power limit"
+            if reason != "power limit" and count > samples / 20
         )
 
     def __exit__(self, *_: object) -> None:

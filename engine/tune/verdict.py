@@ -189,20 +189,19 @@ def launch_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
 
 def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The step itself limits; it may be slower than it was before the workers ran."""
-    rank = figures.slowest
+    rank, hot = figures.slowest, next((each for each in figures.ranks if each.slowdowns), None)
+    cool = "check cooling and power of the GPU of {0.place}, which lowered its clock: {0.slowdowns}"
+    cures = [cool.format(hot)] if hot else []
     if not _is_slower(figures):
         faster = {"off": "default", "default": "tuned"}.get(rank.compile) if rank.on_gpu else None
         return (
             f"compute-bound: {_step_could(figures)}; {_waited(figures)}, so faster data loading "
             "would not help"
-        ), [f"set model.compile={faster}"] if faster else []
+        ), [*cures, *([f"set model.compile={faster}"] if faster else [])]
     finding = f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}"
-    slow = next((each for each in figures.ranks if each.slowdowns), None)
-    if slow is not None:
-        return finding, [f"cool the GPU of {slow.place}, which lowered its clock: {slow.slowdowns}"]
-    if rank.decoder in ON_GPU:
+    if rank.decoder in ON_GPU and not cures:
         return f"{finding}; decoding uses a part of the GPU", []
-    return finding, ["check the GPUs' clocks and links, and which other processes use them"]
+    return finding, cures or ["check the GPUs' clocks and links, and what else runs on them"]
 
 
 def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:

@@ -55,6 +55,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({}, [], "compute-bound: the step can process 6,633 img/s and got 6,600; the GPU waited 0.4%"),
     ({}, [], "faster data loading would not help. Remedies: set model.compile=tuned."),
     ({"compile": "off"}, [], "Remedies: set model.compile=default."),
+    (HOT, [], "the step can ... which lowered its clock: board limit; set model.compile=tuned."),
     (
         WAITS,
         [Remedy(AUTO, {}), shrink(1.5)],
@@ -108,7 +109,7 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({**SLOWER, "drained_fraction": 0.6, "decoder": "gpu"}, [], "launch-bound"),
     (SLOWER, [], "compute-bound: the step processed 7,500 img/s alone ... check the GPUs' clocks"),
     ({**SLOWER, "decoder": "gpu"}, [], "for images; decoding uses a part of the GPU."),
-    ({**SLOWER, **HOT}, [], "the GPU of rank 0 on node0, which lowered its clock: board limit"),
+    ({**SLOWER, **HOT}, [], "power of the GPU of rank 0 on node0, which lowered its clock: b"),
     (
         {**CPU, "core_fraction": 0.4},
         [],
