@@ -302,7 +302,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         dead.process.join(STOP_SECONDS)
         code = dead.process.exitcode
         cause = "SIGKILL; is the host out of memory?" if code == -9 else f"exit status {code}"
-        for task in [*dead.tasks][:1]:  # it had not started the tasks behind the first
+        for task in [*dead.tasks][:1]:  # of the others, it had at most begun to read
             task.deaths += 1
             if task.deaths >= DEATHS_PER_TASK:
                 near = _current(self, task)

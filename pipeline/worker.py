@@ -36,9 +36,9 @@ EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does n
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 STOP_SECONDS = 1.0
-# Mean waiting for storage per sample of about ten tasks from which on a worker reads ahead; to read
-# in another thread costs a tenth of it.
-WAIT_SECONDS = 3e-4
+# A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
+# about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
+WAIT_SECONDS = 5e-4
 # Modules that the forkserver imports once for all workers. It ignores those that are missing.
 PRELOAD = ["pipeline.worker", "pipeline.gpu"]
 MOST_TRIED = 100  # samples in place of an unreadable one
@@ -238,8 +238,8 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
         while True:
             tasks = tasks[1:] or [pipe.recv()]
             pipe.send(reply := run_task(tasks, sources, pipe if waits else None))
-            waited = reply.seconds - reply.cpu_seconds - reply.core_seconds
-            mean += (waited / max(1, reply.rows) - mean) / 10
+            more = reply.seconds - reply.cpu_seconds - 2 * reply.core_seconds  # than for a core
+            mean += (max(more / max(1, reply.rows), -WAIT_SECONDS) - mean) / 10
             waits = waits or mean > WAIT_SECONDS
 
 
