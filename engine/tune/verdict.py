@@ -189,9 +189,9 @@ def launch_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
 
 def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     """The step itself limits; it may be slower than it was before the workers ran."""
-    rank, hot = figures.slowest, next((each for each in figures.ranks if each.slowdowns), None)
+    rank, slowed = figures.slowest, [each for each in figures.ranks if each.slowdowns]
     cool = "check cooling and power of the GPU of {0.place}, which lowered its clock: {0.slowdowns}"
-    cures = [cool.format(hot)] if hot else []
+    cures = [cool.format(max(slowed, key=lambda each: each.own_ms))] if slowed else []
     if not _is_slower(figures):
         faster = {"off": "default", "default": "tuned"}.get(rank.compile) if rank.on_gpu else None
         return (
@@ -199,9 +199,9 @@ def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
             "would not help"
         ), [*cures, *([f"set model.compile={faster}"] if faster else [])]
     finding = f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}"
-    if rank.decoder in ON_GPU and not cures:
-        return f"{finding}; decoding uses a part of the GPU", []
-    return finding, cures or ["check the GPUs' clocks and links, and what else runs on them"]
+    if rank.decoder in ON_GPU:
+        return f"{finding}; decoding uses a part of the GPU", cures
+    return finding, [*cures, "check the GPUs' clocks and links, and what else runs on them"]
 
 
 def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:

@@ -108,8 +108,8 @@ ONE_RANK: list[tuple[dict[str, Any], list[Remedy], str]] = [
     ({**NOT_ALONE, "drained_fraction": 0.6}, [], "launch-bound"),
     ({**SLOWER, "drained_fraction": 0.6, "decoder": "gpu"}, [], "launch-bound"),
     (SLOWER, [], "compute-bound: the step processed 7,500 img/s alone ... check the GPUs' clocks"),
-    ({**SLOWER, "decoder": "gpu"}, [], "for images; decoding uses a part of the GPU."),
-    ({**SLOWER, **HOT}, [], "power of the GPU of rank 0 on node0, which lowered its clock: b"),
+    ({**SLOWER, "decoder": "gpu", **HOT}, [], "; decoding uses a part of the GPU. Rem"),
+    ({**SLOWER, **HOT}, [], "of rank 0 on node0, which lowered its clock: board limit; check the"),
     (
         {**CPU, "core_fraction": 0.4},
         [],
@@ -208,7 +208,7 @@ SEVERAL: list[tuple[list[Measured], str]] = [
     (ranks_of(*[{}] * 4, drained_fraction=0.04, **SLOW_STEP), "core-bound: the step proc"),
     (ranks_of(*[{}] * 4, late_fraction=0.02, **SLOW_STEP), "core-bound"),
     (ranks_of(*[{}] * 4, **SLOW_STEP), "alone and 1,004 while the workers run, 84% of it"),
-    (ranks_of({}, HOT, step_alone=600.0, **GPU), "compute-bound ... GPU of rank 1 on node0"),
+    (ranks_of({**OWN_50, **HOT}, {"own_ms": 52.0, **HOT}, **GPU), "compute-bound ... rank 1 on n"),
 ]
 
 
