@@ -238,8 +238,9 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
         while True:
             tasks = tasks[1:] or [pipe.recv()]
             pipe.send(reply := run_task(tasks, sources, pipe if waits else None))
-            more = reply.seconds - reply.cpu_seconds - 2 * reply.core_seconds  # than for a core
-            mean += (max(more / max(1, reply.rows), -WAIT_SECONDS) - mean) / 10
+            storage = reply.seconds - reply.cpu_seconds - reply.core_seconds
+            longer = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
+            mean += (longer - mean) / 10
             waits = waits or mean > WAIT_SECONDS
 
 

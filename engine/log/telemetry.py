@@ -115,7 +115,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def slowdowns(self, period: Literal["epoch", "run"]) -> str:
         """Return why clocks were reduced since the start, or since the last call for an epoch.
 
-        Left out: reasons of 5 % of the time or less, and the power limit, normal at full load.
+        Reasons of at most 5 % of the time are left out, and the power limit, normal at full load.
         """
         with self._lock:
             counts = self._slow[period].copy()
