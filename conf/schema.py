@@ -209,6 +209,12 @@ BOARDS = Check(
     lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
     f"names among {', '.join(TRACKERS)}, in brackets",
 )
+NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
+ENTRIES = Check(
+    lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
+    "a list of module:name or {module:name: {parameter: value}} of this checkout",
+)
+PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 SPAN = Check(
     lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
@@ -284,6 +290,9 @@ class Data:
     exif_orientation: bool = key(False, BOTH)
     """turn photos upright by the orientation in their EXIF data, as recipe=finetune does; false
     takes the stored pixels, as the published results of ImageNet do"""
+    on_device: list[Any] = key([], SPEED, ENTRIES)
+    """what a GPU makes of a training sample instead of a worker: module:name of functions of
+    (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
     mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
     """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))
@@ -347,6 +356,9 @@ class Model:
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
     in timm, {stochastic_depth_prob: 0.1} in torchvision and models/; {blur_pool: true}, for any
     model, blurs the inputs of strided convolutions (arXiv 1904.11486)"""
+    rewrite: str | None = key(None, SPEED, NAME)
+    """module:name of a function of (model, channels_last) that replaces layers by faster ones with
+    the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
     freeze: Any = key(None, BOTH, STAGES)
     """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
     the name of the last one, such as layer2 of a ResNet"""
@@ -364,6 +376,8 @@ class Model:
 class Optim:
     name: str = key("sgd", BOTH, one_of(*group_names("optim")))
     """optimiser"""
+    args: dict[str, Any] = key({}, BOTH, ARGS)
+    """further arguments of an optimiser that optim.name names as module:name"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, BOTH, FRACTION, when=HAS_MOMENTUM)
@@ -402,6 +416,9 @@ class Schedule:
 
 @dataclass
 class Train:
+    prepare: Any = key(None, NOTHING, PREPARE)
+    """module:name of a function of (config, world) that returns the config to train with, before
+    anything else; null: train with this one"""
     epochs: float = key(90.0, RESULT, number(0, EPOCHS, above=True))
     """passes over the training images"""
     max_steps: int | None = key(None, NOTHING, or_null(COUNT))
@@ -466,6 +483,11 @@ class Log:
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
+
+
+    observers: list[Any] = key([], NOTHING, ENTRIES)
+    """what else observes a run on rank 0, such as a profiler: module:name of functions of the log
+    that return an engine.log.observer.Observer"""
 
 
 @dataclass

@@ -1,0 +1,57 @@
+"""The one door by which a value of the config reaches code that this program does not import.
+
+    python train.py model.name=experiments.networks:tiny
+
+A value `module:name` stands for an object in a Python file of this checkout; nothing else can be
+named. `rm` of the file needs no other edit: see `is_there`.
+"""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from conf.schema import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value has the form `module:name`, where the module may have dots."""
+    return isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)*:\w+", value) is not None
+
+
+def is_there(value: str) -> bool:
+    """Whether the module of `module:name` is a file or a package of this checkout."""
+    path = ROOT.joinpath(*value.partition(":")[0].split("."))
+    files = path.with_suffix(".py"), path / "__init__.py"
+    return any(file.is_file() and file.resolve().is_relative_to(ROOT) for file in files)
+
+
+def named(value: str, key: str) -> Any:
+    """Return the object of `module:name`, which importing the module makes.
+
+    Raises UserError if the module is not inside this checkout, or has no such object. `key`: the
+    config key, for messages.
+    """
+    module, _, name = value.partition(":")
+    if not is_name(value) or not is_there(value):
+        file = module.replace(".", "/")
+        raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise UserError(f"{key}={value}: {module} has no {name}; write module:name")
+    return found
+
+
+def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters of a list's entry: `name` or `name: {parameter: value}`.
+
+    Raises UserError if it has another form. `key`: the config key, for messages.
+    """
+    name, parameters = entry, None
+    if isinstance(entry, dict) and len(entry) == 1:
+        ((name, parameters),) = entry.items()
+    if not isinstance(name, str) or not isinstance(parameters, dict | None):
+        raise UserError(f"{key}: {entry!r}: write `name` or `name: {{parameter: value}}`")
+    return name, parameters or {}
