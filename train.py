@@ -44,14 +44,13 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.step_graph import StepGraph, Values, compile_later_sizes
+from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.validation import evaluate, validation_batches, value_names
+from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import IMAGE
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import reached_limit
-from pipeline.prefetcher import TARGET, Batch
 from pipeline.worker import start_forkserver
 
 
@@ -80,7 +79,6 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(stop_signal(state, run, feed))
         enter(out_of_memory_explained(plan, state, world))
         world.set_section("measurement")
-        compile_later_sizes(train_on_batch, feed, plan, state, stop)
         verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
@@ -287,7 +285,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-    datasets = world.on_all_ranks(lambda: build_datasets(config))
+    datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     plan = fit_memory(plan, world, resumed=bool(resumed[1]))

@@ -11,8 +11,8 @@ from engine.compute import longest_float
 from engine.distributed import World
 from engine.scores import ROWS_ONLY, VALUES
 from engine.stop_signal import StopSignal
+from pipeline.batch import Batch
 from pipeline.feed import Feed
-from pipeline.prefetcher import Batch
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.

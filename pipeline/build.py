@@ -1,20 +1,23 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from conf.named import named, split_entry
 from conf.optional import require_part
-from conf.schema import Config, Data, UserError, show, with_size
+from conf.schema import Config, Data, UserError, show
 from pipeline import augment
 from pipeline.augment import Compose
+from pipeline.batch import LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import LABEL, Dataset, FakeDataset, FolderDataset
-from pipeline.decode import ON_GPU, Picture, describe
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.decode import DECODERS, Picture, describe
 from pipeline.splits import held_out, load_splits, roots_of
 from pipeline.table import TableDataset
 
@@ -30,8 +33,6 @@ class Datasets:
     classes: tuple[str, ...]  # their names; a label is a position in it
     train_size: int  # side of the images after the transforms, pixels
     val_size: int
-    # Side in pixels -> the training split as images of this size, for data.sizes.
-    smaller: Mapping[int, Dataset] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Create missing files, such as the images of data=demo."""
@@ -39,8 +40,10 @@ class Datasets:
         self.val.prepare()
 
 
-def build_datasets(config: Config) -> Datasets:
+def build_datasets(config: Config, device: torch.device | None = None) -> Datasets:
     """Build the transforms and the sample tables of both splits; write only the index cache.
+
+    `device`: of the training, for data.on_device; None leaves everything to the workers.
 
     Raises UserError if a transform, a folder or its content is wrong.
     """
@@ -48,15 +51,6 @@ def build_datasets(config: Config) -> Datasets:
     train = build_transform(config.augment.train, "augment.train")
     val = build_transform(config.augment.val, "augment.val")
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    smaller = {}
-    for size in list(data.sizes.values())[:-1]:  # the last one is data.image_size
-        entries = with_size(config.augment.train, data.image_size, size)
-        smaller[size] = build_transform(entries, "augment.train")
-        if smaller[size].image_size != size:
-            raise UserError(
-                f"data.sizes: augment.train makes images of {smaller[size].image_size} px, not "
-                f"{size} px; write size: ${{data.image_size}} in it"
-            )
     train_split, val_split, classes = _splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         key = "root" if data.classes is None else "classes"
@@ -64,8 +58,11 @@ def build_datasets(config: Config) -> Datasets:
             f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "
             "classifier needs at least two classes, each in its own folder"
         )
-    others = {size: train_split.with_transform(each) for size, each in smaller.items()}
-    return Datasets(train_split, val_split, classes, train.image_size, val.image_size, others)
+    for entry in data.on_device if device is not None else ():
+        name, parameters = split_entry(entry, "data.on_device")
+        extend = named(name, "data.on_device")
+        train_split = extend(train_split, config, device, **parameters)
+    return Datasets(train_split, val_split, classes, train.image_size, val.image_size)
 
 
 def build_val(config: Config) -> Datasets:
@@ -113,8 +110,8 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS."""
-    # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
-    decoder = "auto" if config.loader.decoder in ON_GPU else config.loader.decoder
+    # In other modes, a CPU decoder takes the validation images and what the device refuses.
+    decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
     return DATASETS[data.source](data, train, val, decoder, config.train.seed)
 
 

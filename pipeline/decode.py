@@ -8,12 +8,11 @@ the transforms draw, and its pixels are computed when they are needed. Pillow de
 plain colour JPEG, and each file that a faster decoder refuses.
 """
 
-import importlib.util
 import io
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -58,10 +57,6 @@ FILLER = bytes(97 * number % 251 for number in range(1, 65))
 class UnreadableError(ValueError):
     """The file of a picture cannot be decoded; says why in one line."""
 
-
-# How pixels moved: `augment.Operation`, or a function that moves int32 [H, W] alike, with 0 for
-# pixels from outside.
-Move = tuple[str, float, int, int] | Callable[[np.ndarray], np.ndarray]
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.
@@ -123,17 +118,18 @@ class JpegFile:
 class Picture:
     """An image between two transforms: where it is from, and the geometry that was sampled for it.
 
-    The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
-    (pipeline/gpu). Every other method returns a new picture and computes nothing.
+    The geometry is a value that `pixels` computes on a CPU; a dataset may also let a device compute
+    it. Every other method returns a new picture and computes nothing.
     """
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8, uint16 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    # The picture that the source was computed from, and how its pixels moved then, for
-    # `pipeline.augment.follow`; None if the source is the file or its pixels
-    origin: "tuple[Picture, Sequence[Move]] | None" = None
     # How the source is to be turned before the geometry, as in EXIF, from 1 to 8
     orientation: int = 1
+    # The picture that a transform computed the source from, for `pipeline.augment.follow`; None if
+    # the source is the file or its pixels
+    origin: "Picture | None" = None
+    moved: bool = False  # whether that transform moved pixels
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
@@ -159,7 +155,7 @@ class Picture:
                 "too narrow"
             )
         step = CropResize(box or (0, 0, *self.size), size, interpolation, quick)
-        return Picture(self.source, (*self.geometry, step), self.origin, self.orientation)
+        return replace(self, geometry=(*self.geometry, step))
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are 0."""
@@ -167,7 +163,7 @@ class Picture:
 
     def mirrored(self) -> "Picture":
         step = CropResize((0, 0, *self.size), self.size, mirrored=True)
-        return Picture(self.source, (*self.geometry, step), self.origin, self.orientation)
+        return replace(self, geometry=(*self.geometry, step))
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
@@ -478,20 +474,6 @@ def lacks_data(data: bytes) -> bool:
     return small[0] != small[1]
 
 
-def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray | None:
-    import simplejpeg
-
-    try:
-        if scale == 1:
-            return simplejpeg.decode_jpeg(data)[box[1] : box[3], box[0] : box[2]]
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        height, width = -(-height // scale), -(-width // scale)
-        small = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, min_factor=scale)
-    except (ValueError, KeyError):  # KeyError: unknown sampling factors
-        return None
-    return small[box[1] : box[3], box[0] : box[2]] if small.shape[0] == height else None
-
-
 def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
     decoder = region.load()
     assert not isinstance(decoder, str), "resolve() returns only installed decoders"
@@ -505,20 +487,14 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
 # Fastest first.
 DECODERS: dict[str, Decode] = {
     "region": decode_region,
-    "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
-ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
 def remedy(name: str) -> str:
     """Return how to install a CPU decoder; an empty string if it is installed."""
-    if name == "region":
-        loaded = region.load()
-        return loaded if isinstance(loaded, str) else ""
-    if name == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
-        return "pip install simplejpeg"
-    return ""
+    loaded = region.load() if name == "region" else None
+    return loaded if isinstance(loaded, str) else ""
 
 
 def installed() -> list[str]:

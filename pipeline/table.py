@@ -3,16 +3,17 @@
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from conf.schema import UserError
-from pipeline.augment import Compose, Operation
+from pipeline.augment import Compose
+from pipeline.batch import IMAGE, Field, image_field
 from pipeline.containers import Folder, csv_rows
-from pipeline.dataset import IMAGE, Field, FolderDataset, image_field
+from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.shared import SharedArray
@@ -56,9 +57,7 @@ class TableDataset(FolderDataset):
         size = self.transform.image_size
         return {IMAGE: image_field(size), "numbers": Field(np.float32, (len(self.columns),))}
 
-    def targets(
-        self, index: int, picture: Picture, operations: Sequence[Operation]
-    ) -> dict[str, Any]:
+    def targets(self, index: int, picture: Picture) -> dict[str, Any]:
         return {"numbers": self.numbers.array[index]}
 
     def fingerprint(self) -> str:

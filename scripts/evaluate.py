@@ -66,13 +66,13 @@ from engine.log.runlog import predictions_of
 from engine.plan import check_batch, micro_batches
 from engine.scores import shown
 from engine.validation import evaluate
+from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
-from pipeline.dataset import LABEL, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
-from pipeline.prefetcher import Batch
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from pipeline.table import TableDataset

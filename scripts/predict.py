@@ -92,12 +92,11 @@ from engine.scores import shown
 from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
+from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.class_names import readable
-from pipeline.dataset import Field
 from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
-from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
@@ -165,7 +164,8 @@ class Predictor:
         if len(trained.image_shape) > 3:
             shape = [*trained.image_shape]
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
-        self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
+        on_cpu = loader.decoder in decode.DECODERS
+        self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
         self.seed, self.top = config.train.seed, top
         self.max_pixels, self.exif_orientation = data.max_pixels, data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))

@@ -11,8 +11,9 @@ from PIL import Image
 from engine.log.pictures import GREY, RED, bars, tiles
 from engine.metrics import calibration
 from engine.validation import Rows
+from pipeline.batch import IMAGE
 from pipeline.class_names import readable
-from pipeline.dataset import IMAGE, Dataset
+from pipeline.dataset import Dataset
 
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
 WORST_IMAGES = 16  # to draw

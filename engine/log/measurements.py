@@ -96,7 +96,7 @@ def train_row(interval: Interval, timing: Timing, plan: Plan) -> dict[str, Any]:
     peak = peak_rate(
         plan.device,
         precision=plan.precision,
-        flops_per_image=plan.flops(step - 1),
+        flops_per_image=plan.flops,
         ranks=plan.world_size,
     )
     if peak:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.dataset import Field
+from pipeline.batch import Field
 
 BLUE, RED, GREY = "#4c72b0", "#c44e52", "#808080"
 LARGE, SMALL = 18, 14  # font sizes, pixels

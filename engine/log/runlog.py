@@ -35,11 +35,10 @@ from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
+from pipeline.batch import IMAGE, Batch, ImageFormat
 from pipeline.class_names import readable
-from pipeline.dataset import IMAGE
 from pipeline.feed import Feed
 from pipeline.loader import Loader
-from pipeline.prefetcher import Batch, ImageFormat
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
 # Without log rows, the host looks for non-finite gradients this often.

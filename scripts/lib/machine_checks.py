@@ -24,7 +24,7 @@ from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.containers import LARGEST, Container
-from pipeline.decode import ON_GPU, describe
+from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
 from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, spread, warn
@@ -146,7 +146,7 @@ def cores(case: Case) -> Iterator[Row]:
     else:
         yield ok(text)
     have, chosen = decode.installed(), case.config.loader.decoder
-    best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
+    best = decode.resolve(chosen) if chosen in DECODERS else have[0]
     text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
     cure = "install a C compiler (loader.decoder=region says what is missing): it is faster"
     yield ok(text) if best == next(iter(decode.DECODERS)) else warn(text, cure)

@@ -20,9 +20,10 @@ from conf.schema import Config, Data, UserError
 from pipeline import gpu_part
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
+from pipeline.batch import LABEL, Field, image_field
 from pipeline.build import DATASETS, Datasets, Splits, build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import LABEL, BadImageError, Dataset, Field, FolderDataset, image_field
+from pipeline.dataset import BadImageError, Dataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import load_index

@@ -18,9 +18,9 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
+from pipeline.batch import Batch, Field, image_field
 from pipeline.build import build_val
-from pipeline.dataset import Field, FolderDataset, image_field
-from pipeline.prefetcher import Batch
+from pipeline.dataset import FolderDataset
 from scripts import evaluate
 from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained

@@ -19,7 +19,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from conf.compose import load
 from engine.log.runlog import draw_batch
 from engine.log.tracker import Tracker
-from pipeline.prefetcher import ImageFormat
+from pipeline.batch import ImageFormat
 from tests.batches import batch_of
 from tests.limits import file_size_limit
 

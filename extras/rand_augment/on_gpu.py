@@ -1,26 +1,32 @@
 """The operations of RandAugment and TrivialAugment on a GPU, with Pillow's pixels bit for bit.
 
-Journey of a batch, 5: after the copy to the device, before normalisation. If the training list ends
-in rand_augment or trivial_augment and the training runs on a GPU, workers only sample the
-operations (`Compose.sample`), and `apply_operations` applies those of a whole batch.
-
-The host turns each operation into a row of numbers. It copies all rows at once and does not
-wait for the device. The kernels are in augment_kernel.py.
+Journey of a batch, 5: after the copy to the device, before normalisation. Workers only draw the
+operations. The host turns each of them into a row of numbers, copies all rows of a batch at once,
+and does not wait for the device. The kernels are in kernels.py.
 """
 
 import logging
 import math
 import struct
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.augment import MATRICES, NAMES
+from conf.schema import Config
+from extras.rand_augment import MATRICES, NAMES, RandAugment, as_rows
+from pipeline.augment import Compose
+from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first
+from pipeline.dataset import FolderDataset
+from pipeline.decode import Picture
 
 logger = logging.getLogger(__name__)
 
+OPERATIONS = "operations"  # the field of the drawn operations
 BLENDED = ("brightness", "color", "contrast", "sharpness")
 # Of a row: position in NAMES, then up to seven numbers. With 8, the rows of every round start at a
 # multiple of 16 bytes; otherwise Triton compiles the kernels twice.
@@ -31,6 +37,54 @@ MOVED = len(NAMES)
 _ROW = struct.Struct(f"{COLUMNS}d")
 
 
+def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
+    """Return a dataset whose operations a GPU applies, or the same one: see data.on_device."""
+    transforms = dataset.transform.transforms if hasattr(dataset, "transform") else []
+    ends = bool(transforms) and isinstance(transforms[-1], RandAugment)
+    is_plain = type(dataset).load is FolderDataset.load and hasattr(dataset, "sketch")
+    if ends and is_plain and dataset.fields[IMAGE].dtype is np.uint8 and has_kernels(device):
+        return DrawnOperations(dataset)
+    return dataset
+
+
+class DrawnOperations:
+    """A FolderDataset whose last transform is only drawn in the workers."""
+
+    load = FolderDataset.load
+
+    def __init__(self, dataset: FolderDataset) -> None:
+        *others, last = dataset.transform.transforms
+        assert isinstance(last, RandAugment)
+        self.dataset: Any = dataset
+        self.last = last
+        self.transform = Compose(others, dataset.transform.image_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["dataset"], name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        drawn = Field(np.float64, (self.last.count, 4), partial=True)
+        return {**self.dataset.fields, OPERATIONS: drawn}
+
+    def sketch(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
+        picture = self.transform(self.dataset.open(index), rng)
+        drawn = self.last.sample(picture.size, rng)
+        picture = replace(picture, moved=True)  # no mask can follow
+        return picture, {OPERATIONS: as_rows(drawn), **self.dataset.targets(index, picture)}
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        rest = dict(fields)
+        levels, drawn = rest.pop(IMAGE), rest.pop(OPERATIONS)
+        if not levels.is_cuda:
+            levels = slot.copy(IMAGE, levels)
+        pixels = apply_operations(channels_first(levels), drawn.numpy())
+        return {IMAGE: slot.normalise(IMAGE, pixels), **self.dataset.on_device(rest, slot)}
+
+
 def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
     """Apply the operations of a batch, one after another.
 
@@ -38,9 +92,9 @@ def apply_operations(images: Tensor, operations: np.ndarray) -> Tensor:
 
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
-        operations: float64 [B, count, 4] on the host, in the format of `augment.as_rows`.
+        operations: float64 [B, count, 4] on the host, in the format of `as_rows`.
     """
-    from pipeline.gpu.augment_kernel import apply_rounds
+    from extras.rand_augment.kernels import apply_rounds
 
     pixels = images.permute(0, 2, 3, 1).contiguous()
     rows = torch.from_numpy(kernel_rows(operations, pixels.shape[1]))
@@ -75,7 +129,7 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
     Returns float64 [count, B, COLUMNS], see `_row`.
 
     Args:
-        operations: float64 [B, count, 4], in the format of `augment.as_rows`.
+        operations: float64 [B, count, 4], in the format of `as_rows`.
         size: side of the images in pixels.
     """
     # The cache is looked up by the bytes of an operation: 2,048 of them take 0.3 ms.
@@ -86,7 +140,7 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
 
 @cache
 def _row(operation: bytes, size: int) -> bytes:
-    """The numbers of one operation, float64 [COLUMNS], from a row of `augment.as_rows`.
+    """The numbers of one operation, float64 [COLUMNS], from a row of `as_rows`.
 
     The first is MOVED + interpolation, followed by a matrix and the fill, or the position of
     another operation in NAMES, followed by its number: the weight of the image in a blend

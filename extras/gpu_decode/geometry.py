@@ -1,7 +1,6 @@
 """The geometry that a worker samples, as numbers for the crop kernel: where each pixel is from.
 
-Journey of a batch, 3 for `loader.decoder=gpu` and `hybrid`. The transforms and their random numbers
-are those of the CPU path.
+The transforms and their random numbers are those of the CPU path.
 """
 
 import numpy as np
@@ -9,8 +8,8 @@ import numpy as np
 from pipeline.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, has_end, segments
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
-# The file of the row; LENGTH 0: the row holds pixels.
-LENGTH, OFFSET, WIDTH, HEIGHT = 0, 1, 2, 3
+# The file of the row; LENGTH 0: the row holds pixels. Column 1 is free.
+LENGTH, WIDTH, HEIGHT = 0, 2, 3
 # Source pixels that may be read.
 CLIP_LEFT, CLIP_TOP, CLIP_RIGHT, CLIP_BOTTOM = 4, 5, 6, 7
 # Source point = SOURCE + SCALE * (target pixel + 0.5).
@@ -58,6 +57,12 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     row[SOURCE_LEFT : SCALE_Y + 1] = source
     row[MIRRORED], row[BICUBIC] = mirrored, bicubic
     return True
+
+
+def write_pixels(row: np.ndarray, size: int) -> None:
+    """Write into a row of zeros that it holds square pixels of this size, and needs no decoding."""
+    row[[CLIP_RIGHT, CLIP_BOTTOM]] = size
+    row[[SCALE_X, SCALE_Y]] = 1.0
 
 
 def engines_support(data: bytes) -> bool:

@@ -13,12 +13,12 @@ import triton.language as tl
 from PIL.Image import Resampling
 from torch import Tensor
 
-from pipeline.augment import NAMES
+from extras.rand_augment import NAMES
 
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
 # The first number of a row. All operations that are not among the next five have tables.
-# As `pipeline.gpu.augment.MOVED`, which imports this file: three for all that move pixels.
+# As `on_gpu.MOVED`, which imports this file: three for all that move pixels.
 NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
 BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
 BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.gpu.geometry import COLUMNS
+from extras.gpu_decode.geometry import COLUMNS
 
 TILE = 16
 

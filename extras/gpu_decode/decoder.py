@@ -1,17 +1,13 @@
 """JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
 
-Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, samples its
-augmentation, and writes bytes and geometry into the slot. Here nvJPEG decodes a batch on the
-hardware engines (14,000 images/s while an H200 also trains; one host thread waits without the GIL),
-and one kernel makes the batch: float [B, 3, S, S].
+nvJPEG decodes the files of a batch on the hardware engines (14,000 images/s while an H200 also
+trains; one host thread waits without the GIL), and one kernel makes the batch: float [B, 3, S, S].
 
 The engines support baseline YCbCr JPEGs. A worker decodes the other files of a batch, and their
 pixels go through the same kernel.
 """
 
 import ctypes
-import logging
-import math
 import time
 from contextlib import suppress
 from functools import cache
@@ -21,17 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.dataset import IMAGE
-from pipeline.gpu.encoded import EncodedRows
-from pipeline.gpu.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
-from pipeline.loader import TASK_ROWS, HostBatch, Loader
-from pipeline.prefetcher import DeviceSlot, channels_first, finish_pixels
+from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, PITCH, WIDTH
 
-logger = logging.getLogger(__name__)
-
-FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
-MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
-BALANCED_TASKS = 50  # the newest tasks in which workers decoded: hybrid balances by their rate
 NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
 OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
@@ -160,7 +147,7 @@ class GpuDecoder:
 
     def make_batch(
         self,
-        files: np.ndarray,
+        files: torch.Tensor,
         geometry: torch.Tensor,
         pixels: torch.Tensor,
         out: torch.Tensor,
@@ -173,18 +160,18 @@ class GpuDecoder:
         do not support a file.
 
         Args:
-            files: uint8 [bytes] of the slot, in host memory.
+            files: uint8 [B, bytes] of the slot, in host memory.
             geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
             pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
             out: float or uint8 [B, 3, S, S] on the device.
             scale: float32 [3] on the device.
             shift: float32 [3] on the device.
         """
-        from pipeline.gpu.crop_kernel import crop_resize
+        from extras.gpu_decode.crop_kernel import crop_resize
 
         table = geometry.numpy()
         files_here = table[:, LENGTH] > 0
-        if self._raw is None or self._raw.shape != pixels.shape:  # data.sizes: a few times in a run
+        if self._raw is None:
             self._raw = torch.empty_like(pixels, device=self.device)
         for first, last in _runs(np.flatnonzero(~files_here)):
             self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
@@ -194,7 +181,7 @@ class GpuDecoder:
         if files_here.any():
             address = self._addresses(table[files_here])
             table[files_here, ADDRESS] = address
-            source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
+            source = files.data_ptr() + files[0].nbytes * np.flatnonzero(files_here)
             lengths = table[files_here, LENGTH].astype(np.uint64)
             # The engines decode one batch at a time; the kernel has read what this one overwrites.
             self._done.synchronize()
@@ -202,7 +189,7 @@ class GpuDecoder:
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
             began, stream = time.perf_counter(), torch.cuda.current_stream(self.device)
             try:
-                self.engines.decode(source, lengths, targets, stream)
+                self.engines.decode(source.astype(np.uint64), lengths, targets, stream)
             finally:  # before an error, some files may have been decoded
                 self._done.record()
                 self._decoded.reverse()
@@ -231,80 +218,3 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Ranges of consecutive rows as (first, last + 1): one copy per range."""
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
-
-
-class EngineUpload:
-    """Decodes the encoded rows of a batch on the GPU. Calls block on the host, without the GIL.
-
-    The source of `loader` has `encoded` buffers; `decoder` is for batches of this size.
-    """
-
-    def __init__(self, loader: Loader, decoder: GpuDecoder) -> None:
-        self.loader, self.decoder = loader, decoder
-        self.rows: EncodedRows = loader.pool.sources[loader.source].encoded
-        self.taken = 0  # number of batches that the engines decoded
-        self.refused: EngineError | None = None  # the last error of the engines
-        self.hybrid = False  # whether workers decode a share of each batch
-        self._enough = math.inf
-
-    def share_with_workers(self, hybrid: bool, *, enough: float = math.inf) -> None:
-        """Set which part of later batches the engines decode: all of it, or with `hybrid` a share.
-
-        The share is the smallest with which the workers decode the rest at `enough` images/s, so
-        that decoding takes as little of the GPU as possible. If workers and engines together are
-        slower, it is the share with which both finish together.
-        """
-        self.hybrid, self._enough = hybrid, enough
-        self.loader.encoded_share = FIRST_SHARE if hybrid else 1.0
-        if hybrid:
-            self._balance()
-
-    def __call__(self, host: HostBatch, name: str, slot: DeviceSlot, to_mix: bool) -> torch.Tensor:
-        """Make normalised images [B, 3, S, S] on the device.
-
-        Raises LoaderError if an image cannot be read, and names it.
-        """
-        image = slot.format
-        scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))
-        shape = channels_first(host.fields[name]).shape
-        if host.operations is not None:  # they compute on whole levels
-            out = channels_first(slot.memory(name, host.fields[name].shape, torch.uint8))
-            self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
-            return finish_pixels(out, host, name, slot, to_mix)
-        if to_mix:  # the transforms compute in float32, as after a CPU decoder, and make new images
-            out = torch.empty(shape, device=image.device, memory_format=image.memory_format)
-        else:  # the kernel writes the images that the step reads
-            out = slot.images(name, shape)
-        self._decode(host, out, scale, shift)
-        return out
-
-    def _decode(
-        self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
-    ) -> None:
-        """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
-        geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
-        pixels = host.fields[IMAGE]
-        batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
-        try:
-            self.decoder.make_batch(*batch)
-            self.taken += 1
-        except EngineError as error:
-            self.refused = error
-            logger.warning("%s: the CPU decoder decodes this batch instead", error)
-            self.loader.load_in_process(host)
-            self.decoder.make_batch(*batch)
-        if self.hybrid:
-            self._balance()
-
-    def _balance(self) -> None:
-        """Set the share from the measured rates of workers and engines."""
-        pool = self.loader.pool
-        recent = list(pool.recent[self.loader.source])  # the training process may add to it
-        replies = [reply for reply in recent if reply.decoded][-BALANCED_TASKS:]
-        if replies and self.decoder.seconds_per_image:
-            engines = 1 / self.decoder.seconds_per_image  # images/s
-            seconds = sum(reply.seconds / reply.decoded for reply in replies) / len(replies)
-            workers = max(1, pool.active) / max(seconds, 1e-9)
-            together = engines / (engines + workers)
-            needed = max(0.0, 1 - workers / self._enough)
-            self.loader.encoded_share = min(together, needed, MOST_SHARE)
