@@ -109,7 +109,9 @@ class EngineDataset:
         self._decodes_all = False  # this process makes pixels, whatever the mode
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["dataset"], name)
+        if name.startswith("__"):  # asked for by pickle, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)

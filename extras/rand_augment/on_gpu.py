@@ -60,7 +60,9 @@ class DrawnOperations:
         self.transform = Compose(others, dataset.transform.image_size)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["dataset"], name)
+        if name.startswith("__"):  # asked for by pickle, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
