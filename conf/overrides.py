@@ -35,7 +35,6 @@ from conf.schema import (
 
 # Keys with words or lists of words as values, mostly paths.
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
-WORDS |= {"data.root", "data.classes"}
 CONFIG_DIR = "--config-dir="
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
 # Of a YAML file of the user; the longest here has 1.7 kB and no alias.

@@ -130,12 +130,6 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_path(value: Any) -> bool:
-    """Whether this is null, a path, or a list of paths."""
-    words = value if isinstance(value, list) and value else [value]
-    return value is None or all(map(_is_word, words))
-
-
 def _is_rising(sizes: Any) -> bool:
     """Whether these are sizes by epoch, both increasing from epoch 0; or none."""
     if not isinstance(sizes, dict) or not sizes:
@@ -158,9 +152,7 @@ def _is_fold(value: Any) -> bool:
 
 
 def last_name(path: Any) -> Any:
-    """Return the last part of a path, or of each path in a list, for the name of a run."""
-    if isinstance(path, list):
-        return [last_name(str(one)) for one in path]
+    """Return the last part of a path, for the name of a run."""
     if not path or not isinstance(path, str):
         return path  # also a value that its check refuses later
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
@@ -179,8 +171,6 @@ TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
-PATHS = Check(_is_path, "a folder, or a list of folders in brackets")
-CLASSES = Check(_is_path, "classes in brackets, a pattern such as n015*, or a file of names")
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 SIZES = Check(
     _is_rising,
@@ -222,15 +212,7 @@ SPAN = Check(
 )
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
-CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction", "data.val_fold")
-# Start of an address -> the command that copies what is there.
-COPY = {
-    "s3": "aws s3 sync {} FOLDER",
-    "gs": "gcloud storage rsync -r {} FOLDER",
-    "hf": "hf download NAME --repo-type dataset --local-dir FOLDER",
-    "http": "curl -LO {}",
-    "https": "curl -LO {}",
-}
+CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
 LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
@@ -257,15 +239,13 @@ def _in_any_order(names: Any) -> Any:
 class Data:
     source: str = key("folder", BOTH, one_of(*group_names("data")))
     """source of the images; set by data=NAME"""
-    root: Any = key(None, BOTH, PATHS, alike=last_name)
+    root: str | None = key(None, BOTH, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
-    train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list unites folders"""
+    train-00000.tar, ..., or train.csv (path,label)"""
     train: str = key("train", BOTH, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_in_any_order)
-    """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
@@ -594,8 +574,6 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
     data, sizes = config.data, config.data.sizes
-    for name in ("root", "train", "val"):
-        refuse_address(f"data.{name}=", getattr(data, name))
     if sizes and (complete or not config.adapt):
         typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
         if size != data.image_size:
@@ -617,19 +595,6 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
             f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
             "`python train.py recipe=demo`, which draws its own images"
         )
-
-
-def refuse_address(given: str, places: Any) -> None:
-    """Refuse a place, or a list of them, that is an address: samples are read in random order."""
-    for place in places if isinstance(places, list) else [places]:
-        scheme, found, rest = str(place).partition("://")
-        if found:
-            name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
-            command = COPY.get(scheme, "rclone copy {} FOLDER").replace("NAME", name).format(place)
-            raise UserError(
-                f"{given}{place}: is not a path; copy it to a disk with `{command}` and give this "
-                "folder, or mount it; scripts/prepare.py converts archives and Parquet files"
-            )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -18,7 +18,7 @@ from pipeline.batch import LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture, describe
-from pipeline.splits import held_out, load_splits, roots_of
+from pipeline.splits import held_out, load_splits, root_of
 from pipeline.table import TableDataset
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
@@ -53,9 +53,8 @@ def build_datasets(config: Config, device: torch.device | None = None) -> Datase
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train_split, val_split, classes = _splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
-        key = "root" if data.classes is None else "classes"
         raise UserError(
-            f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "
+            f"data.root={data.root}: all images have the class {classes[0]}; a "
             "classifier needs at least two classes, each in its own folder"
         )
     for entry in data.on_device if device is not None else ():
@@ -132,9 +131,7 @@ def folder(
 
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     options = options_of(data, decoder, seed)
-    root, *others = roots_of(data)
-    if others:
-        raise UserError(f"data.root={show(data.root)}: data=table takes one folder; give one")
+    root = root_of(data)
     train_split, val_split = (
         TableDataset(Path(root, f"{split.removesuffix('.csv')}.csv"), transform, **options)
         for split, transform in ((data.train, train), (data.val, val))

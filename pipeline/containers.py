@@ -1,6 +1,6 @@
-"""Where images are stored: folders, tar and zip files, and lists in CSV files.
+"""Where images are stored: folders, tar files, and lists in CSV files.
 
-Journey of a batch, 2: a sample in a tar or zip file is one `pread` from an open file. A network
+Journey of a batch, 2: a sample in a tar file is one `pread` from an open file. A network
 file system then opens a few large files instead of 1.28 million small ones.
 """
 
@@ -8,9 +8,7 @@ import csv
 import io
 import os
 import posixpath
-import struct
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -20,13 +18,10 @@ from conf.schema import UserError
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
-LARGEST = 2**62  # bytes of a tar or zip file, which may be larger than the memory
+LARGEST = 2**62  # bytes of a tar file, which may be larger than the memory
 BLOCK = 512  # bytes, of a tar file
 LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
 DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
-# Of a member of a zip file: the signature, and the lengths of its name and of its extra field.
-LOCAL_HEADER = struct.Struct("<4s22xHH")
-UTF8 = 0x800  # flag bit of a zip member
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Folder:
 
 
 class Container:
-    """A tar or zip file. Each process opens it once, when it reads the first member.
+    """A tar file. Each process opens it once, when it reads the first member.
 
     Threads and forked processes may share it, because `pread` uses no file position. `stamp`: the
     mtime (ns) and the size (bytes) of the file when its members were listed.
@@ -83,21 +78,21 @@ class Container:
 
 
 def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a tar or zip file; `given` is what the user gave, key=value, for messages.
+    """List the files in a tar file; `given` is what the user gave, key=value, for messages.
 
     Raises UserError if the file is damaged, or a wanted member cannot be read in place.
     """
     try:
-        return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
+        return tar_members(path, wanted)
     except DamagedError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression (zip -0) and links (tar --dereference)"
+            "again, or pack it again without compression and links (tar --dereference)"
         ) from None
 
 
 class DamagedError(ValueError):
-    """A tar or zip file is damaged or of a kind that cannot be read; says where."""
+    """A tar file is damaged or of a kind that cannot be read; says where."""
 
 
 class _Header(tarfile.TarInfo):
@@ -169,47 +164,6 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
             link, lost = os.fsdecode(name), os.fsdecode(target)
             raise DamagedError(f"{link} is a link to {lost}, which is not in it")
         members[name] = members[target]
-    return members
-
-
-def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yield the entries of a zip file's directory; their numbers and names are checked.
-
-    Raises DamagedError if it is damaged, and OSError if it cannot be read.
-    """
-    end = os.fstat(file.fileno()).st_size
-    try:
-        for info in zipfile.ZipFile(file).infolist():
-            if not 0 <= info.header_offset <= end - info.compress_size:
-                raise ValueError(f"byte {info.header_offset:,} is outside the file")
-            if not info.filename or "\0" in info.orig_filename:
-                raise ValueError(f"the name {info.orig_filename!r} at byte {info.header_offset:,}")
-            yield info
-    except OSError:
-        raise
-    except Exception as error:  # zipfile raises many kinds: UnicodeDecodeError, struct.error, ...
-        raise DamagedError(f"is damaged: {error}") from None
-
-
-def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a zip file, as `tar_members`."""
-    members: Members = {}
-    with open_regular(path, LARGEST) as file:
-        end = os.fstat(file.fileno()).st_size
-        for info in zip_headers(file):
-            name = _inside(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437"))
-            if info.is_dir() or not wanted(name):
-                continue
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise DamagedError(f"{info.filename} is compressed")
-            # The directory at the end does not tell how long the header before the content is.
-            at, size = info.header_offset, info.file_size
-            header = os.pread(file.fileno(), LOCAL_HEADER.size, at).ljust(LOCAL_HEADER.size)
-            signature, *lengths = LOCAL_HEADER.unpack(header)
-            start = at + LOCAL_HEADER.size + sum(lengths)
-            if signature != b"PK\3\4" or size != info.compress_size or start + size > end:
-                raise DamagedError(f"is damaged at byte {at:,}: {info.filename}")
-            members[name] = start, size
     return members
 
 

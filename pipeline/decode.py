@@ -41,14 +41,8 @@ ORIENTATION, SHORT = 0x0112, 3  # EXIF tag, and the type of its value
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
 BASELINE, START_OF_SCAN, APP0, APP1 = 0xC0, 0xDA, 0xE0, 0xE1
-# All that are followed by a length.
-WITH_LENGTH = {*range(0xC0, 0xF0), 0xFE} - {0xC8, *range(0xD0, 0xDA)}
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-# A progressive JPEG repeats the work of decoding for each scan. Encoders write about ten.
-MOST_SCANS = 500
-# Pillow searches for the segments of a JPEG byte by byte: 100 MB of fill bytes take it minutes.
-MOST_SEARCHED = 65_536
 # A marker among entropy-coded data, and such data that change the pixels wherever they are decoded.
 MARKER = re.compile(rb"\xff+[^\x00\xff]")
 FILLER = bytes(97 * number % 251 for number in range(1, 65))
@@ -312,12 +306,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     format, or is no image, and OSError, ValueError or SyntaxError if the header is damaged, or the
     image is too large.
     """
-    if data.startswith(START):
-        check_header(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_size(image.size, max_pixels)
-    if "progressive" in image.info and data.count(bytes((0xFF, START_OF_SCAN))) > MOST_SCANS:
-        raise ValueError(f"a JPEG of more than {MOST_SCANS} scans, which takes minutes to decode")
     return image
 
 
@@ -328,27 +318,6 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
             f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
             "image smaller, or raise data.max_pixels if the workers have enough memory"
         )
-
-
-def check_header(data: bytes) -> None:
-    """Refuse a JPEG with more than MOST_SEARCHED fill bytes, other bytes and markers in its header.
-
-    Raises ValueError if it has.
-    """
-    at, searched = len(START), 0
-    while at < len(data):
-        marker = data.find(b"\xff", at) + 1 or len(data)
-        searched += marker - at
-        if searched > MOST_SEARCHED:
-            raise ValueError(
-                f"more than {MOST_SEARCHED:,} bytes outside the segments of its header; it is "
-                "damaged"
-            )
-        if marker == len(data) or data[marker] == START_OF_SCAN:
-            return
-        at = marker + (data[marker] != 0xFF)
-        if data[marker] in WITH_LENGTH:
-            at += int.from_bytes(data[at : at + 2], "big")
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:

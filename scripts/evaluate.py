@@ -181,8 +181,6 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         data = replace(data, root=str(Path(data.val).parent))
     if "data.val" in typed_keys(overrides):  # other images than the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
-    if data.classes is not None and "data.classes" not in typed_keys(overrides) and trained.classes:
-        data = replace(data, classes=list(trained.classes))  # its file may be on another machine
     augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
 

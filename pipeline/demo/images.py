@@ -178,7 +178,7 @@ class DemoDataset(FolderDataset):
     """
 
     def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:
-        if isinstance(data.root, list) or split not in COUNTS:
+        if split not in COUNTS:
             raise UserError(
                 f"data=demo draws the splits {' and '.join(COUNTS)} into one folder; it cannot "
                 f"use data.root={show(data.root)} with {split}"

@@ -5,14 +5,15 @@ import os
 import re
 import zipfile
 import zlib
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from conf.files import LARGEST_IMAGE, open_regular
 from conf.schema import UserError
-from pipeline.containers import LARGEST, DamagedError, tar_members, zip_headers
+from pipeline.containers import LARGEST, DamagedError, tar_members
 from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
@@ -97,6 +98,25 @@ def tree_of_file(path: str) -> Tree:
     except DamagedError as error:
         raise damaged(path, error) from None
     return {name: place for name, place in sorted(found.items()) if not is_hidden(name)}
+
+
+def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
+    """Yield the entries of a zip file's directory; their numbers and names are checked.
+
+    Raises DamagedError if it is damaged, and OSError if it cannot be read.
+    """
+    end = os.fstat(file.fileno()).st_size
+    try:
+        for info in zipfile.ZipFile(file).infolist():
+            if not 0 <= info.header_offset <= end - info.compress_size:
+                raise ValueError(f"byte {info.header_offset:,} is outside the file")
+            if not info.filename or "\0" in info.orig_filename:
+                raise ValueError(f"the name {info.orig_filename!r} at byte {info.header_offset:,}")
+            yield info
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds: UnicodeDecodeError, struct.error, ...
+        raise DamagedError(f"is damaged: {error}") from None
 
 
 def tree_of_zip(path: str) -> Tree:
