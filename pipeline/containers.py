@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from conf.files import LARGEST_IMAGE, open_regular, read_bytes
 from conf.schema import UserError
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
-LARGEST = 2**62  # bytes of a tar file, which may be larger than the memory
 BLOCK = 512  # bytes, of a tar file
 LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
 DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
@@ -36,7 +34,8 @@ class Folder:
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return the content of a file; `start` and `length` are for containers."""
-        return read_bytes(self.where(name), LARGEST_IMAGE)
+        with open(self.where(name), "rb", buffering=0) as file:
+            return file.read()
 
 
 class Container:
@@ -66,7 +65,7 @@ class Container:
         return data
 
     def _open(self) -> BinaryIO:
-        file = open_regular(self.path, LARGEST, buffering=0)
+        file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
         info = os.fstat(file.fileno())
         if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be at these places
             raise OSError(f"{self.path} has changed since the start; start again")
@@ -149,7 +148,7 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
     """
     members: Members = {}
     links: dict[bytes, bytes] = {}
-    with open_regular(path, LARGEST) as file:
+    with open(path, "rb") as file:
         for header in tar_headers(file, start):
             name = _inside(os.fsencode(header.name))
             if not wanted(name):
@@ -177,7 +176,7 @@ def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tup
 
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=delimiter)
         try:

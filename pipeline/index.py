@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from conf.files import default_cache_dir, open_regular
+from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
 from pipeline.containers import Container, Folder, list_members, read_list
@@ -353,7 +353,7 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
 def _read_cache(cache: Path) -> Arrays | None:
     """Return the cached scan; None if there is none, or something in the split has changed."""
     try:
-        with open_regular(cache) as file, np.load(file, allow_pickle=False) as stored:
+        with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
             scan = dict(stored)
         same = np.array_equal(_stamps(scan["files"].tolist()), scan["stamps"])
         return scan if scan.pop("format").tolist() == [CACHE_FORMAT, len(scan)] and same else None

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 import train
-from conf.files import LARGEST_IMAGE, open_regular
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.containers import LARGEST, Container
+from pipeline.containers import Container
 from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
@@ -235,8 +234,8 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
             return 0
         source, start, length = index.place(row)
         stored = isinstance(source, Container)
-        path, largest = (source.path, LARGEST) if stored else (index.path(row), LARGEST_IMAGE)
-        with suppress(OSError), open_regular(path, largest, buffering=0) as file:
+        path = source.path if stored else index.path(row)
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
