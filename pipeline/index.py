@@ -164,7 +164,7 @@ def find_storage(place: str) -> dict[str, list[str]]:
     for each in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
         match = SHARD.fullmatch(each)
         if match and match[1] == name:
-            found.setdefault(f"{name}-*{match[5]}", []).append(os.path.join(folder, each))
+            found.setdefault(f"{name}-*.tar", []).append(os.path.join(folder, each))
     return found
 
 
