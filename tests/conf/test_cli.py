@@ -82,7 +82,8 @@ def test_defaults_are_those_of_pytorch_examples() -> None:
     assert {name: composed[name] for name in expected} == expected
     # --help shows the composed defaults, except these.
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
-    assert {name for name in composed if declared[name] != composed[name]} == differ
+    named = {"data.on_device", "model.rewrite", "log.observers"}  # by conf/config.yaml
+    assert {name for name in composed if declared[name] != composed[name]} - named == differ
 
 
 def test_values_keep_their_types() -> None:
@@ -226,12 +227,6 @@ MISTAKES = {
     "train.class_weights=even": "give balanced, null, or weights > 0 by class in braces, such as",
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
-    "data.root=[a, 3]": "give a folder, or a list of folders",
-    "data.root=s3://b/photos": "is not a path; copy it to a disk with `aws s3 sync s3://b/photos ",
-    "data.root=[/a,gs://b]": "=gs://b: is not a path; copy it to a disk with `gcloud storage rsync",
-    "data.root=hf://datasets/a/b": "`hf download a/b --repo-type dataset --local-dir FOLDER` and ",
-    "data.train=https://a.org/b.zip": "`curl -LO https://a.org/b.zip` and give this folder, or ",
-    "data.val=az://b": "with `rclone copy az://b FOLDER` and give this folder, or mount it",
     "model.freeze=0": "give a whole number >= 1, the name of a stage, or null",
     "model.args={1: 2}": "give names and values in braces",
     # names of other programs

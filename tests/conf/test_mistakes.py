@@ -190,7 +190,7 @@ def test_mistakes_are_found_before_the_demo_is_drawn(
         "model.name=nope": "model.name=nope: no such model",
         "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
         "loader.batch_size=2001": "loader.batch_size=2001: larger than the training split (2000 im",
-        "loader.decoder=gpu": "loader.decoder=gpu: needs an NVIDIA GPU",
+        "loader.decoder=gpu": "loader.decoder=gpu: the GPU's JPEG engines: ",
         "run.dir=photos": "run.dir=photos: holds files that are not of a run",
         "data.root=photos": "data.root=",
     }.items():

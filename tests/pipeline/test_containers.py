@@ -1,4 +1,4 @@
-"""Images in tar files, zip files and lists are those of the same folder, in the same order."""
+"""Images in tar files and lists are those of the same folder, in the same order."""
 
 import dataclasses
 import io
@@ -7,18 +7,16 @@ import pickle
 import resource
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conf.schema import UserError
 from pipeline.index import Index, load_index
 from tests.limits import soft_limit
-from tests.stored import as_list, as_shards, as_tar, as_zip
+from tests.stored import as_list, as_shards, as_tar
 
 JPEG = b"\xff\xd8 content"
 
@@ -59,7 +57,7 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("pack", "suffix"),
-    [(as_tar, ".tar"), (as_shards, ".tar"), (as_zip, ".zip"), (as_list, ".csv")],
+    [(as_tar, ".tar"), (as_shards, ".tar"), (as_list, ".csv")],
 )
 def test_the_table_is_that_of_the_folder(
     image_root: Path, tmp_path: Path, pack: Callable[[Path, Path], None], suffix: str
@@ -122,16 +120,6 @@ def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) ->
     assert [name for name, _ in content(tmp_path / "val")] == ["bus/1.jpg", "val/1.jpg"]
 
 
-def test_zip64_and_names(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
-        with archive.open("a/caf\xe9.jpg", "w", force_zip64=True) as member:
-            member.write(JPEG)
-        archive.writestr("b/1.jpg", JPEG * 2)
-        archive.writestr("__MACOSX/b/._1.jpg", b"attributes")
-        archive.writestr("b/notes.txt", b"x" * 100, zipfile.ZIP_DEFLATED)
-    assert content(tmp_path / "train") == [("a/caf\xe9.jpg", JPEG), ("b/1.jpg", JPEG * 2)]
-
-
 # Reading.
 
 
@@ -189,13 +177,6 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
     assert f"damaged at byte {second:,}" in refusal(tmp_path / "train")
     damaged.write_bytes(b"\x1f\x8b" + bytes(2000))
     assert "it may be damaged or compressed" in refusal(damaged)
-    as_zip(image_root / "train", path := tmp_path / "val.zip")
-    whole = path.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        assert "val.zip: is damaged: File is not a zip file" in refusal(tmp_path / "val")
-    as_zip(image_root / "train", path, zipfile.ZIP_DEFLATED)
-    assert "is compressed; it may be" in refusal(tmp_path / "val")
 
 
 def header(
@@ -234,31 +215,6 @@ def test_the_root_and_the_size_of_a_link_are_no_damage(tmp_path: Path) -> None:
     root = header("/", kind=tarfile.DIRTYPE)
     path.write_bytes(path.read_bytes()[:1024] + root + hard.tobuf(tarfile.GNU_FORMAT) + END)
     assert content(path) == [(name, b"a/1.jpg") for name in ("a/1.jpg", "a/2.jpg")]
-
-
-# What is written into the directory of a zip file with the member a/1.jpg.
-DAMAGED_ZIPS: dict[str, Callable[[zipfile.ZipInfo], Any]] = {
-    "an empty name": lambda info: setattr(info, "filename", ""),
-    "NUL at the start of a name": lambda info: setattr(info, "filename", "\0a/1.jpg"),
-    "an offset outside the file": lambda info: setattr(info, "header_offset", 2**62),
-    "an offset of something else": lambda info: setattr(info, "header_offset", 5),
-    "another size": lambda info: setattr(info, "file_size", 2**62),
-    "an end outside the file": lambda info: [  # of 122 bytes
-        setattr(info, name, 100) for name in ("compress_size", "file_size")
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", [*DAMAGED_ZIPS, "a name that is not UTF-8"])
-def test_damaged_numbers_of_a_zip_file(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "train.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/1.jp\u20ac", JPEG) if kind not in DAMAGED_ZIPS else None
-        archive.writestr("a/2.jpg", JPEG)
-        if kind in DAMAGED_ZIPS:
-            DAMAGED_ZIPS[kind](archive.infolist()[0])
-    path.write_bytes(path.read_bytes().replace("\u20ac".encode(), b"\xff" * 3))
-    assert "train.zip: is damaged" in refusal(path)
 
 
 def test_refused_members(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
 from tests.scripts.conftest import Mistake
-from tests.stored import as_list, as_tar, as_zip
+from tests.stored import as_list, as_tar
 
 VALUES = 6  # loss, top1, calibration error; precision, recall and F1 of the classes
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -240,7 +240,6 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     for kind, pack in {
         "": shutil.copytree,
         ".tar": as_tar,
-        ".zip": as_zip,
         ".csv": as_list,
     }.items():
         pack(image_root / "val", flat / f"test{kind}")

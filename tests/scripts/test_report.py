@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -220,13 +219,6 @@ def test_a_file_may_hold_anything(copied: Path, content: bytes) -> None:
         (copied / name).write_bytes(content)
         made(copied)
         (copied / name).write_bytes(before)
-
-
-def test_no_fifo_is_waited_for(copied: Path) -> None:
-    (copied / "tensorboard").mkdir(exist_ok=True)
-    for name in ("verdict.json", "tensorboard/events.out.tfevents.9"):
-        os.mkfifo(copied / name)
-    assert made(copied).said[0] == "first"
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
