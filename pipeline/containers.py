@@ -18,8 +18,6 @@ from conf.schema import UserError
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
 BLOCK = 512  # bytes, of a tar file
-LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
-DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,8 @@ def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Memb
     except DamagedError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression and links (tar --dereference)"
+            "again, or pack it again without compression and links (tar --dereference "
+            "--hard-dereference)"
         ) from None
 
 
@@ -94,35 +93,19 @@ class DamagedError(ValueError):
     """A tar file is damaged or of a kind that cannot be read; says where."""
 
 
-class _Header(tarfile.TarInfo):
-    """A header whose size is checked before tarfile uses it to find the next one.
-
-    With a negative size, tarfile reads the same members for ever.
-    """
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        header = super().frombuf(buf, encoding, errors)
-        if not 0 <= header.size <= (LONGEST_NAME if header.type in DESCRIBING else 2**62):
-            raise ValueError(f"a size of {header.size:,} bytes")
-        return header
-
-
 def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of the tar file at byte `start` of a file; their numbers are checked.
+    """Yield the headers of the tar file at byte `start` of a file.
 
     Raises DamagedError if it is damaged, and OSError if it cannot be read.
     """
     at, end = start, file.seek(0, os.SEEK_END)
     file.seek(start)
     try:
-        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             while (header := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                 if header.size < 0 or (header.isreg() and header.size > end - header.offset_data):
                     raise ValueError(f"a size of {header.size:,} bytes")
-                if "\0" in header.name:
-                    raise ValueError(f"the name {header.name!r}")
                 at = tar.offset
                 yield header
         # tarfile takes a damaged or missing block for the end, which is a block of zeros.
@@ -131,14 +114,14 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
             raise ValueError("no header and no end")
     except OSError:
         raise
-    except Exception as error:  # tarfile raises many kinds: RecursionError, IndexError, ...
+    except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
         raise DamagedError(f"is damaged at byte {at:,}: {error}") from None
 
 
 def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
-    """List the files in a tar file, also by the names of the links to them.
+    """List the files in a tar file.
 
-    Raises DamagedError if it is damaged, or a link leads out of it, and OSError if it cannot be
+    Raises DamagedError if it is damaged, or a wanted member is a link, and OSError if it cannot be
     read.
 
     Args:
@@ -147,22 +130,13 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
         start: the first byte of the tar file.
     """
     members: Members = {}
-    links: dict[bytes, bytes] = {}
     with open(path, "rb") as file:
         for header in tar_headers(file, start):
             name = _inside(os.fsencode(header.name))
-            if not wanted(name):
-                continue
-            if header.isreg():
+            if header.isreg() and wanted(name):
                 members[name] = header.offset_data, header.size
-            elif header.islnk() or header.issym():
-                folder = posixpath.dirname(name) if header.issym() else b""
-                links[name] = _inside(posixpath.join(folder, os.fsencode(header.linkname)))
-    for name, target in links.items():
-        if target not in members:
-            link, lost = os.fsdecode(name), os.fsdecode(target)
-            raise DamagedError(f"{link} is a link to {lost}, which is not in it")
-        members[name] = members[target]
+            elif (header.islnk() or header.issym()) and wanted(name):
+                raise DamagedError(f"{header.name} is a link")
     return members
 
 

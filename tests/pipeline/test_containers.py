@@ -96,8 +96,6 @@ def test_unusual_members(tmp_path: Path, format: int) -> None:
         "loose.jpg",
         long,
         "b/\udcff\xe9.png",
-        link("b/hard.jpg", "./a/1.jpg", tarfile.LNKTYPE),
-        link("b/soft.jpg", "../a/1.jpg", tarfile.SYMTYPE),
         link("b/pipe.jpg", "", tarfile.FIFOTYPE),
         format=format,
     )
@@ -106,8 +104,6 @@ def test_unusual_members(tmp_path: Path, format: int) -> None:
         "a/1.jpg": one,
         long: long.encode(),
         "b/\udcff\xe9.png": b"b/\xff\xc3\xa9.png",
-        "b/hard.jpg": one,
-        "b/soft.jpg": one,
     }
 
 
@@ -179,48 +175,11 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
     assert "it may be damaged or compressed" in refusal(damaged)
 
 
-def header(
-    name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None
-) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.type, info.pax_headers = size, kind, pax or {}
-    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
-
-
-END = bytes(1024)
-# tarfile would read some of these for ever, or ends in an error of another kind.
-DAMAGED_TARS = {
-    "a negative size": header("a/2.jpg", -1536) + END,
-    "a negative size of a name": header("././@LongLink", -512, tarfile.GNUTYPE_LONGNAME) + END,
-    "a negative size in a PAX header": header("a/2.jpg", pax={"size": "-1536"}) + END,
-    "a size of 2**63 - 1": header("a/2.jpg", 2**63 - 1) + END,
-    "a size of 2**61": header("a/2.jpg", 2**61) + END,
-    "a name of 2**61 bytes": header("././@LongLink", 2**61, tarfile.GNUTYPE_LONGNAME) + END,
-    "3,000 long names": 3000 * (header("x", 1, tarfile.GNUTYPE_LONGNAME) + b"y".ljust(512)) + END,
-    "a sparse member without end": header("a/2.jpg", 0, tarfile.GNUTYPE_SPARSE)[:482] + b"\1" * 30,
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED_TARS)
-def test_damaged_numbers_of_a_tar_file(tmp_path: Path, kind: str) -> None:
-    path = write_tar(tmp_path / "train.tar", "a/1.jpg")
-    path.write_bytes(path.read_bytes()[:1024] + DAMAGED_TARS[kind])
-    assert "train.tar: is damaged at byte 1,024: " in refusal(path)
-
-
-def test_the_root_and_the_size_of_a_link_are_no_damage(tmp_path: Path) -> None:
-    """Some programs write the size of its target into a hard link, which has no content."""
-    path, hard = write_tar(tmp_path / "train.tar", "a/1.jpg"), link("a/2.jpg", "a/1.jpg", b"1")
-    hard.size = 2**20
-    root = header("/", kind=tarfile.DIRTYPE)
-    path.write_bytes(path.read_bytes()[:1024] + root + hard.tobuf(tarfile.GNU_FORMAT) + END)
-    assert content(path) == [(name, b"a/1.jpg") for name in ("a/1.jpg", "a/2.jpg")]
-
-
 def test_refused_members(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
-    write_tar(path, "a/1.jpg", link("a/2.jpg", "/data/2.jpg", tarfile.SYMTYPE))
-    assert "a/2.jpg is a link to data/2.jpg, which is not in it" in refusal(path)
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+        write_tar(path, "a/1.jpg", link("a/2.jpg", "a/1.jpg", kind))
+        assert "a/2.jpg is a link; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
     assert "holds no images in class folders; each" in refusal(path)
     for number in (0, 1):
