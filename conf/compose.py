@@ -180,6 +180,7 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
     if "recipe" in content:
         file = _file("recipe", name, config_dir)
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
+    content.pop("multirun", None)
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
     return origin, _dotted(content)
 

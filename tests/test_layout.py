@@ -38,7 +38,6 @@ OPTIONAL = {
     "engine.extras.expectation": "engine.log.runlog",
     "engine.extras.finetune": "train",
     "engine.extras.profiler": "engine.log.runlog",
-    "conf.multirun": "conf.cli",
 }
 
 

@@ -89,7 +89,7 @@ def test_no_other_test_imports_a_part() -> None:
 
 def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
     """It has a key and a file of its own, and no tests of the documents."""
-    assert len(ROWS) >= 11 and len(IN_MAKE_TEST) == 2
+    assert len(ROWS) >= 8 and len(IN_MAKE_TEST) == 2
     copy = copied(tmp_path / "fork")
     first = re.search(r"^```sh\n(rm .*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     assert first is not None

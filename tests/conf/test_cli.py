@@ -198,8 +198,8 @@ MISTAKES = {
     "model=resnet101": "; for any other model write model.name=resnet101",
     "schedule=cosineannealinglr": "one of constant, cosine, linear, step; did you mean cosine?",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
-    "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
-    "data.val_fold=1/5,2/5": "is a sweep; `train.py -m` trains once for each value",
+    "optim.lr=0.1,0.2": "has several values; `train.py -m` trains once for each",
+    "data.val_fold=1/5,2/5": "has several values; `train.py -m` trains once for each",
     # no effect
     "optim.betas=[0.8,0.9]": "no effect with optim.name=sgd; give optim.name=adamw or lamb, or ",
     "schedule.final_lr=0.5": "has no effect with schedule.name=step; give schedule.name=",

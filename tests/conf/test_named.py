@@ -115,6 +115,17 @@ def test_a_default_that_is_typed_or_of_a_recipe_is_refused(copy: Path) -> None:
         assert f"UserError: {name} in {copy}; only its files are run" in done.stderr
 
 
+def test_the_program_of_several_values_is_found_through_the_config(copy: Path) -> None:
+    code = "from conf import cli; cli.parse(['-m', 'optim.lr=1,2'], script='train.py', purpose='')"
+    done = run_python("-c", code, cwd=copy)
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("train.py: -m=")
+        and copy.name in done.stderr
+    )
+    assert "; only its files are run" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_module_that_is_there_is_not_left_out(copy: Path) -> None:
     (copy / "gone").mkdir()
     (copy / "gone" / "layers.py").touch()
