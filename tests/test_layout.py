@@ -29,7 +29,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # What a fork may delete, and the only file outside that imports it.
 OPTIONAL = {
     "pipeline.gpu": "pipeline",
-    "pipeline.demo": "pipeline.build",
     "models.kernels": "models.zoo",
     "engine.tune": "train",
     "engine.log.wandb_board": "engine.log.tracker",
@@ -93,7 +92,7 @@ def test_slow_packages_are_imported_when_used() -> None:
     """torch takes seconds: --help and a mistake are answered without it."""
     slow = {"torchvision", "tensorboard", "timm", "simplejpeg", "onnx", "matplotlib"}
     (conf,) = loaded_by(
-        "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')"
+        "from conf import cli; cli.load(['data=fake']); cli.help_text('train.py', '')"
     )
     assert {"conf", "hydra"} <= conf
     assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})

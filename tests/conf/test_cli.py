@@ -173,7 +173,7 @@ def test_an_unexpected_error_of_the_system_is_one_line(tmp_path: Path) -> None:
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
-    for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=demo"], "optim")):
+    for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=cifar10"], "optim")):
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
@@ -265,7 +265,7 @@ def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
-        assert line.startswith("data.root is missing: pass data.root=") and "recipe=demo" in line
+        assert line.startswith("data.root is missing: pass data.root=") and "data=fake" in line
 
 
 # arguments that are not key=value -> the whole error message

@@ -66,7 +66,7 @@ def test_a_file_of_config_dir(odd: Path, choice: str, capsys: pytest.CaptureFixt
     folder = odd.parent / "conf"
     (folder / choice).parent.mkdir(parents=True)
     odd.rename(folder / f"{choice}.yaml")
-    message = refusal([f"--config-dir={folder}", "recipe=demo"], capsys)
+    message = refusal([f"--config-dir={folder}", "data=fake"], capsys)
     assert message.startswith(f"{folder}/{choice}.yaml: cannot be read as YAML (")
 
 
@@ -79,7 +79,7 @@ def test_files_of_a_run_and_caches(odd: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("config.yaml", "metrics.jsonl"):
         (run / name).symlink_to(odd)
     assert [note for note in report.read_run(run).notes if "cannot be read" in note]
-    with Tracker(run, load(["recipe=demo", "log.trackers=[]"]), start_step=0) as tracker:
+    with Tracker(run, load(["data=fake", "log.trackers=[]"]), start_step=0) as tracker:
         tracker.write("kept.txt", "one unusable file ends nothing")
     assert (run / "kept.txt").exists()
     autotune = pytest.importorskip("engine.tune.autotune")

@@ -1,5 +1,6 @@
 """Names `module:name` in a config: only code of this checkout, and only if it is there."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.processes import run_python
 # What conf/config.yaml of a copy of the program names besides.
 DEFAULTS = """
 model: {rewrite: "gone.layers:rewrite"}
+multirun: gone:main
 log: {observers: ["here:One", {"gone.curves:Curves": {every: 3}}, "gone:Two"]}
 """
 REWRITE = "model.rewrite=gone.layers:rewrite"
@@ -80,8 +82,8 @@ def test_modules_in_paths_are_no_names() -> None:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "conf", folder / "conf", ignore=shutil.ignore_patterns("__pycache__"))
-    with (folder / "conf" / "config.yaml").open("a") as file:
-        file.write(DEFAULTS)
+    config = folder / "conf" / "config.yaml"
+    config.write_text(re.sub(r"(?m)^(?!defaults:)\w[\s\S]*", "", config.read_text()) + DEFAULTS)
     (folder / "here.py").touch()
     return folder
 
