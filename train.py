@@ -293,7 +293,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
         plan.best_by.check(value_names(state.model, validation_values, example))
-    world.on_all_ranks(datasets.prepare)  # draws the images of data=demo if they are missing
+    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
     return datasets, plan, state
 
 

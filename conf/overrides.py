@@ -96,7 +96,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
     is_list = name in KEYS and get_origin(FIELDS[name].type) is list
     if override.is_sweep_override() and not is_list:
-        raise UserError(f"{text}: is a sweep; `train.py -m` trains once for each value")
+        raise UserError(f"{text}: has several values; `train.py -m` trains once for each")
     if name in GROUPS:
         _check_choice(text, name, override.value(), config_dir)
     elif override.is_sweep_override() or not _allows(name, override.value()):

@@ -199,6 +199,10 @@ BOARDS = Check(
     lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
     f"names among {', '.join(TRACKERS)}, in brackets",
 )
+SOURCE = Check(
+    lambda value: value in group_names("data") or ":" in value,
+    f"one of {', '.join(group_names('data'))}, or module:name of this checkout",
+)
 NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
 ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
@@ -229,6 +233,10 @@ def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
 
 
+def _without_module(name: str) -> str:
+    return name.rpartition(":")[2].lower()
+
+
 def _in_any_order(names: Any) -> Any:
     if isinstance(names, dict):
         return {str(name): names[name] for name in sorted(names, key=str)}
@@ -237,8 +245,9 @@ def _in_any_order(names: Any) -> Any:
 
 @dataclass
 class Data:
-    source: str = key("folder", BOTH, one_of(*group_names("data")))
-    """source of the images; set by data=NAME"""
+    source: str = key("folder", BOTH, SOURCE, alike=_without_module)
+    """source of the images, set by data=NAME: folder, fake, or module:name of a function that
+    builds both splits (pipeline/build.py)"""
     root: str | None = key(None, BOTH, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
     train-00000.tar, ..., or train.csv (path,label)"""
@@ -588,12 +597,10 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if runnable and data.source in ("folder", "table") and not data.root:
-        table = data.source == "table"
-        holds = "train.csv and val.csv" if table else "train/<class>/* and val/<class>/*"
+    if runnable and data.source == "folder" and not data.root:
         raise UserError(
-            f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
-            "`python train.py recipe=demo`, which draws its own images"
+            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
+            "val/<class>/*), or try data=fake, which needs no images"
         )
 
 

@@ -75,7 +75,6 @@ from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
-from pipeline.table import TableDataset
 from pipeline.worker import start_forkserver
 from scripts.lib.trained import Trained, exit_status, open_trained
 
@@ -195,7 +194,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
     if val.fields.get("label") != LABEL:
-        if known and known != found and isinstance(val, TableDataset):
+        if known and known != found and hasattr(val, "columns"):  # of numbers
             raise UserError(
                 f"data.val={trained.config.data.val}: has the columns {', '.join(found)}, the "
                 f"model was trained on {', '.join(known)}; give these, in this order"

@@ -174,7 +174,7 @@ def test_an_unexpected_error_of_the_system_is_one_line(tmp_path: Path) -> None:
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
-    for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=demo"], "optim")):
+    for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=cifar10"], "optim")):
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
@@ -199,8 +199,8 @@ MISTAKES = {
     "model=resnet101": "; for any other model write model.name=resnet101",
     "schedule=cosineannealinglr": "one of constant, cosine, linear, step; did you mean cosine?",
     "data=/imagenet": "for a folder of images write data.root=/imagenet",
-    "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
-    "data.val_fold=1/5,2/5": "is a sweep; `train.py -m` trains once for each value",
+    "optim.lr=0.1,0.2": "has several values; `train.py -m` trains once for each",
+    "data.val_fold=1/5,2/5": "has several values; `train.py -m` trains once for each",
     # no effect
     "optim.betas=[0.8,0.9]": "no effect with optim.name=sgd; give optim.name=adamw or lamb, or ",
     "schedule.final_lr=0.5": "has no effect with schedule.name=step; give schedule.name=",
@@ -260,7 +260,7 @@ def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
-        assert line.startswith("data.root is missing: pass data.root=") and "recipe=demo" in line
+        assert line.startswith("data.root is missing: pass data.root=") and "data=fake" in line
 
 
 # arguments that are not key=value -> the whole error message

@@ -216,15 +216,6 @@ def test_another_task(
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
-def test_other_columns_are_refused(folder: Path, image_root: Path, tmp_path: Path) -> None:
-    (tmp_path / "val.csv").write_text(f"path,b,a\n{image_root}/val/dots/00.jpg,1,2\n")
-    trained = replace(opened(folder, "data=table", f"data.root={tmp_path}"), classes=("a", "b"))
-    with pytest.raises(
-        UserError, match=r"^data\.val=val: has the columns b, a, the model .* on a, b"
-    ):
-        label_by_name(trained, build_val(trained.config))
-
-
 def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:
     """The run's own config finds the same validation images, also where its files are not."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))

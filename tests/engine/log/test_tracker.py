@@ -23,7 +23,7 @@ from pipeline.batch import ImageFormat
 from tests.batches import batch_of
 from tests.limits import file_size_limit
 
-CONFIG = load(["recipe=demo"])
+CONFIG = load(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
 FIGURES = {"gpu/power_watts": 600.0, "memory/allocated_gib": 10.0, "memory/alloc_retries": 0}
 TAGS = {

@@ -1,4 +1,6 @@
-"""Draws the images of `data=demo`, so that a first run needs no download.
+"""`data=demo`: images that the program draws itself, so that a first run needs no download.
+
+    python train.py recipe=demo
 
 Ten classes of procedural textures, as JPEG files of many sizes: `ROOT/train/<class>/<nnnn>.jpg` and
 `ROOT/val/<class>/<nnnn>.jpg`.
@@ -21,6 +23,7 @@ from PIL import Image
 from conf.files import read_text
 from conf.schema import Data, UserError, show
 from pipeline.augment import Compose
+from pipeline.build import Splits, options_of
 from pipeline.containers import Folder
 from pipeline.dataset import FolderDataset
 from pipeline.index import Index
@@ -171,6 +174,12 @@ def _palette(rng: np.random.Generator) -> Plane:
     return np.array(colours, np.float32)[:, :, None, None]
 
 
+def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    options = options_of(data, decoder, seed)
+    train_split = DemoDataset(data, data.train, train, **options)
+    return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
+
+
 class DemoDataset(FolderDataset):
     """A split of the demo dataset. Its samples are known before `prepare` draws its files.
 
@@ -198,17 +207,8 @@ class DemoDataset(FolderDataset):
         vars(self).pop("_sampled", None)  # the plan sampled the files before they existed
 
 
-def _marker() -> str:
-    # version: of the drawings, raised with any change that alters a pixel
-    sizes = {"train_images": COUNTS["train"], "val_images": COUNTS["val"]}
-    return json.dumps({"version": 1, "seed": 0, **sizes})
-
-
 def is_drawn(root: Path) -> bool:
-    """Return whether `root` holds the demo dataset.
-
-    Raises UserError if it holds anything else, and OSError if it cannot be read.
-    """
+    """Return whether `root` holds the demo dataset. Raises UserError if it holds anything else."""
     if not root.exists() or not any(root.iterdir()):
         return False
     if (root / MARKER).is_file() and read_text(root / MARKER) == _marker():
@@ -219,12 +219,17 @@ def is_drawn(root: Path) -> bool:
     )
 
 
+def _marker() -> str:
+    # version: of the drawings, raised with any change that alters a pixel
+    sizes = {f"{split}_images": count for split, count in COUNTS.items()}
+    return json.dumps({"version": 1, "seed": 0, **sizes})
+
+
 def draw_dataset(root: Path) -> None:
     """Draw the demo dataset into `root` unless it is there already.
 
     `root` appears complete or not at all, by a rename. Several processes, such as the ranks, may
-    draw it at once: the bytes are the same, and the first one is kept. Raises UserError if `root`
-    holds other files, and OSError if a file cannot be written.
+    draw it at once: the bytes are the same, and the first one is kept.
     """
     if is_drawn(root):
         return
@@ -234,11 +239,8 @@ def draw_dataset(root: Path) -> None:
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.demo-") as temporary:
         draft = Path(temporary) / "images"
         draft.mkdir()
-        pool = ThreadPoolExecutor(THREADS)
-        try:
+        with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
-        finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
         (draft / MARKER).write_text(_marker())
         try:
             draft.rename(root)

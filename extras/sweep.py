@@ -1,4 +1,4 @@
-"""Sweeps (optional): `python train.py -m optim.lr=0.1,0.2` runs Hydra's multirun.
+"""Sweeps: `python train.py -m optim.lr=0.1,0.2` trains once for each value, with Hydra's multirun.
 
 A sweeper and a launcher of Hydra decide which jobs run, and where: the basic ones, or installed
 plugins (hydra/sweeper=optuna, hydra/launcher=submitit_slurm). Each job is a child process with
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
 from conf.files import read_text
 from conf.launch import stop_with_parent
+from conf.named import ROOT
 from conf.overrides import read_override, split_config_dir
-from conf.schema import GROUPS, NAMES, Config, UserError, group_names
+from conf.schema import NAMES, Config, UserError, group_names
 from conf.signals import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
@@ -45,43 +45,51 @@ MAXIMISE = {  # by default, these sweepers minimise the value of a job
 }
 
 
+def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
+    """Run the jobs of a command line, or print them for --cfg job; return the exit status."""
+    if script != "train.py":
+        raise UserError("-m: only train.py has sweeps; start this script once per value")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
+    sweep = Sweep(words, runnable=options.cfg is None)
+    if options.cfg is None:
+        return sweep.run()
+    print(*(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()), sep="", end="")
+    if more := math.prod(map(len, sweep.columns)) - len(sweep.jobs):
+        print(f"# and {more} more jobs")
+    return 0
+
+
 class Sweep:
-    """The jobs of a command line. Each value is checked, and up to MOST jobs are composed.
+    """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
 
-    Raises UserError if a job is not allowed, or if two have the same run directory.
-
-    Attributes:
-        columns: for each key that varies, its overrides, such as optim.lr=0.1 and optim.lr=0.2.
-        jobs: the overrides of a composed job that vary -> its config; of another sweeper than
-            Hydra's basic one only the first one.
+    `columns`: the overrides of each key that varies. `jobs`: the overrides of a job that vary ->
+    its config; of the first MOST jobs, with another sweeper than Hydra's basic one of the first.
     """
 
     def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
         self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
-        self.config_dir = split_config_dir(words)[0]
-        self.fixed: list[str] = []
-        self.swept: list[str] = []
-        self.columns: list[list[str]] = []
+        config_dir = split_config_dir(words)[0]
+        self.fixed, self.columns = list[str](), list[list[str]]()
         for word in (word for word in words if word not in self.settings):
-            key, values = _key(word), _values(word, self.config_dir)
-            if values:
-                # Of Hydra's sweepers, only the basic one knows glob().
-                is_glob = "=glob(" in word
-                self.swept.append(f"{key}={','.join(values)}" if is_glob else word.lstrip("+"))
-                self.columns.append([f"{key}={value}" for value in values])
-            else:
+            key, values = _key(word), _values(word, config_dir)
+            if not values:
                 self.fixed.append(word)
+                continue
+            self.columns.append([f"{key}={value}" for value in values])
+            # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
+            swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
+            self.settings.append(f"++{swept}")
         for override in itertools.chain(*self.columns):
-            read_override(override, self.config_dir)
-        jobs = _some_jobs(self.columns)[: 1 if self.sweeper else None]
+            read_override(override, config_dir)
+        jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
-        for (job, config), (other, its) in itertools.combinations(self.jobs.items(), 2):
-            if config.run.dir == its.run.dir:
-                raise UserError(
-                    f"-m: {' '.join(job)} and {' '.join(other)} have the same run directory; give "
-                    "each its own, for example 'run.dir=runs/${run.name}-${loader.workers}'"
-                )
+        if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
+            raise UserError(
+                "-m: some jobs have the same run directory; give each its own, for example "
+                "'run.dir=runs/${run.name}-${loader.workers}'"
+            )
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -93,11 +101,14 @@ class Sweep:
         def run_job(_: Any) -> float:
             return _run_job(script, [*fixed, *HydraConfig.get().overrides.task])
 
-        self._register()
-        sys.argv[1:] = ["-m", *MAXIMISE.get(self.sweeper, []), *self.swept, *self.settings]
+        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
+        folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
+        quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
+        own = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None}
+        ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
+        sys.argv[1:] = ["-m", *MAXIMISE.get(self.sweeper, []), *self.settings]
         # A launcher of Hydra may run `run_job` in another process, which imports this package.
-        root = str(Path(__file__).absolute().parents[1])
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
         if sys.version_info >= (3, 14):  # argparse refuses the help of an option of Hydra 1.3
             argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
@@ -110,56 +121,25 @@ class Sweep:
             if what.startswith("In 'hydra/config': Could not find"):
                 what += "; install this plugin of Hydra, docs/config.md names some"
             raise UserError(f"-m: {what}") from None
-        if self.sweeper:
-            return 0
-        rows = []
+        return 0 if self.sweeper else self._print_table()
+
+    def _print_table(self) -> int:
+        """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
+        rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
-            config = self.jobs.get(job) or load([*fixed, *job])
-            rows.append((*_result(config), job, config.run.dir))
+            config = self.jobs.get(job) or load([*self.fixed, *job])
+            score, value, status = _result(config)
+            text = "no result" if value is None else f"{value:7.3f}"
+            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
+            if value is not None:
+                repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
-        for _, value, _, job, folder in sorted(rows, key=lambda row: -row[0]):
-            result = "no result" if value is None else f"{value:7.3f}"
-            print(f"{result}  {' '.join(job)}  {folder}")
-        _print_means({job: value for _, value, _, job, _ in rows if value is not None})
-        return 0 if all(status == "finished" for _, _, status, *_ in rows) else 1
-
-    def _register(self) -> None:
-        """Register the keys and the names of the choices with Hydra, but not their content."""
-        store = ConfigStore.instance()
-        store.store(name="schema", node=Config)
-        for group in GROUPS:
-            for choice in group_names(group, self.config_dir):
-                store.store(group=group, name=choice, node={}, package="_global_")
-        logging = [{f"override hydra/{name}_logging": "disabled"} for name in ("job", "hydra")]
-        defaults = ["schema", *({group: None} for group in GROUPS), *logging, "_self_"]
-        name = ",".join(["sweep", *map(_key, self.swept)])[:100]
-        folder = Path(next(iter(self.jobs.values())).run.dir).parent / name
-        own = {"sweep": {"dir": str(folder), "subdir": "."}, "output_subdir": None}
-        store.store(name="sweep", node={"defaults": defaults, "hydra": own})
-
-
-def _print_means(values: Mapping[tuple[str, ...], float]) -> None:
-    """Print mean and standard deviation of the jobs that only the keys of REPEATS tell apart."""
-    groups = defaultdict(list)
-    for job, value in values.items():
-        groups["".join(f"  {word}" for word in job if _key(word) not in REPEATS)].append(value)
-    for fixed, found in groups.items():
-        if len(found) > 1:
-            mean, deviation = statistics.mean(found), statistics.stdev(found)
-            print(f"{mean:7.3f}  mean of {len(found)}, standard deviation {deviation:.3f}{fixed}")
-
-
-def _some_jobs(columns: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return all jobs, but above MOST the first, the last, and the first ones with other values."""
-    if math.prod(map(len, columns)) <= MOST:
-        return list(itertools.product(*columns))
-    first, last = (tuple(values[i] for values in columns) for i in (0, -1))
-    others = [
-        (*first[:i], value, *first[i + 1 :])
-        for i, values in enumerate(columns)
-        for value in values[: MOST // len(columns)]
-    ]
-    return list(dict.fromkeys([first, *others, last]))
+        print(*(text for *_, text in sorted(rows, key=lambda row: row[0])), sep="\n")
+        for fixed, found in repeats.items():
+            if len(found) > 1:
+                spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
+                print(f"{statistics.mean(found):7.3f}  mean of {len(found)}, {spread}")
+        return int(any(status != "finished" for _, status, _ in rows))
 
 
 def _key(override: str) -> str:
@@ -178,24 +158,17 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
     if override.is_interval_sweep():
         return [str(values.start)]
     names = group_names(_key(text), config_dir)
-    is_glob = override.value_type == ValueType.GLOB_CHOICE_SWEEP
-    found = values.filter(names) if is_glob else [*override.sweep_string_iterator()]
+    found = values.filter(names) if "=glob(" in text else [*override.sweep_string_iterator()]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
     return found
 
 
 def _run_job(script: str, overrides: Sequence[str]) -> float:
-    """Run one job, unless its run has finished; return its score, see `_result`.
-
-    A mistake or a signal ends the sweep: SystemExit with the status of the job.
-    """
-    GlobalHydra.instance().clear()  # `load` uses Hydra, too, with the content of the groups
-    store = ConfigStore.instance()
-    registered = store.repo
-    store.repo = {name: node for name, node in registered.items() if name not in GROUPS}
+    """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
+    overrides = [word.lstrip("+") for word in overrides]
+    GlobalHydra.instance().clear()  # `load` uses Hydra, too
     config = load(overrides)
-    store.repo = registered
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and read_text(stored) == to_yaml(config)
@@ -210,16 +183,14 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
 
 
 def _run_child(command: Sequence[str]) -> int:
-    """Run a process, and pass on the signals that stop a run; return 128 + signal if one ended it.
-
-    It has its own process group: the terminal would send it Ctrl-C a second time.
-    """
+    """Run a process and pass on the signals that stop a run; return 128 + signal after one."""
 
     def begin() -> None:
+        os.setpgid(0, 0)  # else the terminal would send it Ctrl-C a second time
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=begin)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
             status = child.wait()
@@ -230,10 +201,7 @@ def _run_child(command: Sequence[str]) -> int:
 
 
 def _result(config: Config) -> tuple[float, float | None, str]:
-    """Return the score of a run, its best value of train.best_by, and its status.
-
-    A higher score is better: the value with its sign, WORST without a value.
-    """
+    """Return a run's score (higher is better), its best value of train.best_by, and its status."""
     try:
         summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
     except (OSError, ValueError):

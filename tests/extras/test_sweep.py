@@ -14,13 +14,14 @@ import yaml
 
 import train
 from conf import cli
-from conf.multirun import MOST, WORST, Sweep
+from extras.sweep import MOST, WORST, Sweep
 from tests.conf.refused import refusal
 from tests.processes import is_running, wait_until
 from tests.small_run import SMALL_RUN
 
-ROOT = Path(__file__).parents[1]
-DEMO = "recipe=demo"
+ROOT = Path(__file__).parents[2]
+FAKE = "data=fake"
+NAME = "imagenet_rn50,data.source=fake"
 
 
 @pytest.mark.parametrize(
@@ -38,31 +39,28 @@ DEMO = "recipe=demo"
 )
 def test_syntax_of_sweeps(typed: str, expected: list[str]) -> None:
     key = typed.partition("=")[0].lstrip("+")
-    assert list(Sweep([DEMO, typed]).jobs) == [(f"{key}={value}",) for value in expected]
+    assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
 
 
 def test_jobs_are_the_combinations() -> None:
-    words = [DEMO, "optim.lr=0.1,0.3", "train.epochs=6", "optim.weight_decay=0,1e-4"]
+    words = [FAKE, "optim.lr=0.1,0.3", "train.epochs=6", "optim.weight_decay=0,1e-4"]
     jobs = Sweep(words).jobs
     pairs = [(lr, decay) for lr in ("0.1", "0.3") for decay in ("0", "0.0001")]
     assert list(jobs) == [(f"optim.lr={lr}", f"optim.weight_decay={d}") for lr, d in pairs]
-    last = cli.load([DEMO, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
+    last = cli.load([FAKE, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
     assert list(jobs.values())[-1] == last
 
 
 def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -> None:
     """Its size costs no time: each value is checked, but only some jobs are composed."""
-    jobs = list(Sweep([DEMO, "train.seed=range(60)", "optim.lr=0.1,0.2"]).jobs)
-    seeds, (*_, rate, last) = range(MOST // 2), jobs
-    assert jobs[: len(seeds)] == [(f"train.seed={seed}", "optim.lr=0.1") for seed in seeds]
-    assert rate == ("train.seed=0", "optim.lr=0.2")
-    assert last == ("train.seed=59", "optim.lr=0.2")
+    jobs = list(Sweep([FAKE, "train.seed=range(60)", "optim.lr=0.1,0.2"]).jobs)
+    assert len(jobs) == MOST and jobs[-1] == (f"train.seed={MOST // 2 - 1}", "optim.lr=0.2")
     rates = ",".join(["0.1"] * 30 + ["-1"] + ["0.1"] * 30)
-    assert "optim.lr=-1: not allowed" in refusal(["-m", DEMO, f"optim.lr={rates}"], capsys)
-    words = [DEMO, "-m", "train.seed=range(60)", "--cfg", "job", "-p", "train"]
+    assert "optim.lr=-1: not allowed" in refusal(["-m", FAKE, f"optim.lr={rates}"], capsys)
+    words = [FAKE, "-m", "train.seed=range(60)", "--cfg", "job", "-p", "train"]
     with pytest.raises(SystemExit):
         cli.parse(words, script="train.py", purpose="")
-    assert capsys.readouterr().out.endswith(f"# and {60 - MOST - 1} more jobs\n")
+    assert capsys.readouterr().out.endswith(f"# and {60 - MOST} more jobs\n")
 
 
 MISTAKES = {
@@ -72,8 +70,8 @@ MISTAKES = {
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
     "experiment=glob(*)": "there is no key experiment; write 'recipe=glob(*)'",
     "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): cannot be read as key=value; give a number > 0",
-    "loader.workers=1,2": "-m: loader.workers=1 and loader.workers=2 have the same run directory",
-    "optim.lr=1,2 run.name=x": "-m: optim.lr=1 and optim.lr=2 have the same run directory",
+    "loader.workers=1,2": "-m: some jobs have the same run directory; give each its own",
+    "optim.lr=1,2 run.name=x": "-m: some jobs have the same run directory; give each its own",
     "optim.lr=1, 2": "2: is not key=value; a value with spaces needs quotes: 'optim.lr=1, 2'",
 }
 
@@ -82,17 +80,17 @@ MISTAKES = {
 def test_a_mistake_in_any_job_is_found_before_the_first(
     typed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert MISTAKES[typed] in refusal(["-m", DEMO, *shlex.split(typed)], capsys)
+    assert MISTAKES[typed] in refusal(["-m", FAKE, *shlex.split(typed)], capsys)
 
 
 def test_refused_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.parse(["-m", "optim.lr=1,2", DEMO], script="lr_find.py", purpose="")
+        cli.parse(["-m", "optim.lr=1,2", FAKE], script="lr_find.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", DEMO], capsys)
+    assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)
 
 
 def test_cfg_job_prints_every_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +141,7 @@ class Backwards(Sweeper):
         )
     def sweep(self, arguments):
         Path("arguments").write_text(" ".join(arguments))
-        jobs = [["train.seed=1"], ["train.seed=0"]]
+        jobs = [["++train.seed=1"], ["++train.seed=0"]]
         found = self.launcher.launch(jobs, initial_job_idx=0)
         Path("values").write_text(" ".join(str(each.return_value) for each in found))
 from hydra.core.config_store import ConfigStore
@@ -163,7 +161,7 @@ class Desk:
         (self.folder / "started").write_text("")
         (self.folder / "outcomes").write_text(json.dumps(outcomes))
         return subprocess.Popen(
-            [sys.executable, "train.py", "-m", DEMO, f"train.seed=range({len(outcomes)})", *more],
+            [sys.executable, "train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder)},
             stdout=subprocess.PIPE,
@@ -195,7 +193,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
         [" 51.000", "mean of 2, standard deviation 1.414"],
     ]
     runs = {path.name for path in (desk.folder / "runs").iterdir()}
-    assert runs == {"demo", "demo,train.seed=2", "sweep,train.seed"}
+    assert runs == {NAME, f"{NAME},train.seed=2", "sweep,train.seed"}
     own = {"train.py", "started", "outcomes", "runs"}
     assert {path.name for path in desk.folder.iterdir()} == own
     assert desk.run([0, 0, 0])[:2] == (0, ["1"])  # finished jobs are not started again
@@ -250,7 +248,7 @@ def test_installed_plugins_run(desk: Desk) -> None:
     status, started, _ = desk.run([1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")
     assert (status, started) == (0, ["1", "0"])
     assert (desk.folder / "values").read_text() == f"51.0 {WORST}"
-    assert (desk.folder / "arguments").read_text() == "train.seed=range(2)"
+    assert (desk.folder / "arguments").read_text() == "++train.seed=range(2)"
 
 
 @pytest.mark.parametrize(
@@ -272,10 +270,10 @@ def test_no_target_in_a_yaml_file_runs(desk: Desk) -> None:
     (desk.folder / "hydra" / "launcher" / "own.yaml").write_text("_target_: os.mkdir\npath: made\n")
     for content in (
         "hydra: {callbacks: {own: {_target_: os.mkdir, path: made}}}\n",
-        "defaults: [demo, {override /hydra/launcher: own}]\n",
+        "defaults: [cifar10, {override /hydra/launcher: own}]\n",
     ):
         (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
-        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", "data=demo")
+        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", FAKE)
         assert not list(desk.folder.rglob("made"))
 
 

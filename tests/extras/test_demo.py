@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import train
 from conf import cli
 from conf.schema import Data, UserError
+from extras import demo
+from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.augment import Compose, RandomResizedCrop
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
-from pipeline.demo import images as demo
-from pipeline.demo.images import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.index import load_index
 
 
@@ -127,6 +128,27 @@ def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) ->
     assert dataset.fingerprint() == files.fingerprint()
     for place in range(0, len(index), 7):
         np.testing.assert_array_equal(dataset[place]["image"], files[place]["image"])
+
+
+def test_mistakes_are_found_before_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"mine")
+    words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
+    words += ["loader.workers=0", "run.dir=run"]
+    for mistake in (
+        "model.name=nope",
+        "loader.batch_size=41",
+        "run.dir=photos",
+        "data.root=photos",
+    ):
+        assert train.main(cli.load([*words, mistake])) == 2
+        assert names(tmp_path) == ["photos"]
+    for steps in (1, 2):  # the first start draws it, the second resumes the first
+        assert train.main(cli.load([*words, f"train.max_steps={steps}"])) == 0
+    assert names(tmp_path) == ["data", "photos", "run"]
 
 
 def test_build(drawn: Path, tmp_path: Path) -> None:
