@@ -6,11 +6,12 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Literal
 
 from PIL import Image
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from conf import strict_json
 from conf.compose import to_yaml
+from conf.named import named, split_entry
 from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
@@ -25,6 +27,7 @@ from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
+from engine.log.observer import Observer
 from engine.log.pictures import tiles
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
@@ -46,11 +49,12 @@ FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the f
 CHECK_STEPS = 50
 SHOWN_IMAGES = 16  # of the first batch
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
+OBSERVERS = "log.observers"
 NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
 def check_log(config: Config) -> None:
-    """Raise UserError for what this copy of the program cannot report."""
+    """Raise UserError for observers that do not exist, and what this copy cannot report."""
     if "wandb" in (trackers := config.log.trackers):
         asked_for = f"log.trackers=[{','.join(trackers)}]"
         require_part("engine.log.wandb_board", asked_for)
@@ -60,6 +64,12 @@ def check_log(config: Config) -> None:
             raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
     if steps := config.profile.steps:
         require_part("engine.extras.profiler", f"profile.steps={steps}")
+    for entry in config.log.observers:
+        name, parameters = split_entry(entry, OBSERVERS)
+        try:
+            signature(named(name, OBSERVERS)).bind(None, **parameters)
+        except TypeError as error:
+            raise UserError(f"{OBSERVERS}: {name}: {error}") from None
 
 
 def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
@@ -116,6 +126,22 @@ class RunLog(AbstractContextManager["RunLog"]):
             from engine.extras.profiler import StepProfiler
 
             self.profiler = StepProfiler(self.plan, self.run.path / "profile", self.tracker)
+        self.observers: list[tuple[str, Observer]] = []
+        self.world.broadcast(self._add_observers)
+
+    def _add_observers(self) -> None:
+        for entry in self.plan.config.log.observers:
+            name, parameters = split_entry(entry, OBSERVERS)
+            observer = self.tracker.guard(name, partial(named(name, OBSERVERS), self, **parameters))
+            if observer is not None:
+                self.observers.append((name, observer))
+
+    def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
+        """Call a method of each observer; return what they add, all together."""
+        found: dict[str, Any] = {}
+        for name, observer in self.observers:
+            found.update(self.tracker.guard(name, event, observer) or {})
+        return found
 
     def __enter__(self) -> "RunLog":
         self._stack.enter_context(self.monitor)
@@ -133,6 +159,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.world.set_section(None)
         if self.profiler is not None:
             self.profiler.close()
+        self._tell(lambda observer: observer.close())
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
@@ -147,6 +174,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
             self.tracker.pictures(draw, batch.step + 1)
             train.clock.skip()
+        self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
@@ -168,6 +196,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         self.times.end_step()
+        self._tell(lambda observer: observer.end_step(step))
         if self.profiler is not None and self.profiler.ends(step):
             with self.pause("profile"):
                 self.profiler.stop()
@@ -229,7 +258,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             row = row | columns
             warnings.append(warning)
         self.tracker.print(*(f"warning  {text}" for text in warnings if text))
-        self.tracker.row(row)
+        row |= self._tell(lambda observer: observer.validated(row, rows))
+        self._write(row)
         if (found := predictions_of(rows)) is not None:
             classes, step = self.plan.classes, self.state.step
             content = {"step": step, "classes": found.per_class(classes)}
@@ -277,10 +307,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
                 row["data/unreadable_images"] = len(self.bad_files.listed)
-            self.tracker.row(row)
+            self._write(row)
         epochs = plan.config.train.epochs
         self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
         return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.tracker.row(row)
+        self._tell(lambda observer: observer.logged(row))
 
     def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""
@@ -312,6 +346,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 "verdict": self._verdict("run"),
                 "unreadable_images": len(self.bad_files.listed),
             }
+            summary |= self._tell(lambda observer: observer.finish(summary))
             if self.world.is_main:
                 run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         dataset = self.feed.train.loader.dataset

@@ -17,7 +17,7 @@ from PIL import Image
 
 from conf import strict_json
 from conf.files import read_text
-from conf.schema import Config
+from conf.schema import Config, UserError
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
 from engine.log.measurements import TIME
@@ -65,14 +65,14 @@ class Tracker(AbstractContextManager["Tracker"]):
         if folder is None:
             return
         trackers = config.log.trackers
-        self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
+        self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
             from engine.log.wandb_board import open_wandb
 
-            if close := self._guard("Weights & Biases", open_wandb, folder, config):
-                self._open.callback(self._guard, "Weights & Biases", close)
+            if close := self.guard("Weights & Biases", open_wandb, folder, config):
+                self._open.callback(self.guard, "Weights & Biases", close)
         if trackers:
-            self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
+            self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
         if path.exists():
@@ -84,7 +84,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by __exit__
-        self._open.callback(self._guard, "metrics.jsonl", self._rows.close)
+        self._open.callback(self.guard, "metrics.jsonl", self._rows.close)
 
     def _open_board(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -101,7 +101,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         threading.excepthook = without_traceback
         self._open.callback(setattr, threading, "excepthook", default_hook)
-        self._open.callback(self._guard, "TensorBoard", board.close)
+        self._open.callback(self.guard, "TensorBoard", board.close)
         self._board = board
 
     def print(self, *lines: str) -> None:
@@ -116,7 +116,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in row.items()
             }
-            self._guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
+            self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
 
         def add_curves(board: Any) -> None:
             for key, value in row.items():
@@ -151,7 +151,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 board.file_writer.add_summary(summary, step)
 
         if self._board is not None and "TensorBoard" not in self._failed:
-            self._guard("pictures", add, self._board)
+            self.guard("pictures", add, self._board)
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
@@ -160,11 +160,32 @@ class Tracker(AbstractContextManager["Tracker"]):
     def write(self, name: str, text: str) -> None:
         """Write a text file into the run directory."""
         if self.folder is not None:
-            self._guard(name, replace_file, self.folder / name, text)
+            self.guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
         self._to_board(lambda board: board.flush())
+
+    def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a writer. After its first failure, warn, and do not call it again.
+
+        A UserError is raised.
+        """
+        if name in self._failed:
+            return None
+        try:
+            return call(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            remedy = f"; pip install {missing}" if missing else ""
+            what = f"{type(error).__name__}: {error}"
+            text = "%s: %s; training continues without it%s"
+            is_bug = not (missing or isinstance(error, OSError))
+            logger.warning(text, name, what, remedy, exc_info=is_bug)
+        self._failed.add(name)
+        return None
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -172,20 +193,4 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _to_board(self, call: Callable[[Any], None]) -> None:
         """Call a function with the SummaryWriter, if there is one."""
         if self._board is not None:
-            self._guard("TensorBoard", call, self._board)
-
-    def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a writer. After its first failure, warn, and do not call it again."""
-        if name in self._failed:
-            return None
-        try:
-            return call(*arguments)
-        except Exception as error:
-            missing = isinstance(error, ModuleNotFoundError) and error.name
-            remedy = f"; pip install {missing}" if missing else ""
-            what = f"{type(error).__name__}: {error}"
-            text = "%s cannot be written (%s); training continues without it%s"
-            is_bug = not (missing or isinstance(error, OSError))
-            logger.warning(text, name, what, remedy, exc_info=is_bug)
-        self._failed.add(name)
-        return None
+            self.guard("TensorBoard", call, self._board)

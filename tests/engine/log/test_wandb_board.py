@@ -104,7 +104,7 @@ def test_failure_is_one_warning(
     start(tmp_path / "run")
     assert calls()[-1]["call"] == fails
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.startswith("Weights & Biases cannot be written (OSError: no network); training")
+    assert warning.startswith("Weights & Biases: OSError: no network; training")
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
