@@ -216,10 +216,6 @@ ENTRIES = Check(
 )
 PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
-SPAN = Check(
-    lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
-    "two steps, the first not after the last, in brackets",
-)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction", "data.val_fold")
@@ -489,12 +485,6 @@ class Log:
 
 
 @dataclass
-class Profile:
-    steps: list[int] = key([], NOTHING, SPAN)
-    """first and last step to profile, such as [100,110]: writes a Chrome trace and a table"""
-
-
-@dataclass
 class Config:
     """What the user chose. Only the sections hold keys."""
 
@@ -509,7 +499,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    profile: Profile = field(default_factory=Profile)
     # Whether values that are not typed follow from the weights and the number of images
     # (engine/extras/finetune.py). Set by a recipe.
     adapt: bool = False

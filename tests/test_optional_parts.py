@@ -12,13 +12,13 @@ from tests.processes import HANGS_SECONDS, run_python
 from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline", "scripts")
-COPIED += ("tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
+COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "extras", "models", "pipeline")
+COPIED += ("scripts", "tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
 ROW = re.compile(r"^\| (.+?) \| [\d,]+ \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)
 # Part -> command, value that asks for it.
 GUIDE = (ROOT / "docs" / "fork.md").read_text()
 ROWS = {part: row for part, *row in ROW.findall(GUIDE)}
-IN_MAKE_TEST = [part for part in ROWS if part.startswith(("measuring", "profiler"))]
+IN_MAKE_TEST = [part for part in ROWS if part.startswith(("measuring", "sweeps"))]
 QUICK = "tests -k 'test_layout or test_recipes or test_train_step'"  # collects all tests
 STRUCTURE = ("tests/test_layout.py", "tests/test_fixed_lists.py", "tests/test_fork_guide.py")
 KEY = "    label_smoothing: float"
@@ -89,7 +89,7 @@ def test_no_other_test_imports_a_part() -> None:
 
 def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
     """It has a key and a file of its own, and no tests of the documents."""
-    assert len(ROWS) >= 11 and len(IN_MAKE_TEST) == 2
+    assert len(ROWS) >= 7 and len(IN_MAKE_TEST) == 2
     copy = copied(tmp_path / "fork")
     first = re.search(r"^```sh\n(rm .*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     assert first is not None

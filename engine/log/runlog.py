@@ -1,4 +1,4 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, observers.
 
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
@@ -62,8 +62,6 @@ def check_log(config: Config) -> None:
         if spec is None or spec.origin is None:  # a folder called wandb is no package
             remedy = "run `pip install wandb`, or leave it out"
             raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
-    if steps := config.profile.steps:
-        require_part("engine.extras.profiler", f"profile.steps={steps}")
     for entry in config.log.observers:
         name, parameters = split_entry(entry, OBSERVERS)
         try:
@@ -121,11 +119,6 @@ class RunLog(AbstractContextManager["RunLog"]):
 
             image, continues = self.feed.train.loader.dataset.name(0), bool(self.state.history)
             self.expectation = Expectation(self.plan, image=image, continues=continues)
-        self.profiler: Any = None
-        if config.profile.steps and self.world.is_main:
-            from engine.extras.profiler import StepProfiler
-
-            self.profiler = StepProfiler(self.plan, self.run.path / "profile", self.tracker)
         self.observers: list[tuple[str, Observer]] = []
         self.world.broadcast(self._add_observers)
 
@@ -157,19 +150,13 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, *_: object) -> None:
         # After an error, others may end while rank 0 still writes.
         self.world.set_section(None)
-        if self.profiler is not None:
-            self.profiler.close()
         self._tell(lambda observer: observer.close())
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
-        """Start the profiler or draw the run's first batch, if either is due."""
+        """Draw the run's first batch."""
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
-        if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.times.lost("profile"):
-                self.profiler.start(batch.step)
-            train.clock.skip()
         if self.run.is_first_start and batch.step == self._first_step:
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
             self.tracker.pictures(draw, batch.step + 1)
@@ -197,9 +184,6 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.state.divergence.send(step)
         self.times.end_step()
         self._tell(lambda observer: observer.end_step(step))
-        if self.profiler is not None and self.profiler.ends(step):
-            with self.pause("profile"):
-                self.profiler.stop()
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""

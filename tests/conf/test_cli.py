@@ -222,7 +222,6 @@ MISTAKES = {
     "optim.weight_decay=inf": "give a number >= 0",
     "data.std=[]": "give 1 or more values in brackets, each a number > 0",
     "data.mean=[-1]": "give 1 or more values in brackets, each a number >= 0 and <= 1",
-    "profile.steps=[3,2]": "give two steps, the first not after the last",
     "train.class_weights=even": "give balanced, null, or weights > 0 by class in braces, such as",
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
