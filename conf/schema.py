@@ -171,7 +171,6 @@ MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
-TRACKERS = ("tensorboard", "wandb")
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
@@ -205,10 +204,7 @@ RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
     "a name without slashes, or null",
 )
-BOARDS = Check(
-    lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
-    f"names among {', '.join(TRACKERS)}, in brackets",
-)
+BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
 ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
@@ -478,7 +474,7 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
+    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
     observers: list[Any] = key([], NOTHING, ENTRIES)
     """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
     with parameters"""

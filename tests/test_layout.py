@@ -32,7 +32,6 @@ OPTIONAL = {
     "pipeline.demo": "pipeline.build",
     "models.kernels": "models.zoo",
     "engine.tune": "train",
-    "engine.log.wandb_board": "engine.log.tracker",
     "engine.classification.suspects": "train",
     "engine.classification.predictions": "engine.log.runlog",
     "engine.extras.expectation": "engine.log.runlog",

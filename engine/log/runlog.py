@@ -4,13 +4,11 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from conf import strict_json
 from conf.compose import to_yaml
 from conf.named import named, split_entry
-from conf.optional import has_part, require_part
+from conf.optional import has_part
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
@@ -54,14 +52,7 @@ NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the mes
 
 
 def check_log(config: Config) -> None:
-    """Raise UserError for observers that do not exist, and what this copy cannot report."""
-    if "wandb" in (trackers := config.log.trackers):
-        asked_for = f"log.trackers=[{','.join(trackers)}]"
-        require_part("engine.log.wandb_board", asked_for)
-        spec = find_spec("wandb")
-        if spec is None or spec.origin is None:  # a folder called wandb is no package
-            remedy = "run `pip install wandb`, or leave it out"
-            raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
+    """Raise UserError for observers that do not exist, or do not take their parameters."""
     for entry in config.log.observers:
         name, parameters = split_entry(entry, OBSERVERS)
         try:
@@ -313,7 +304,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         it could not be written, or if too many images are bad.
         """
         state, plan, run = self.state, self.plan, self.run
-        # Not what follows: wandb may take longer than the disk.
         with stop.saving(run.path, state_bytes(state)):
             self._report(last=True)
             with self.times.lost("checkpoint"):

@@ -31,6 +31,15 @@ TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
+def curves(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row by the tag of their curve. A key with / is its own tag."""
+    return {
+        key if "/" in key else TAGS.get(key, f"{row['split']}/{key}"): value
+        for key, value in row.items()
+        if key not in NO_CURVE
+    }
+
+
 def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
     """Return CUSTOM SCALARS: charts with the curves of training and validation.
 
@@ -50,7 +59,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.
-        config: log.trackers says what to write; wandb reads what is written for TensorBoard.
+        config: log.trackers says what to write.
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
             and TensorBoard hides the later values of earlier starts: no step has two.
     """
@@ -64,14 +73,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._best_by = BestBy.of(config.train.best_by)
         if folder is None:
             return
-        trackers = config.log.trackers
         self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
-        if "wandb" in trackers:
-            from engine.log.wandb_board import open_wandb
-
-            if close := self.guard("Weights & Biases", open_wandb, folder, config):
-                self._open.callback(self.guard, "Weights & Biases", close)
-        if trackers:
+        if config.log.trackers:
             self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
@@ -110,7 +113,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             print_lines(*lines)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Write a row. A key with / is a tag of TensorBoard; metrics.jsonl has _ instead."""
+        """Write a row, to metrics.jsonl with _ in place of / in its keys."""
         if self._rows is not None:
             rounded = {
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
@@ -119,10 +122,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
 
         def add_curves(board: Any) -> None:
-            for key, value in row.items():
-                if key not in NO_CURVE:
-                    tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
-                    board.add_scalar(tag, value, row["step"])
+            for tag, value in curves(row).items():
+                board.add_scalar(tag, value, row["step"])
 
         self._to_board(add_curves)
 
