@@ -251,9 +251,9 @@ def validate(
             for each in raw:
                 row |= {f"{name}_raw": value for name, value in each.gather(world)[0].items()}
             best = plan.best_by.prefers(row, state.best)
-            previous, state.last = state.last, row
+            state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, rows, best=best, previous=previous)
+            log.validated(row, values, rows, best=best)
     stop.poll()
 
 

@@ -501,7 +501,7 @@ class Config:
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
-    # What the recipe is expected to reach: the node of its file, for engine/extras/expectation.py
+    # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
     # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
     changed: dict[str, str] = field(default_factory=dict, compare=False)

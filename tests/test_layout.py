@@ -34,7 +34,6 @@ OPTIONAL = {
     "engine.tune": "train",
     "engine.classification.suspects": "train",
     "engine.classification.predictions": "engine.log.runlog",
-    "engine.extras.expectation": "engine.log.runlog",
     "engine.extras.finetune": "train",
     "conf.multirun": "conf.cli",
 }

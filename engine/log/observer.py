@@ -32,7 +32,10 @@ class Observer:
         """
 
     def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Observe the end of a run without an error; what is returned is added to summary.json."""
+        """Observe the end of a run without an error; what is returned is added to summary.json.
+
+        The console shows the `line` of an added mapping that has one.
+        """
 
     def close(self) -> None:
         """Free what the observer holds; also called after an error of the run."""

@@ -96,7 +96,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
-        config, self.world = self.plan.config, self.run.world
+        self.world = self.run.world
         self.meter = Meter(self.world)
         self.times = RunTimes(self.state.totals, began=self.started)
         self.monitor = GpuMonitor(self.world.device)
@@ -104,12 +104,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
         self.bad_files = BadFiles(self.feed.train.loader, self.run, self.tracker)
-        self.expectation: Any = None
-        if config.expect is not None and has_part("engine.extras.expectation"):
-            from engine.extras.expectation import Expectation
-
-            image, continues = self.feed.train.loader.dataset.name(0), bool(self.state.history)
-            self.expectation = Expectation(self.plan, image=image, continues=continues)
         self.observers: list[tuple[str, Observer]] = []
         self.world.broadcast(self._add_observers)
 
@@ -202,19 +196,11 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
-        self,
-        row: dict[str, Any],
-        names: Iterable[str],
-        rows: Rows,
-        *,
-        best: bool,
-        previous: Mapping[str, float],
+        self, row: dict[str, Any], names: Iterable[str], rows: Rows, *, best: bool
     ) -> None:
-        """Report a validation, and warn if the run falls behind its recipe.
+        """Report a validation: the values that have these names in its row.
 
-        Args:
-            names: of the values in the row; `previous` is the row of the validation before.
-            rows: of all samples, on rank 0.
+        `rows`: of all samples, on rank 0.
         """
         about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
         row = row | about
@@ -222,17 +208,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
-        guessing, warnings = math.log(max(2, self.plan.num_classes)), []
+        guessing = math.log(max(2, self.plan.num_classes))
         if "top1" in row and row["loss"] > GUESSING * guessing:
-            warnings.append(
-                f"the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, which "
-                "guessing gives; lower optim.lr, or train for more steps"
+            self.tracker.print(
+                f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
+                "which guessing gives; lower optim.lr, or train for more steps"
             )
-        if self.expectation is not None:
-            columns, warning = self.expectation.judge(row, previous)
-            row = row | columns
-            warnings.append(warning)
-        self.tracker.print(*(f"warning  {text}" for text in warnings if text))
         row |= self._tell(lambda observer: observer.validated(row, rows))
         self._write(row)
         if (found := predictions_of(rows)) is not None:
@@ -313,7 +294,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             summary = {
                 "status": "interrupted" if stop else "finished",
                 "signal": stop.number,  # the exit status follows from it
-                **results(state, plan, self.expectation),
+                **results(state, plan),
                 "seconds": time.monotonic() - self.started,
                 **self.times.summary(),
                 "workers": self.feed.train.loader.pool.active,
@@ -363,7 +344,7 @@ def describe_divergence(
     return {"step": step, "lr": lr, "ranks": bad or ranks}, reason
 
 
-def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
+def results(state: TrainState, plan: Plan) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
     last, best_step, by = state.last, int(state.best.get("step", 0)), plan.best_by
     values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
@@ -372,7 +353,6 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
         "epoch": round(plan.epoch(state.step), 4),
         **values,
         "values": [name for name in values if not name.endswith("_raw")],
-        "expectation": None if expectation is None else expectation.compare(last),
         "best_by": plan.config.train.best_by,
         f"best_{by.name}": state.best.get(by.name),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
