@@ -33,7 +33,6 @@ OPTIONAL = {
     "models.kernels": "models.zoo",
     "engine.tune": "train",
     "engine.classification.suspects": "train",
-    "engine.classification.predictions": "engine.log.runlog",
     "engine.extras.finetune": "train",
     "conf.multirun": "conf.cli",
 }

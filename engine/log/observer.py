@@ -1,7 +1,10 @@
 """What `log.observers` names: objects that are told what a run does, and that it does not need."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from pipeline.dataset import Dataset
 
 
 class Observer:
@@ -39,3 +42,12 @@ class Observer:
 
     def close(self) -> None:
         """Free what the observer holds; also called after an error of the run."""
+
+    @staticmethod
+    def evaluated(
+        folder: Path, rows: Any, classes: Sequence[str], dataset: Dataset
+    ) -> Mapping[str, Any] | None:
+        """Write files about what scripts/evaluate.py found; return additions to evaluation.json.
+
+        `rows`: as of `validated`; a label is a position in `classes`.
+        """

@@ -5,20 +5,18 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
-from PIL import Image
 from torch import Tensor
 
 from conf import strict_json
 from conf.compose import to_yaml
 from conf.named import named, split_entry
-from conf.optional import has_part
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
@@ -26,26 +24,22 @@ from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
 from engine.log.observer import Observer
-from engine.log.pictures import tiles
+from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
-from engine.scores import shown
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
-from pipeline.class_names import readable
-from pipeline.dataset import IMAGE
 from pipeline.feed import Feed
 from pipeline.loader import Loader
-from pipeline.prefetcher import Batch, ImageFormat
+from pipeline.prefetcher import Batch
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
-SHOWN_IMAGES = 16  # of the first batch
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
 OBSERVERS = "log.observers"
 NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
@@ -144,7 +138,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         train = self.feed.train
         if self.run.is_first_start and batch.step == self._first_step:
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
-            self.tracker.pictures(draw, batch.step + 1)
+            self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
         self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
@@ -216,12 +210,6 @@ class RunLog(AbstractContextManager["RunLog"]):
             )
         row |= self._tell(lambda observer: observer.validated(row, rows))
         self._write(row)
-        if (found := predictions_of(rows)) is not None:
-            classes, step = self.plan.classes, self.state.step
-            content = {"step": step, "classes": found.per_class(classes)}
-            self.tracker.record("per_class.json", content)
-            dataset = self.feed.val.loader.dataset
-            self.tracker.pictures(partial(found.draw, classes, dataset), step)
 
     def _report(self, *, last: bool = False) -> None:
         """Write a log row if an interval of steps was sent, or with `last` if there were steps.
@@ -315,15 +303,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         return summary
 
 
-def predictions_of(rows: Rows) -> Any:
-    """Return a classifier's Predictions; None for another task, and without that part."""
-    if not has_part("engine.classification"):
-        return None
-    from engine.classification.predictions import Predictions
-
-    return Predictions.of(rows)
-
-
 def describe_divergence(
     step: int, loss: float, plan: Plan, loader: Loader, world: World
 ) -> tuple[dict[str, Any], str]:
@@ -339,8 +318,8 @@ def describe_divergence(
     if bad:
         what = f"the loss is {bad[0]['loss']}"
     images = [f"{one['index']} ({one['path']})" for rank in bad or ranks for one in rank["samples"]]
-    lr, named = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
-    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {named}"
+    lr, examples = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
+    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {examples}"
     return {"step": step, "lr": lr, "ranks": bad or ranks}, reason
 
 
@@ -360,16 +339,3 @@ def results(state: TrainState, plan: Plan) -> dict[str, Any]:
         "history": state.history,
         "params_sha256": params_sha256(state.model),
     }
-
-
-def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
-    """Draw the first images of a batch, without normalisation; waits for the device."""
-    levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    images = (levels / format.highest).movedim(-3, -1).cpu().numpy()
-    captions: list[list[tuple[str, str]]] = [[] for _ in images]
-    for name, column in batch.fields.items():
-        numbers = column[:SHOWN_IMAGES].tolist() if column.ndim == 1 else ()
-        for lines, number in zip(captions, numbers, strict=False):
-            is_class = name == "label" and isinstance(number, int)
-            lines.append((readable(classes[number]) if is_class else shown(name, number), "black"))
-    return {"train/images": tiles("input of the first step", list(images), captions)}

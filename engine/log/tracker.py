@@ -131,8 +131,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Write a text for TensorBoard."""
         self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
-    def pictures(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
-        """Draw pictures for TensorBoard, if it is in use; `draw` returns tag -> picture."""
+    def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
+        """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
 
         def add(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -152,7 +152,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 board.file_writer.add_summary(summary, step)
 
         if self._board is not None and "TensorBoard" not in self._failed:
-            self.guard("pictures", add, self._board)
+            self.guard("images", add, self._board)
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
