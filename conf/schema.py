@@ -210,6 +210,9 @@ ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
     "a list of module:name or {module:name: {parameter: value}} of this checkout",
 )
+TABLES = Check(
+    lambda names: all(":" in name for name in names), "a list of module:name of this checkout"
+)
 PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
@@ -475,6 +478,9 @@ class Log:
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    values: list[str] = key([], NOTHING, TABLES)
+    """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
+    tables such as VALUES in engine/scores.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, ENTRIES)
     """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
     with parameters"""

@@ -7,10 +7,9 @@
 data.root needs no training split. The classes of the images are found by name, so data.val may hold
 some of them.
 
-Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
-(balanced accuracy) and F1, the expected calibration error (15 bins), and for two classes the area
-under the ROC curve. Writes evaluation.json, CSV files and pictures to --out, by default
-evaluation/<name of the checkpoint> in the current folder, with data.val=test
+Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
+accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
+--out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
 evaluation/<name>,test. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
@@ -65,7 +64,7 @@ from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
 from engine.log.runlog import OBSERVERS
 from engine.plan import check_batch, micro_batches
-from engine.scores import shown
+from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import LABEL, FolderDataset
@@ -120,6 +119,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     read.
     """
     config, device = trained.config, world.device
+    add_values(config.log.values)
     check_batch(config, config.loader.batch_size, world)
     precision = trained.precision(device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)

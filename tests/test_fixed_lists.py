@@ -85,7 +85,7 @@ KEYS_BY_SECTION = {
     ),
     "checkpoint": "every_steps keep resume accept_changes",
     "run": "name dir",
-    "log": "every_steps trackers observers",
+    "log": "every_steps trackers values observers",
 }
 
 
