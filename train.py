@@ -42,7 +42,7 @@ from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.scores import class_means, class_values
+from engine.scores import add_values, class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
@@ -249,9 +249,9 @@ def validate(
             for each in raw:
                 row |= {f"{name}_raw": value for name, value in each.gather(world)[0].items()}
             best = plan.best_by.prefers(row, state.best)
-            previous, state.last = state.last, row
+            state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, rows, best=best, previous=previous)
+            log.validated(row, values, rows, best=best)
     stop.poll()
 
 
@@ -281,6 +281,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
 
     Raises UserError for something that the user must change; nothing has been created.
     """
+    world.on_all_ranks(lambda: add_values(config.log.values))
     world.broadcast(lambda: check_log(config))
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:

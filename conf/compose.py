@@ -186,8 +186,9 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
 
 
 def _checkpoint(stored: Values) -> Layer:
-    """The values in a checkpoint, which OmegaConf must not resolve."""
-    values = {name: stored[name] for name in KEYS if name in stored}
+    """The values in a checkpoint, which OmegaConf must not resolve, on those of config.yaml."""
+    own = _dotted({k: v for k, v in read_yaml(FOLDER / "config.yaml").items() if k in SECTIONS})
+    values = own | {name: stored[name] for name in KEYS if name in stored}
     for name, value in values.items():
         if "${" in str(value):
             raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")

@@ -112,7 +112,9 @@ def quoted(value: str) -> str:
 def _with_quotes(name: str, value: str) -> str:
     """Return the override, in quotes if Hydra's grammar would not take the value literally."""
     text = f"{name}={value}"
-    if name not in WORDS or not value:
+    if name not in WORDS:
+        return re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", text)  # module:name as a key in braces
+    if not value:
         return text
     with contextlib.suppress(HydraException):
         parsed = OverridesParser.create().parse_override(text)

@@ -163,7 +163,6 @@ MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
-TRACKERS = ("tensorboard", "wandb")
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
@@ -195,25 +194,21 @@ RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
     "a name without slashes, or null",
 )
-BOARDS = Check(
-    lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
-    f"names among {', '.join(TRACKERS)}, in brackets",
-)
 SOURCE = Check(
     lambda value: value in group_names("data") or ":" in value,
     f"one of {', '.join(group_names('data'))}, or module:name of this checkout",
 )
+BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
 ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
     "a list of module:name or {module:name: {parameter: value}} of this checkout",
 )
+TABLES = Check(
+    lambda names: all(":" in name for name in names), "a list of module:name of this checkout"
+)
 PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
-SPAN = Check(
-    lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
-    "two steps, the first not after the last, in brackets",
-)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
@@ -471,17 +466,13 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
-
+    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    values: list[str] = key([], NOTHING, TABLES)
+    """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
+    tables such as VALUES in engine/scores.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, ENTRIES)
-    """what else observes a run on rank 0, such as a profiler: module:name of functions of the log
-    that return an engine.log.observer.Observer"""
-
-
-@dataclass
-class Profile:
-    steps: list[int] = key([], NOTHING, SPAN)
-    """first and last step to profile, such as [100,110]: writes a Chrome trace and a table"""
+    """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
+    with parameters"""
 
 
 @dataclass
@@ -499,14 +490,13 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    profile: Profile = field(default_factory=Profile)
     # Whether values that are not typed follow from the weights and the number of images
     # (engine/extras/finetune.py). Set by a recipe.
     adapt: bool = False
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
-    # What the recipe is expected to reach: the node of its file, for engine/extras/expectation.py
+    # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
     # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
     changed: dict[str, str] = field(default_factory=dict, compare=False)

@@ -195,11 +195,6 @@ def make_plan(
     build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    if config.profile.steps and config.profile.steps[0] >= stop_step:
-        raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
-            "counted from 0; give earlier ones"
-        )
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     loader = plan_loader(

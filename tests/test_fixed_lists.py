@@ -85,8 +85,7 @@ KEYS_BY_SECTION = {
     ),
     "checkpoint": "every_steps keep resume accept_changes",
     "run": "name dir",
-    "log": "every_steps trackers",
-    "profile": "steps",
+    "log": "every_steps trackers values observers",
 }
 
 
@@ -102,7 +101,7 @@ def test_what_each_key_affects() -> None:
         what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
         for what in (NOTHING, SPEED)
     }
-    sections = {"checkpoint", "run", "log", "profile", "autotune"}
+    sections = {"checkpoint", "run", "log", "autotune"}
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
         *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),

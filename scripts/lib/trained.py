@@ -28,7 +28,7 @@ from models.layers import RGB
 from models.weights import head_of
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "checkpoint", "run", "profile"}  # except for loader.batch_size
+SECTIONS = {"loader", "checkpoint", "run", "log"}  # except for loader.batch_size
 KEYS = {"augment.train", "augment.batch", "model.weights", "train.device"}
 KEYS |= {"optim.name", "train.prepare", "log.observers"}  # may name what is only in another copy
 NAMES_A_MODEL = {"model", "model.name", "recipe"}

@@ -153,7 +153,7 @@ SAME = [  # pairs of commands that train the same thing
     ("", "loader.workers=3 autotune.refresh=true loader.pin_memory=false"),
     ("", "loader.decoder=simplejpeg loader.timeout_seconds=5 loader.start_method=spawn"),
     ("", "train.max_steps=100 checkpoint.every_steps=7 checkpoint.keep=1"),
-    ("", "log.every_steps=1 log.trackers=[] profile.steps=[1,2]"),
+    ("", "log.every_steps=1 log.trackers=[] log.observers=[]"),
     ("", "train.deterministic=true model.compile=off train.device=cpu data.on_error=skip"),
     ("data.image_size=64", "data.image_size=64 data.val_size=64"),
     ("optim=adamw", "optim=adamw optim.lr=0.001"),

@@ -1,6 +1,7 @@
 """How a run is compared with its recipe: words, limits, and the runs that are not compared."""
 
 import re
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 
 from conf import cli
 from conf.schema import FOLDER, UserError, group_names
-from engine.extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
 from engine.scores import BestBy
+from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
 
 FACTS = {
     "top1": 76.1,
@@ -31,11 +32,12 @@ STEPS = 10  # per epoch; 3 epochs
 def expectation(
     *overrides: str,
     image: str = "n01440764_18.JPEG",
-    continues: bool = False,
+    history: tuple[str, ...] = (),
+    last: Mapping[str, Any] = {},
     fitted: int | None = None,
     **changes: Any,
 ) -> Expectation:
-    """Of a run on ImageNet; `changes` are entries of the recipe's node."""
+    """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
     config = cli.load(["data.root=/imagenet", *overrides])
     plan: Any = SimpleNamespace(
         config=config,
@@ -50,7 +52,24 @@ def expectation(
         due=lambda step: SimpleNamespace(epoch=step % STEPS == 0),
     )
     config.expect = {**FACTS, "reference": CURVE, **changes}
-    return Expectation(plan, image=image, continues=continues)
+    dataset = SimpleNamespace(name=lambda _: image)
+    feed = SimpleNamespace(train=SimpleNamespace(loader=SimpleNamespace(dataset=dataset)))
+    state = SimpleNamespace(history=list(history), last=last)
+    lines: list[str] = []
+    tracker = SimpleNamespace(print=lines.append, lines=lines)
+    log: Any = SimpleNamespace(plan=plan, feed=feed, state=state, tracker=tracker)
+    return Expectation(log)
+
+
+def judge(
+    found: Expectation, now: Mapping[str, Any], before: Mapping[str, Any]
+) -> tuple[dict[str, float], str | None]:
+    """Return the columns of a validation after another one, and the warning."""
+    found.validated(before, {}) if before else None
+    printed = found.log.tracker.lines
+    printed.clear()
+    columns = found.validated(now, {})
+    return columns, printed[0] if printed else None
 
 
 def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
@@ -58,26 +77,34 @@ def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("top1", "runs", "spread", "difference", "verdict"),
+    ("top1", "runs", "spread", "difference", "verdict", "line"),
     [
-        (76.234, 20, 0.2145, 0.134, "within"),
-        (75.9, 20, 0.2145, -0.2, "within"),
-        (75.2, 20, 0.2145, -0.9, "below"),
-        (76.5, 20, 0.2145, 0.4, "above"),
-        (76.4, 5, 0.3041, 0.3, "within"),
-        (76.0, None, None, -0.1, None),
+        (76.234, 20, 0.2145, 0.134, "within", "within 76.1 +/- 0.21 "),
+        (75.9, 20, 0.2145, -0.2, "within", "within 76.1 +/- 0.21 "),
+        (75.2, 20, 0.2145, -0.9, "below", "0.9 below 76.1 +/- 0.21 "),
+        (76.5, 20, 0.2145, 0.4, "above", "0.4 above 76.1 +/- 0.21 "),
+        (76.4, 5, 0.3041, 0.3, "within", "within 76.1 +/- 0.3 "),
+        (76.0, None, None, -0.1, None, "-0.1 against 76.1 "),
     ],
 )
 def test_the_summary_at_the_end(
-    top1: float, runs: int | None, spread: float | None, difference: float, verdict: str | None
+    top1: float,
+    runs: int | None,
+    spread: float | None,
+    difference: float,
+    verdict: str | None,
+    line: str,
 ) -> None:
     """It has the facts without the curve. A run that stops earlier is not compared."""
-    found = expectation(runs=runs)
+    unknown = "" if verdict else ", spread unknown"
+    line = f"recipe    top1 {top1:.2f} %: {line}(published, torchvision IMAGENET1K_V1{unknown})"
     judged = {"value": "top1", "spread": spread, "difference": difference, "verdict": verdict}
-    expected = {**FACTS, "runs": runs, **judged}
-    assert found.compare(row(3, top1)) == expected
-    assert found.compare(row(2, top1)) is None and found.compare({}) is None
-    assert expectation("train.best_by=macro_f1", runs=runs).compare(row(3, top1)) == expected
+    expected = {"expectation": {**FACTS, "runs": runs, **judged, "line": line}}
+    last = row(3, top1)
+    assert expectation(runs=runs, last=last).finish({}) == expected
+    assert expectation("train.best_by=macro_f1", runs=runs, last=last).finish({}) == expected
+    for earlier in (row(2, top1), {}):
+        assert expectation(runs=runs, last=earlier).finish({}) == {"expectation": None}
 
 
 # Which runs are compared.
@@ -103,16 +130,17 @@ FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.eve
         pytest.param(expectation(format="lossless"), False, False, id="JPEG, not lossless"),
         pytest.param(expectation(image="tar: 1.PNG", format="lossless"), True, True, id="lossless"),
         pytest.param(expectation(fitted=64), False, False, id="smaller parts that fit"),
-        pytest.param(expectation(continues=True), False, False, id="continues another run"),
+        pytest.param(expectation(history=("began at",)), False, False, id="continues another run"),
         pytest.param(expectation(reference={}), True, False, id="no curve"),
     ],
 )
 def test_which_runs_are_compared(
     found: Expectation, at_the_end: bool, with_the_curve: bool
 ) -> None:
-    assert (found.compare(row(3)) is not None) == at_the_end
-    columns, warning = found.judge(row(2), row(1))
+    columns, warning = judge(found, row(2), row(1))
     assert (columns != {}) == (warning is not None) == with_the_curve
+    found.validated(row(3), {})
+    assert (found.finish({})["expectation"] is not None) == at_the_end
 
 
 # The limits.
@@ -131,12 +159,12 @@ def test_columns_of_a_validation() -> None:
     """None before the first epoch, within an epoch, or after the last one of the curve."""
     for epoch in (1, 2):
         mean, width = CURVE["top1"][epoch - 1], half_width(CURVE["std"][epoch - 1], 20, 3)
-        assert expectation().judge(row(epoch), {})[0] == {
+        assert expectation().validated(row(epoch), {}) == {
             "reference_top1": mean,
             "reference_top1_min": max(0.0, mean - width),
             "reference_top1_max": mean + width,
         }
-    assert [expectation().judge(row(epoch), {}) for epoch in (0, 1.5, 4)] == [({}, None)] * 3
+    assert [expectation().validated(row(epoch), {}) for epoch in (0, 1.5, 4)] == [{}] * 3
 
 
 # The warning.
@@ -151,14 +179,14 @@ def test_two_low_validations_in_a_row_are_one_warning() -> None:
     """The second is more than 3 sigma below, the first more than 2."""
     now, before = limit(2, 3) - 0.1, limit(1, 2) - 0.1
     found = expectation()
-    assert found.judge(row(2, now), row(1, before))[1] == (
-        f"top1 {now:.2f} % after epoch 2 is worse than the 3 sigma limit of this recipe, "
+    assert judge(found, row(2, now), row(1, before))[1] == (
+        f"warning  top1 {now:.2f} % after epoch 2 is worse than the 3 sigma limit of this recipe, "
         f"{limit(2, 3):.2f} (20 runs reached 40 +/- 2), and so was the previous validation, "
         f"top1 {before:.2f} %: check the labels, the learning rate and your code changes; "
         "training continues, Ctrl-C stops it"
     )
-    assert found.judge(row(2, now), row(1, before))[1] is None
-    text = expectation("optim.lr=1").judge(row(3), row(2))[1]
+    assert judge(found, row(2, now), row(1, before))[1] is None
+    text = judge(expectation("optim.lr=1", last=row(2)), row(3), {})[1]  # of an earlier start
     assert text and "check the labels and what differs from the recipe (optim.lr=1);" in text
 
 
@@ -175,7 +203,7 @@ def test_two_low_validations_in_a_row_are_one_warning() -> None:
 def test_a_single_low_validation_is_not_a_warning(
     now: dict[str, float], before: dict[str, float]
 ) -> None:
-    assert expectation().judge(now, before)[1] is None
+    assert judge(expectation(), now, before)[1] is None
 
 
 # The recipes.
@@ -213,12 +241,13 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
 def test_an_expectation_is_not_a_key() -> None:
     """It is neither typed nor written to config.yaml, and does not change the name of a run."""
     config = cli.load(["data.root=/imagenet"])
-    assert config.expect is not None and "expect" not in cli.to_yaml(config)
+    assert config.expect is not None and "expect:" not in cli.to_yaml(config)
     with pytest.raises(UserError, match=r"there is no key expect\.top1"):
         cli.load(["data.root=/imagenet", "expect.top1=3"])
 
 
 def test_an_expectation_without_an_entry() -> None:
-    plan: Any = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
+    plan = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
+    log: Any = SimpleNamespace(plan=plan)
     with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
-        Expectation(plan, image="1.jpg", continues=False)
+        Expectation(log)

@@ -1,20 +1,29 @@
-"""Metrics of recorded predictions, compared with formulas written out image by image; pictures."""
+"""Results of recorded predictions, compared with formulas written out image by image; pictures."""
 
+import csv
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageColor
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from engine.classification.predictions import Predictions
-from engine.log.pictures import BLUE, RED, bars, tiles
 from engine.validation import evaluate
+from extras.pictures import BLUE, Predictions, bars
 from pipeline.dataset import FakeDataset
+from scripts import evaluate as evaluate_script
+from scripts.lib.trained import open_trained
 from tests.batches import batch_of, toy_values
+from tests.conftest import CLASSES as KINDS
+from tests.conftest import VAL_IMAGES
 from tests.engine.plans import ALONE
+from tests.small_run import run
 
 CLASSES, IMAGES = 7, 500
 NAMES = ["cat", "n01443537", *"abcde"]
@@ -100,15 +109,6 @@ def test_nan_is_no_hit() -> None:
     assert sum(found.calibration()["accuracy"]) == 0 and found.confidences.tolist() == [0] * 4
 
 
-STRANGE = [
-    "plain",
-    "a name far longer than any picture has room for " * 3,
-    "ねこ",
-    "\udcff\udcfe",
-    "",
-]
-
-
 def lengths(image: Image.Image, colour: str) -> list[int]:
     """Return the number of pixels of a colour in each block of rows that contains it."""
     rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
@@ -120,19 +120,8 @@ def test_bars_are_as_long_as_their_values() -> None:
     a, b, c = lengths(image, BLUE)
     assert 2 * a == pytest.approx(b, abs=2) and c <= 3
     assert bars("nothing", []).width == 900
-
-
-@pytest.mark.parametrize("side", [20, 192, 400])
-def test_tiles_show_every_image_in_its_place(side: int) -> None:
-    pixels = [np.full((side, side, 3), 40 * i + 7, np.uint8) for i in range(5)]
-    captions = [[(name, "black"), ("-> plain", RED)] for name in STRANGE]
-    sheet = np.asarray(tiles("title", pixels, captions))
-    for i in range(5):
-        x, y = 8 + i % 4 * 200, 40 + i // 4 * 254
-        assert (sheet[y : y + 192, x : x + 192] == 40 * i + 7).all()
-        assert (sheet[y + 192, x : x + 192] == 255).all()
-        caption = sheet[y + 193 : y + 254, x : x + 192]
-        assert (caption == ImageColor.getrgb(RED)).all(2).any()
+    strange = bars("title", [("a name far longer than there is room for " * 3, 50.0, 9)])
+    assert lengths(strange, BLUE) == [a] and lengths(bars("t", [("\udcff", 50.0, 9)]), BLUE) == [a]
 
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:
@@ -171,3 +160,51 @@ def test_accuracy_of_many_classes() -> None:
     image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["val/per_class"]
     expected = [4.4 * top1 for top1 in (*range(20), *range(95, 100))]
     assert lengths(image, BLUE) == pytest.approx(expected, abs=3)
+
+
+def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
+    options = ["loader.workers=0", "log.trackers=[tensorboard]"]
+    summary = run(image_root, tmp_path, *options)
+    found = json.loads((tmp_path / "per_class.json").read_text())
+    kinds = [(row["class"], row["images"]) for row in found["classes"]]
+    assert kinds == [(name, VAL_IMAGES) for name in KINDS] and found["step"] == 9
+    mean = sum(row["top1"] for row in found["classes"]) / 3
+    assert mean == pytest.approx(summary["top1"], abs=1e-3)
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
+    for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
+        assert [image.step for image in board.Images(tag)] == [5, 9]
+    evaluated(tmp_path)
+
+
+def evaluated(folder: Path) -> None:
+    """Check the files of scripts/evaluate.py; a folder that is a WordNet ID has a name, too."""
+    overrides = ["train.device=cpu", "loader.workers=0"]
+    trained = evaluate_script.with_config(open_trained(folder, overrides), overrides, ALONE)
+    result = evaluate_script.run(trained, ALONE, flip=False)
+    result, out = replace(result, classes=("n01443537", *KINDS[1:])), folder / "out"
+    out.mkdir()
+    evaluate_script.write(result, out)
+    pictures = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png"}
+    tables = {"evaluation.json", "per_class.csv", "confusion.csv", "worst.csv"}
+    assert {path.name for path in out.iterdir()} == pictures | tables
+    for name in pictures:
+        Image.open(out / name).load()
+    content = json.loads((out / "evaluation.json").read_text())
+    assert sum(content["calibration"]["images"]) == content["images"] == 15
+    classes, pairs, worst = (
+        list(csv.DictReader((out / f"{name}.csv").open()))
+        for name in ("per_class", "confusion", "worst")
+    )
+    assert [row["class"] for row in classes] == list(result.classes)
+    assert [row["name"] for row in classes] == ["goldfish", *KINDS[1:]]
+    accuracy = sum(float(row["top1"]) * VAL_IMAGES for row in classes) / 15
+    assert accuracy == pytest.approx(content["top1"])
+    right = sum(int(row["images"]) for row in pairs if row["class"] == row["prediction"])
+    assert 100 * right / 15 == pytest.approx(content["top1"])
+    names = dict(zip(result.classes, [row["name"] for row in classes], strict=True))
+    for row in [*worst, *pairs]:
+        assert row["name"] == names[row["class"]]
+        assert row["prediction_name"] == names[row["prediction"]]
+    assert len(worst) == 15 and float(worst[0]["loss"]) == float(result.rows["loss"].max())
+    for row in worst:
+        assert Path(row["path"]).parent.name == row["class"].replace("n01443537", KINDS[0])

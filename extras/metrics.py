@@ -1,14 +1,19 @@
-"""Metrics of a classifier that are no means over images: functions of all rows of a split.
+"""Values of a validation that are no means over its images: functions of all its rows.
+
+By default, conf/config.yaml names them: log.values=[extras.metrics:VALUES]. Then train.best_by
+takes macro_precision, macro_f1, -ece and, of two classes, auc; scripts/evaluate.py prints them.
 
 All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
 below 0, as of logits that are NaN, is wrong and counts for no class. Means over classes are over
 those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
 """
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.scores import Value
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 Rows = npt.ArrayLike  # also a tensor on the CPU
@@ -21,16 +26,6 @@ def macro_precision(label: Rows, prediction: Rows) -> float:
     return _mean_ratio(hits, predictions)
 
 
-def macro_recall(label: Rows, prediction: Rows) -> float:
-    """Return the mean over classes of their top-1, also called macro or balanced accuracy.
-
-    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`; its macro recall
-    has a 0 for each other class that is predicted.
-    """
-    hits, images, _ = _by_class(label, prediction)
-    return _mean_ratio(hits[images > 0], images[images > 0])
-
-
 def macro_f1(label: Rows, prediction: Rows) -> float:
     """Return the mean over classes of the harmonic mean of precision and recall."""
     hits, images, predictions = _by_class(label, prediction)
@@ -41,8 +36,7 @@ def roc_auc(label: Rows, score: Rows) -> float:
     """Return the area under the ROC curve of two classes; NaN if only one of them has images.
 
     It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
-    higher score (Mann and Whitney 1947); equal scores count half, and a score that is NaN is wrong.
-    `score`, float [N], is the probability of class 1 or any number that increases with it.
+    higher `score`, float [N] (Mann and Whitney 1947). Equal scores count half; NaN is wrong.
     """
     positive, scores = np.asarray(label) == 1, np.asarray(score)
     scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
@@ -53,29 +47,13 @@ def roc_auc(label: Rows, score: Rows) -> float:
     return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
 
 
-def calibration(top1: Rows, confidence: Rows) -> dict[str, Any]:
-    """Return how well the confidence, the largest probability, predicts the accuracy.
-
-    `top1`: float [N], 100 for a hit, else 0. Returns `images`, `confidence` and `accuracy`: for
-    each of the bins (0, 1/15], (1/15, 2/15], ... of the confidence, the number of images and two
-    means; and `error`, the expected calibration error (Naeini 2015; arXiv 1706.04599).
-    """
+def calibration_error(top1: Rows, confidence: Rows) -> float:
+    """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
     place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
     images = np.bincount(place, minlength=BINS)
     percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
     confidences, hits = (np.bincount(place, x, BINS) / np.maximum(images, 1) for x in percent)
-    error = (np.abs(hits - confidences) * images).sum() / max(1, len(place))
-    return {
-        "images": images.tolist(),
-        "confidence": confidences.tolist(),
-        "accuracy": hits.tolist(),
-        "error": float(error),
-    }
-
-
-def calibration_error(top1: Rows, confidence: Rows) -> float:
-    """Return the expected calibration error, see `calibration`."""
-    return float(calibration(top1, confidence)["error"])
+    return float((np.abs(hits - confidences) * images).sum() / max(1, len(place)))
 
 
 def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:
@@ -90,3 +68,12 @@ def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:
 
 def _mean_ratio(part: Counts, whole: Counts) -> float:
     return float(100 * (part / np.maximum(whole, 1)).mean())  # `part` is 0 where `whole` is
+
+
+PERCENT = partial(Value, ".2f", " %", console=False)
+VALUES = {
+    "macro_precision": PERCENT(judge=macro_precision, rows=("label", "prediction")),
+    "macro_f1": PERCENT(judge=macro_f1, rows=("label", "prediction")),
+    "ece": PERCENT(judge=calibration_error, rows=("top1", "confidence"), lower=True),
+    "auc": PERCENT(judge=roc_auc, rows=("label", "score")),
+}
