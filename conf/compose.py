@@ -185,13 +185,14 @@ def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
     """A typed group.
 
     Of a section with a name (optim, schedule, model), it also resets the keys that it does not set,
-    because the values of a recipe for one optimiser are wrong for another. In other sections the
-    values of the recipe stay: data=fake keeps the image size.
+    because the values of a recipe for one optimiser are wrong for another: to those of config.yaml.
+    In other sections the values of the recipe stay: data=fake keeps the image size.
     """
     file = _file(group, choice, config_dir)
     values = _dotted({group: read_yaml(file)})
     if f"{group}.name" in FIELDS:
-        values = _dotted({group: asdict(getattr(Config(), group))}) | values
+        defaults = read_yaml(FOLDER / "config.yaml").get(group, {})
+        values = _dotted({group: asdict(getattr(Config(), group)) | defaults}) | values
     return str(file), values
 
 

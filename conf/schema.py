@@ -484,7 +484,6 @@ class Log:
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
 
-
     observers: list[Any] = key([], NOTHING, ENTRIES)
     """what else observes a run on rank 0, such as a profiler: module:name of functions of the log
     that return an engine.log.observer.Observer"""

@@ -15,5 +15,4 @@ from models.weights import weights_in as weights_in
 from models.weights import write_safetensors as write_safetensors
 from models.zoo import available as available
 from models.zoo import build as build
-from models.zoo import rewrite_layers as rewrite_layers
 from models.zoo import use_channels_last as use_channels_last

@@ -19,6 +19,7 @@ import models
 from conf import cli
 from conf.compose import load
 from conf.files import read_text
+from conf.named import named
 from conf.schema import Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
@@ -100,8 +101,9 @@ class Trained:
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
-        if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
-            models.rewrite_layers(model, channels_last=channels_last)
+        rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
+        if rewrite is not None and self.precision(device) == "bf16":
+            named(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
 
     def _on_meta(self) -> nn.Module:

@@ -27,7 +27,7 @@ PLAN = plan(compile="default")
 
 
 class Doubled(torch.autograd.Function):
-    """As in models.kernels.layers: a gradient that is written by hand."""
+    """A gradient that is written by hand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
