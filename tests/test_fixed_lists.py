@@ -77,7 +77,7 @@ KEYS_BY_SECTION = {
     "autotune": "refresh",
     "augment": "train val batch",
     "model": "name weights args rewrite freeze sync_bn channels_last compile",
-    "optim": "name lr momentum nesterov betas eps weight_decay decay_norms layer_decay clip_norm",
+    "optim": "name args lr momentum nesterov betas eps weight_decay decay_norms clip_norm",
     "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
     "train": (
         "epochs max_steps seed precision deterministic device micro_batch loss bce_threshold "
