@@ -204,10 +204,6 @@ OPTIMIZER = Check(
     lambda name: name in ("sgd", "adamw") or ":" in name,
     "sgd, adamw, or module:name of this checkout",
 )
-STAGES = Check(
-    lambda value: value > 0 if type(value) is int else value is None or _is_word(value),
-    "a whole number >= 1, the name of a stage, or null",
-)
 DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
@@ -368,9 +364,9 @@ class Model:
     rewrite: str | None = key(None, SPEED, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: Any = key(None, BOTH, STAGES)
-    """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
-    the name of the last one, such as layer2 of a ResNet"""
+    freeze: list[str] = key([], BOTH, alike=_in_any_order)
+    """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
+    of their names, such as [conv1,bn1,layer1] of a ResNet"""
     sync_bn: bool = key(False, BOTH)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)

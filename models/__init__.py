@@ -1,11 +1,10 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
+from models.frozen import freeze as freeze
+from models.frozen import train_mode as train_mode
 from models.published import exported as exported
 from models.published import published as published
 from models.published import published_model as published_model
-from models.stages import freeze as freeze
-from models.stages import stages as stages
-from models.stages import train_mode as train_mode
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file

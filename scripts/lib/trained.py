@@ -28,8 +28,8 @@ from models.layers import RGB
 from models.weights import head_of
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "checkpoint", "run", "profile"}  # except for loader.batch_size
-KEYS = {"augment.train", "augment.batch", "model.weights", "train.device"}
+SECTIONS = {"loader", "optim", "checkpoint", "run", "profile"}  # except for loader.batch_size
+KEYS = {"augment.train", "augment.batch", "model.weights", "model.freeze", "train.device"}
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 

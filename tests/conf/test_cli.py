@@ -234,7 +234,7 @@ MISTAKES = {
     "data.root=hf://datasets/a/b": "`hf download a/b --repo-type dataset --local-dir FOLDER` and ",
     "data.train=https://a.org/b.zip": "`curl -LO https://a.org/b.zip` and give this folder, or ",
     "data.val=az://b": "with `rclone copy az://b FOLDER` and give this folder, or mount it",
-    "model.freeze=0": "give a whole number >= 1, the name of a stage, or null",
+    "model.freeze=layer1": "give a list, in brackets",
     "model.args={1: 2}": "give names and values in braces",
     # names of other programs
     "model.pretrained=true": "there is no key model.pretrained; write model.weights=pretrained",
