@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.launch import exit_with
+from conf.named import named
 from conf.optional import has_part, require_part
 from conf.schema import Config
 from engine.checkpoint import find
@@ -322,8 +323,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if plan.rewrites_layers:
-        models.rewrite_layers(model, channels_last=plan.channels_last)
+    if plan.rewrite is not None:
+        named(plan.rewrite, "model.rewrite")(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     sample_losses = None

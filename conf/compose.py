@@ -42,8 +42,10 @@ from conf.schema import (
     Config,
     UserError,
     config_values,
+    group_names,
     in_effect,
     last_name,
+    missing,
     show,
     with_size,
 )
@@ -207,8 +209,8 @@ def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
     """A typed group.
 
     Of a section with a name (optim, schedule, model), it also resets the keys that it does not set,
-    because the values of a recipe for one optimiser are wrong for another. In other sections the
-    values of the recipe stay: data=fake keeps the image size.
+    because the values of a recipe for one optimiser are wrong for another: to those of config.yaml.
+    In other sections the values of the recipe stay: data=fake keeps the image size.
     """
     file = _file(group, choice, config_dir)
     values = _dotted({group: read_yaml(file)})
@@ -325,13 +327,14 @@ def _notes(
         ]
         if changed:
             yield f"{group}={choices[group]} replaces values of the recipe: {', '.join(changed)}"
-    other = "optim" not in choices and now["optim.name"] != before["optim.name"]
+    new, old = (FIELDS["optim.name"].metadata["alike"](v["optim.name"]) for v in (now, before))
+    other = "optim" not in choices and new != old and new in group_names("optim")
     kept = [name for name in ("optim.lr", "optim.weight_decay") if name not in typed]
     if other and kept:
         values = ", ".join(f"{name}={show(now[name])}" for name in kept)
         yield (
-            f"optim.name={now['optim.name']} keeps {values} of {before['optim.name']}; write "
-            f"optim={now['optim.name']} to use its own defaults"
+            f"optim.name={now['optim.name']} keeps {values} of {old}; write optim={new} to use its "
+            "own defaults"
         )
     for reason, own in decided.items():
         used = [f"{name}={show(now[name])}" for name in own if now[name] == own[name]]
@@ -341,12 +344,12 @@ def _notes(
 
 def _check_effect(key: str, text: str, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    if in_effect(config, FIELDS[key]):
+    values, when = config_values(config), missing(config, FIELDS[key])
+    if not when:
         return
-    values, when = config_values(config), FIELDS[key].metadata["when"]
-    when = {other: allowed for other, allowed in when.items() if values[other] not in allowed}
     because = " and ".join(f"{other}={show(values[other])}" for other in when)
-    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in when.items())
+    groups = {other.removesuffix(".name"): allowed for other, allowed in when.items()}
+    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in groups.items())
     raise UserError(f"{text}: has no effect with {because}; give {needed}, or leave it out")
 
 

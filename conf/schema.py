@@ -158,6 +158,11 @@ def last_name(path: Any) -> Any:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
+def after_colon(name: str) -> str:
+    """Return `tiny` for `module:Tiny`; other names stay."""
+    return name.rpartition(":")[2].lower() if ":" in name else name
+
+
 # Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
 MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
@@ -184,9 +189,9 @@ WEIGHTS = Check(
     lambda value: value in (None, "balanced") or _are_weights(value),
     "balanced, null, or weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
-STAGES = Check(
-    lambda value: value > 0 if type(value) is int else value is None or _is_word(value),
-    "a whole number >= 1, the name of a stage, or null",
+OPTIMIZER = Check(
+    lambda name: name in ("sgd", "adamw") or ":" in name,
+    "sgd, adamw, or module:name of this checkout",
 )
 DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
@@ -220,7 +225,7 @@ FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 NO_FOLD = {"data.val_fold": (None,), **FILES}
 STEP = {"schedule.name": ("step",)}
-HAS_MOMENTUM = all_but("optim", "adamw", "lamb")
+HAS_MOMENTUM = {"optim.name": ("sgd",)}
 HAS_BETAS = all_but("optim", "sgd")
 
 
@@ -343,9 +348,9 @@ class Model:
     rewrite: str | None = key(None, SPEED, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: Any = key(None, BOTH, STAGES)
-    """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
-    the name of the last one, such as layer2 of a ResNet"""
+    freeze: list[str] = key([], BOTH, alike=_in_any_order)
+    """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
+    of their names, such as [conv1,bn1,layer1] of a ResNet"""
     sync_bn: bool = key(False, BOTH)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
@@ -358,10 +363,11 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", BOTH, one_of(*group_names("optim")))
-    """optimiser"""
+    name: str = key("sgd", BOTH, OPTIMIZER, alike=after_colon)
+    """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
+    checkout; optim=NAME takes one with its defaults"""
     args: dict[str, Any] = key({}, BOTH, ARGS)
-    """further arguments of an optimiser that optim.name names as module:name"""
+    """further arguments of the optimiser, such as {amsgrad: true} of adamw"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, BOTH, FRACTION, when=HAS_MOMENTUM)
@@ -369,17 +375,14 @@ class Optim:
     nesterov: bool = key(False, BOTH, when=HAS_MOMENTUM)
     """sgd: Nesterov momentum"""
     betas: list[float] = key([0.9, 0.999], RESULT, TWO_SHARES, when=HAS_BETAS)
-    """adamw, lamb: decay rates of the two moments"""
+    """all but sgd: decay rates of the two moments"""
     eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
-    """adamw, lamb: term added to the denominator"""
+    """all but sgd: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0))
     """weight decay"""
     decay_norms: bool = key(True, BOTH)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
-    layer_decay: float | None = key(None, BOTH, DECAY)
-    """layer-wise decay: the learning rate of the last block is multiplied by this, that of the
-    block before it by its square, and so on; null: the same for all"""
     clip_norm: float | None = key(None, BOTH, or_null(POSITIVE))
     """maximum global gradient norm; null: no clipping"""
 
@@ -536,12 +539,21 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def in_effect(config: Any, f: Any) -> bool:
-    """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd.
+def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
+    """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
     `config` may be a composed tree of the structure of a Config; `f` is the key's dataclass field.
     """
-    return all(attrgetter(name)(config) in values for name, values in f.metadata["when"].items())
+    return {
+        name: allowed
+        for name, allowed in f.metadata["when"].items()
+        if FIELDS[name].metadata["alike"](attrgetter(name)(config)) not in allowed
+    }
+
+
+def in_effect(config: Any, f: Any) -> bool:
+    """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd."""
+    return not missing(config, f)
 
 
 def affecting(config: Config, what: Affects) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Mlp(nn.Module):
 class AddNorm(nn.LayerNorm):
     """Adds a branch to the residual stream, and normalises the sum for the next branch.
 
-    One module, because both happen in one pass over memory: see `models.kernels.layers`.
+    One module, so that `model.rewrite` can do both in one pass over memory.
     """
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

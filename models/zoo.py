@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.optional import has_part
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
 from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_convolution_of
@@ -180,19 +179,6 @@ def _of_timm(
         own = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
         fit_weights(model, own, origin="model.weights=pretrained", new_head=True)
     return model
-
-
-def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
-    """Replace layers by those of models/kernels, if this copy has them, in place.
-
-    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
-    other settings the plain layers are at least as fast. `channels_last`: memory format of the
-    model. The convnet layers are faster only with it.
-    """
-    if has_part("models.kernels"):
-        from models.kernels.layers import rewrite
-
-        rewrite(model, channels_last=channels_last)
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:

@@ -76,8 +76,8 @@ KEYS_BY_SECTION = {
     ),
     "autotune": "refresh",
     "augment": "train val batch",
-    "model": "name weights args freeze sync_bn channels_last compile",
-    "optim": "name lr momentum nesterov betas eps weight_decay decay_norms layer_decay clip_norm",
+    "model": "name weights args rewrite freeze sync_bn channels_last compile",
+    "optim": "name args lr momentum nesterov betas eps weight_decay decay_norms clip_norm",
     "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
     "train": (
         "epochs max_steps seed precision deterministic device micro_batch loss bce_threshold "
@@ -111,7 +111,13 @@ def test_what_each_key_affects() -> None:
     loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
     assert found[SPEED] == {
         *(f"loader.{name}" for name in loader),
-        *("model.channels_last", "model.compile", "train.deterministic", "train.device"),
+        *(
+            "model.channels_last",
+            "model.rewrite",
+            "model.compile",
+            "train.deterministic",
+            "train.device",
+        ),
     }
 
 

@@ -266,9 +266,9 @@ RESUMED = {
     "dropout, no BatchNorm": [
         *("model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.01", "loader.workers=0"),
     ],
-    "repeated augmentation, micro-batches, LAMB": [
+    "repeated augmentation, micro-batches, AdamW": [
         *("data.repeats=3", "train.micro_batch=4", "train.loss=bce", "train.bce_threshold=0.2"),
-        *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=lamb"),
+        *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=adamw"),
     ],
     "sizes, mixup": ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
 }

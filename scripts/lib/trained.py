@@ -19,6 +19,7 @@ import models
 from conf import cli
 from conf.compose import load
 from conf.files import read_text
+from conf.named import named
 from conf.overrides import read_yaml
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
@@ -28,9 +29,9 @@ from models.layers import RGB
 from models.weights import head_of
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "checkpoint", "run", "log"}  # except for loader.batch_size
-KEYS = {"augment.train", "augment.batch", "model.weights", "train.device"}
-KEYS |= {"optim.name", "train.prepare", "log.observers"}  # may name what is only in another copy
+SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
+KEYS = {"augment.train", "augment.batch", "model.weights", "model.freeze", "train.device"}
+KEYS |= {"train.prepare"}  # may name what is only in another copy
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -102,8 +103,9 @@ class Trained:
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
-        if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
-            models.rewrite_layers(model, channels_last=channels_last)
+        rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
+        if rewrite is not None and self.precision(device) == "bf16":
+            named(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
 
     def _on_meta(self) -> nn.Module:

@@ -1,20 +1,32 @@
 """LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
 
 torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
+
+    python train.py optim=lamb
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from conf.schema import Optim
 from engine.compute import longest_float
+from engine.optim import Groups, decay_groups
+
+Betas = tuple[float, float]
 
 # With these options, fused SGD is params += updates, unless `found_inf` is set. No other operation
 # on lists of tensors can be skipped on the device.
 ADDS: dict[str, Any] = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0) | dict(
     lr=1, maximize=True, nesterov=False, is_first_step=False
 )
+
+
+def lamb(model: nn.Module, config: Optim, **args: Any) -> "Lamb":
+    """Create the optimiser that conf/optim/lamb.yaml names."""
+    betas = config.betas[0], config.betas[1]
+    return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps, **args)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -29,12 +41,7 @@ class Lamb(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
+        self, groups: Groups, *, lr: float = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-6
     ) -> None:
         # With `capturable`, load_state_dict moves the numbers of steps to the device.
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "capturable": True})
@@ -53,9 +60,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_mul_(updates, scale)
             torch._fused_sgd_(params, updates, [], **ADDS, found_inf=self.found_inf)
 
-    def _adam(
-        self, params: list[Tensor], *, betas: tuple[float, float], eps: float
-    ) -> tuple[Tensor, ...]:
+    def _adam(self, params: list[Tensor], *, betas: Betas, eps: float) -> tuple[Tensor, ...]:
         """Update the moments; return the steps of Adam for a learning rate of -1."""
         for p in params:
             if not self.state[p]:

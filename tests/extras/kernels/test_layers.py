@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from models.kernels.layers import (
+from conf import cli
+from conf.named import named
+from engine.optim import linear_weights
+from extras.kernels.layers import (
     BlockConv,
     OnePassAddNorm,
     OnePassBatchNorm,
@@ -56,15 +59,22 @@ def step(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, list
     return logits.detach(), [gradient(parameter) for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("typed", ["model=resnet18", "model.name=resnet18"])
+def test_they_are_the_default(typed: str) -> None:
+    name = cli.load([typed, "data=fake"]).model.rewrite
+    assert name is not None and named(name, "model.rewrite") is rewrite
+
+
 def test_layers_of_a_resnet_are_replaced_once() -> None:
     """The parameters remain the same objects: an optimiser that was created before is valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
-    before = [*model.parameters(), *model.buffers()]
+    before, decayed = [*model.parameters(), *model.buffers()], linear_weights(model)
     for _ in range(2):
         rewrite(model, channels_last=True)
         kinds = Counter(type(module) for module in model.modules())
         assert (kinds[BlockConv], kinds[PlacedMaxPool], kinds[OnePassBatchNorm]) == (1, 1, 20)
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+    assert linear_weights(model) == decayed
 
 
 def check_step(
@@ -91,18 +101,8 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "count"),
-    [
-        ("resnet50", {"stochastic_depth_prob": 0.6}, 53),
-        ("vit_s16", {"stochastic_depth_prob": 0.6}, 24),
-        ("resnet18", {"blur_pool": True}, 20),
-    ],
-)
-def test_models_with_other_layers_compute_the_same(
-    name: str, args: dict[str, Any], count: int
-) -> None:
-    """Stochastic depth and blurred convolutions stay."""
+@pytest.mark.parametrize(("name", "args", "count"), [("resnet50", {}, 53), ("vit_s16", {}, 24)])
+def test_other_models_compute_the_same(name: str, args: dict[str, Any], count: int) -> None:
     torch.manual_seed(0)
     plain = models.build(name, num_classes=5, image_size=32, args=args).double()
     for parameter in plain.get_submodule("head" if name == "vit_s16" else "fc").parameters():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.layers import replace_layers
 from models.vit import AddNorm
 
 # The stem of a ResNet.
@@ -24,24 +23,29 @@ PADDED_CHANNELS = 16
 
 
 def rewrite(model: nn.Module, *, channels_last: bool) -> None:
-    """Replace the layers that have a faster version here, in place; see `models.rewrite_layers`."""
-    replace_layers(model, lambda layer: faster(layer, channels_last=channels_last))
+    """Make the layers that have a faster version here of its class, in place.
+
+    `channels_last`: memory format of the model; the convnet layers are faster only with it.
+    """
+    for layer in model.modules():
+        layer.__class__ = faster(layer, channels_last=channels_last)
 
 
-def faster(layer: nn.Module, *, channels_last: bool) -> nn.Module | None:
-    """Return the faster version of a layer, without its parameters; None if there is none."""
-    if type(layer) is AddNorm:
-        return OnePassAddNorm(layer.normalized_shape, layer.eps, device="meta")
+def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
+    """Return the faster subclass of a layer's class, or this class if there is none."""
+    kind = type(layer)
+    if kind is AddNorm:
+        return OnePassAddNorm
     if not channels_last:
-        return None
-    if type(layer) is nn.Conv2d and _options(layer, STEM) == STEM:
-        return BlockConv(3, layer.out_channels, 7, 2, 3, bias=False, device="meta")
-    if type(layer) is nn.MaxPool2d and _options(layer, STEM_POOLING) == STEM_POOLING:
-        return PlacedMaxPool(3, 2, 1)
-    if type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats:
-        if layer.momentum is not None:
-            return OnePassBatchNorm(layer.num_features, layer.eps, layer.momentum, device="meta")
-    return None
+        return kind
+    if kind is nn.Conv2d and _options(layer, STEM) == STEM:
+        return BlockConv
+    if kind is nn.MaxPool2d and _options(layer, STEM_POOLING) == STEM_POOLING:
+        return PlacedMaxPool
+    batch_norm = {"affine": True, "track_running_stats": True}
+    if kind is nn.BatchNorm2d and _options(layer, batch_norm) == batch_norm:
+        return kind if layer.momentum is None else OnePassBatchNorm
+    return kind
 
 
 def _options(layer: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class _PlacedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        from models.kernels.pool_kernel import place_gradients
+        from extras.kernels.pool_kernel import place_gradients
 
         return place_gradients(grads[0], ctx.saved_tensors[0])
 
@@ -179,6 +183,6 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from models.kernels.norm_kernel import norm_gradients
+        from extras.kernels.norm_kernel import norm_gradients
 
         return *norm_gradients(grads[0], grads[1], *ctx.saved_tensors), None
