@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import gc
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ from engine.scores import add_values, class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
+from engine.tune.autotune import tune_loader
+from engine.tune.memory import explain_out_of_memory, fit_memory
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -78,7 +80,7 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         train_on_batch = enter(build_step(plan, state, world))
         stop = enter(stop_signal(state, run, feed))
-        enter(out_of_memory_explained(plan, state, world))
+        enter(explain_out_of_memory(plan, state, world))
         world.set_section("measurement")
         verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
@@ -290,7 +292,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    plan = fit_memory(plan, world, resumed=bool(resumed[1]))
+    plan = fit_memory(plan, world, build_state, training_loss, resumed=bool(resumed[1]))
     state = world.on_all_ranks(lambda: build_state(plan, world))
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
@@ -346,41 +348,6 @@ def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
         return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
 
     return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
-
-
-def fit_memory(plan: Plan, world: World, *, resumed: bool) -> Plan:
-    """Return the plan with micro-batches that fit into the memory, if engine/tune is there."""
-    if not has_part("engine.tune"):
-        return plan
-    from engine.tune.memory import fit_memory
-
-    return fit_memory(plan, world, build_state, training_loss, resumed=resumed)
-
-
-def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
-    """Replace an out-of-memory error by one line; without engine/tune, leave it as it is."""
-    if not has_part("engine.tune"):
-        return nullcontext()
-    from engine.tune.memory import explain_out_of_memory
-
-    return explain_out_of_memory(plan, state, world)
-
-
-def tune_loader(
-    feed: Feed,
-    step: StepGraph,
-    plan: Plan,
-    state: TrainState,
-    run: RunDirectory,
-    stop: StopSignal,
-    tracker: Tracker,
-) -> Any:
-    """Set decoder and workers for loader.workers=auto; return what judges the run's speed."""
-    if not has_part("engine.tune"):
-        return None
-    from engine.tune.autotune import tune_loader
-
-    return tune_loader(feed, step, plan, state, run, stop, tracker)
 
 
 def main(config: Config) -> int:
