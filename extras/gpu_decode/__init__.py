@@ -182,7 +182,7 @@ class EngineDataset:
         if not isinstance(source, JpegFile) or len(source.data) > self.room:
             return False
         # Another size is an error that names the file.
-        fits = picture.size == (self.size, self.size) and picture.orientation == 1
+        fits = picture.size == (self.size, self.size)
         return fits and engines_support(source.data) and write_geometry(picture, row)
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
