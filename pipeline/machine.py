@@ -43,7 +43,7 @@ def threads_per_core() -> int:
 
 
 def cpu_quota() -> float:
-    """CPU quota of the control groups (version 2) of this process, in cores; inf without a limit."""
+    """CPU quota of the control groups (version 2), in cores; inf without a limit."""
     quota = math.inf
     with contextlib.suppress(OSError):
         groups = [line[3:] for line in GROUPS.read_text().splitlines() if line.startswith("0::")]
@@ -57,7 +57,7 @@ def cpu_quota() -> float:
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated without swapping. Without /proc, half of the RAM counts as free."""
+    """Bytes that can be allocated without swapping; without /proc, half of the RAM."""
     try:
         lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
