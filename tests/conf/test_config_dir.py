@@ -68,7 +68,7 @@ def test_a_run_needs_the_folder_only_for_its_command(
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 0.05
     assert train.train(config)["status"] == "finished"  # the same command again
     shutil.rmtree(folder)
-    assert open_trained(run, []).config.optim.lr == 0.05
+    assert open_trained(run, []).config.model == config.model
     assert load(stored=config_values(config)).model == config.model
 
 
