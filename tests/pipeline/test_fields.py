@@ -142,6 +142,7 @@ def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: 
 
 PARTIAL: Fields = {
     "file": Field(np.uint8, (5, 2), partial=True),
+    "scale": Field(np.float32, partial=True),
 }
 
 
@@ -152,7 +153,7 @@ def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
         def load(self, epoch: int, index: int) -> dict[str, Any]:
             sample = super().load(epoch, index)
             if index % 3:
-                return sample | {"file": np.full((index % 6, 2), index)}
+                return sample | {"file": np.full((index % 6, 2), index), "scale": index}
             return {"image": sample["image"]}
 
     dataset = Short(8, only("image")(SIDE) | PARTIAL)
@@ -164,6 +165,7 @@ def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
                 given = index % 6 if index % 3 else 0
                 expected = np.array([index] * given + [77] * (5 - given))
                 np.testing.assert_array_equal(batch.fields["file"][row], expected[:, None] + [0, 0])
+                assert batch.fields["scale"][row] == (index if given else 77)
     assert Batch.zeros(dataset.fields, CPU).fields.keys() == {"image"}
 
 
