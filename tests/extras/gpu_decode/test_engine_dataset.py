@@ -91,6 +91,19 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
+    dataset: Any = EngineDataset(crops(image_root / "train"))
+    dataset.set_mode("gpu")
+    dataset.engine = PillowEngines(CPU, 8)  # stays here
+    with open_loader(dataset, start_method=start_method) as loader:
+        for batch in loader.batches(0, 3):
+            assert (batch.fields[GEOMETRY][:, LENGTH] > 0).all()
+            batch.release(None)
+
+
+@pytest.mark.parametrize(
     ("demand", "share"),
     [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
 )

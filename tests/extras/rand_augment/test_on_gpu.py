@@ -41,7 +41,7 @@ from pipeline.augment import Compose
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from tests.extras.rand_augment.test_operations import TIMM
-from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
+from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, open_loader, opened, training
 
 MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FILL = 124 | 116 << 8 | 104 << 16
@@ -197,6 +197,20 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     with opened(root, *overrides, ON_GPU, **options) as feed:
         assert isinstance(feed.train.loader.dataset, DrawnOperations)
         assert_equal(training(feed), expected)
+
+
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
+    plain = crops(image_root / "train")
+    plain.transform = Compose([*plain.transform.transforms, RandAugment()], SIZE)
+    dataset: Any = DrawnOperations(plain)
+    with open_loader(dataset, start_method=start_method) as loader:
+        (batch,) = loader.batches(0, 1)
+        for row, (epoch, index) in enumerate(loader.samples(0).tolist()):
+            drawn = dataset.load(epoch, index)["operations"]
+            np.testing.assert_array_equal(batch.fields["operations"][row], drawn)
 
 
 @pytest.mark.usefixtures("pillow")
