@@ -185,6 +185,13 @@ class Files(FolderDataset):
         return 1e5
 
 
+class Edges(Files):
+    """Makes the images itself."""
+
+    def image_fields(self, picture: Any) -> dict[str, Any]:
+        return {"image": 255 - picture.pixels()}
+
+
 def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
     return engines(dataset, cli.load(["data=fake", *overrides]), device)
 
@@ -199,6 +206,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (Files(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
         (Files({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
         (FakeDataset(9, 2, 24), "the dataset makes the images itself"),
+        (Edges(CROP), "the dataset makes the images itself"),
     ],
 )
 def test_datasets_that_leave_nothing_to_the_engines(dataset: Any, reason: str) -> None:

@@ -38,6 +38,7 @@ from extras.rand_augment.on_gpu import (
     kernel_rows,
 )
 from pipeline.augment import Compose
+from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from tests.extras.rand_augment.test_operations import TIMM
@@ -213,6 +214,15 @@ def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
             np.testing.assert_array_equal(batch.fields["operations"][row], drawn)
 
 
+class Negative(FolderDataset):
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        return {"image": 255 - picture.pixels()}
+
+
+class Deep(FolderDataset):
+    fields = {"image": Field(np.uint8, (SIZE, SIZE, 5), image=True)}
+
+
 @pytest.mark.usefixtures("pillow")
 def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None:
     """Those that do not end in them, and those that make other images than a FolderDataset."""
@@ -221,6 +231,8 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
         (FolderDataset, [flip, rand], True),
         (FolderDataset, [rand, flip], False),
         (FolderDataset, [], False),
+        (Negative, [flip, rand], False),
+        (Deep, [flip, rand], False),
     ):
         dataset: Any = crops(image_root / "train", kind)
         dataset.transform = Compose(transforms, SIZE)
