@@ -156,7 +156,9 @@ class EngineDataset:
         began = time.perf_counter()
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
         self._spent += time.perf_counter() - began
-        if IMAGE in sample:  # the time includes reading the files before it
+        if self.mode == GPU:  # workers only read
+            self._spent = 0.0
+        elif IMAGE in sample:  # the time includes reading the files before it
             shared = self.shared.array
             shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
             shared[SECONDS] += (self._spent - shared[SECONDS]) / shared[COUNT]

@@ -18,6 +18,7 @@ from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.containers import Folder
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.index import Index
+from tests.conftest import Clock
 from tests.extras.gpu_decode.engines import PillowEngines
 from tests.pipeline.loaders import (
     CPU,
@@ -123,6 +124,26 @@ def test_engines_take_the_smallest_share_that_is_enough(
         dataset.set_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
     assert dataset.device_rate == pytest.approx(3000)
+
+
+def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
+    image_root: Path, clock: Clock
+) -> None:
+    """Not those that were read in the mode gpu."""
+
+    class Slow(FolderDataset):
+        def read(self, index: int) -> bytes:
+            clock.now += 1
+            return super().read(index)
+
+    dataset: Any = EngineDataset(crops(image_root / "train", Slow))
+    for mode, expected in (("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.25)):
+        dataset.set_mode(mode)
+        if mode == "hybrid":
+            dataset.shared.array[gpu_decode.SHARE] = 0.5
+        for index in range(9):
+            dataset.load(0, index)
+        assert dataset.shared.array[gpu_decode.SECONDS] == pytest.approx(expected, rel=0.2)
 
 
 # The batches on the device.
