@@ -22,21 +22,22 @@ def loader_plan(
     ceiling: int = 0,
     processes: int = 0,
     decoder: str = "pillow",
-    others: tuple[str, ...] = (),
+    modes: tuple[str, ...] = ("cpu",),
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
     """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
-    most, last = max(workers, ceiling), [decoder, *others][-1]
+    most = max(workers, ceiling)
     return LoaderPlan(
         workers=workers,
         processes=max(workers, processes),
         cores=workers,
         reason="as configured",
-        decoders=(decoder, *others),
-        engines_unused="",
+        decoder=decoder,
+        modes=modes,
+        unused="",
         measured=False,
         not_measured="",
         dtype=dtype,
         channels_last=False,
-        **plan_buffers(config, datasets, world, fewest=most, most=most, decoder=last),
+        **plan_buffers(config, datasets, world, fewest=most, most=most),
     )
