@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from engine.tune.measured import Measured, figures_of, parts_of_steps
 from engine.tune.verdict import judge
 
@@ -70,8 +71,9 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
     (
         {**DISK, "auto": False, "mean_bytes": 110_000},
         "input-bound by storage: the GPU waited 60.0% ... waits 5.7 ms for storage and 0.1 ms for "
-        f"a core. Remedies: move the images to faster storage; {AUTO}; {SHRINK}",
+        f"a core. Remedies: move the images to faster storage; {AUTO}; {SHRINK}.",
     ),
+    ({**DISK, "decoder": "pillow"}, "Remedies: move the images to faster storage."),
     ({**WAITS, "core_ms": 6.0, "storage_ms": 7.0}, "input-bound by storage"),
     (ONE_FILE, "by single files: the GPU waited 83.0% ... /x/a.jpg took most ... copy these"),
     (SLOW_CPU, "by decode: the CPU waited 60.0% ... with more CPU cores"),
