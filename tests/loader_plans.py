@@ -21,7 +21,6 @@ def loader_plan(
     workers: int,
     ceiling: int = 0,
     processes: int = 0,
-    decoder: str = "pillow",
     modes: tuple[str, ...] = ("cpu",),
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
@@ -32,7 +31,7 @@ def loader_plan(
         processes=max(workers, processes),
         cores=workers,
         reason="as configured",
-        decoder=decoder,
+        decoder=getattr(datasets.train, "decoder", "none"),
         modes=modes,
         unused="",
         measured=False,

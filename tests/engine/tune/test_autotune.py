@@ -103,7 +103,7 @@ def test_dataset_without_files_is_measured() -> None:
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
     config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
     datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))
-    plan = loader_plan(config, datasets, world, workers=1, ceiling=2, decoder="none")
+    plan = loader_plan(config, datasets, world, workers=1, ceiling=2)
     with open_feed(config, datasets, plan, world) as feed:
         given: dict[str, Any] = {"workers": 1, "prefetch_factor": 1, "pin_memory": True}
         found = tune(feed, lambda batch: time.sleep(0.001), cores=1, **given)
