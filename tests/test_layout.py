@@ -91,7 +91,7 @@ def loaded_by(*statements: str) -> list[set[str]]:
 
 def test_slow_packages_are_imported_when_used() -> None:
     """torch takes seconds: --help and a mistake are answered without it."""
-    slow = {"torchvision", "tensorboard", "timm", "simplejpeg", "onnx", "matplotlib"}
+    slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     (conf,) = loaded_by(
         "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')"
     )

@@ -35,7 +35,7 @@ PACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "zip": (as_zip, ".zip"),
     "list": (as_list, ".csv"),
 }
-DECODERS = ("pillow", "simplejpeg", "region")
+DECODERS = ("pillow", "region")
 LOADERS = (
     ["loader.workers=0"],
     ["loader.workers=1", "loader.prefetch_factor=3"],
@@ -43,7 +43,7 @@ LOADERS = (
     ["loader.workers=3", "loader.start_method=spawn"],
 )
 STARTS = list(itertools.product(("folder", *PACKS), DECODERS, LOADERS))
-PARTS, RESUMES = 4, 5  # three trainings in each part, with five resumes each
+PARTS, RESUMES = 4, 5  # two trainings in each part, with five resumes each
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,6 @@ def test_chained_resumes(
     part: int, roots: dict[str, Path], whole: Path, tmp_path: Path, figure: Record
 ) -> None:
     """Each storage with each decoder and number of workers, in random order."""
-    pytest.importorskip("simplejpeg")
     chosen = random.Random(0)
     starts = chosen.sample(STARTS, len(STARTS))[part::PARTS]
     left, equal, differ = starts[:], 0, []
