@@ -193,7 +193,7 @@ OPTIMIZER = Check(
     lambda name: name in ("sgd", "adamw") or ":" in name,
     "sgd, adamw, or module:name of this checkout",
 )
-DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
+DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
@@ -314,9 +314,9 @@ class Loader:
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key("auto", BOTH, DECODER, alike=_engines)
-    """JPEG decoder: region (only the crop; needs a C compiler), simplejpeg and pillow use the CPU
-    and give the same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU
-    decoder that works, or what the first start measures as faster (not with train.deterministic)"""
+    """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
+    same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
+    works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
     prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
