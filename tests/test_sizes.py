@@ -73,4 +73,4 @@ def test_fast_recipe_is_that_of_its_source() -> None:
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 2)
     assert (config.optim.momentum, config.optim.weight_decay) == (0.9, 1e-4)
     assert (config.train.epochs, config.train.label_smoothing) == (16, 0.1)
-    assert config.model.args == {"blur_pool": True} and not config.optim.nesterov
+    assert not config.optim.nesterov
