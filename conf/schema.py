@@ -338,13 +338,13 @@ class Autotune:
 @dataclass
 class Model:
     name: str = key("resnet50", BOTH)
-    """a classifier of torchvision or of models/, or timm/<name> of timm"""
+    """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
+    of (num_classes, image_size, **model.args) in this checkout"""
     weights: str | None = key(None, RESULT, alike=last_name)
     """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
     args: dict[str, Any] = key({}, BOTH, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
-    in timm, {stochastic_depth_prob: 0.1} in torchvision and models/; {blur_pool: true}, for any
-    model, blurs the inputs of strided convolutions (arXiv 1904.11486)"""
+    in timm, {stochastic_depth_prob: 0.1} in torchvision's ConvNeXt, Swin and others"""
     rewrite: str | None = key(None, SPEED, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
