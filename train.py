@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.launch import exit_with
-from conf.named import named
-from conf.optional import has_part, require_part
+from conf.named import named, split_entry
+from conf.optional import has_part
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
@@ -267,15 +267,13 @@ def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) ->
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Add what fine-tuning decides, and check that all ranks have the same config.
+    """Let train.prepare change the config, and check that all ranks have the same one.
 
-    Raises UserError if a key differs between the ranks, or if weights or images cannot be read.
+    Raises UserError if a key differs between the ranks, and what train.prepare raises.
     """
-    if config.adapt:
-        require_part("engine.extras.finetune", f"recipe={config.recipe}")
-        from engine.extras.finetune import adapt
-
-        config = adapt(config, world)
+    if config.train.prepare is not None:
+        name, parameters = split_entry(config.train.prepare, "train.prepare")
+        config = named(name, "train.prepare")(config, world, **parameters)
     return share_config(config, world)
 
 

@@ -493,9 +493,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    # Whether values that are not typed follow from the weights and the number of images
-    # (engine/extras/finetune.py). Set by a recipe.
-    adapt: bool = False
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
@@ -574,18 +571,16 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
     return other if name == "size" and node == size else node
 
 
-def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
+def check(config: Config, *, runnable: bool = True) -> None:
     """Refuse values that the types accept but the program does not with a UserError.
 
-    Args:
-        runnable: also refuse a missing data.root.
-        complete: a recipe with `adapt` has got the values that the program decides.
+    `runnable`: also refuse a missing data.root.
     """
     for name, f, value in walk(config):
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
     data, sizes = config.data, config.data.sizes
-    if sizes and (complete or not config.adapt):
+    if sizes:
         typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
         if size != data.image_size:
             raise UserError(
@@ -602,7 +597,7 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
     if runnable and data.source == "folder" and not data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
-            "val/<class>/*), or try data=fake, which needs no images"
+            "val/<class>/*), or try `make demo`, which draws its own"
         )
 
 

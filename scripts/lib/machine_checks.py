@@ -118,7 +118,7 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
-    if config.adapt:  # the size of the images may follow from the weights
+    if config.train.prepare is not None:  # it may have changed the size of the images
         case.datasets = build_datasets(config)
     plan = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
     case.plan = plan
@@ -205,7 +205,8 @@ def storage(case: Case) -> Iterator[Row]:
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
     one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
-    fake = replace(one, adapt=False, data=replace(one.data, source="fake"))
+    alone = replace(one.train, prepare=None)
+    fake = replace(one, data=replace(one.data, source="fake"), train=alone)
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     needed = step.rate * case.ranks
     text = (

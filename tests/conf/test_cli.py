@@ -245,7 +245,7 @@ def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
-        assert line.startswith("data.root is missing: pass data.root=") and "data=fake" in line
+        assert line.startswith("data.root is missing: pass data.root=") and "make demo" in line
 
 
 # arguments that are not key=value -> the whole error message

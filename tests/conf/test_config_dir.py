@@ -52,7 +52,7 @@ def test_recipe_and_group(option: list[str], folder: Path, monkeypatch: pytest.M
     assert (other.model.name, other.optim.lr) == ("resnet50", 1)
     monkeypatch.chdir("/")
     assert cli.load(config.typed) == config
-    assert load(config.typed, decided={"because": {"optim.lr": 0.5}}).optim.lr == 0.5
+    assert load(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
 
 
 @pytest.mark.usefixtures("toy_runs")
