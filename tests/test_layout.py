@@ -32,7 +32,6 @@ OPTIONAL = {
     "pipeline.demo": "pipeline.build",
     "models.kernels": "models.zoo",
     "engine.tune": "train",
-    "engine.classification.suspects": "train",
     "engine.extras.finetune": "train",
     "conf.multirun": "conf.cli",
 }

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.optional import has_part
 from conf.schema import Optim
 from engine.divergence import FIRST_SCALE, GOOD_STEPS, Divergence
 from engine.optim import build_optimizer, sgd
@@ -27,11 +26,6 @@ def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainStat
     torch.manual_seed(0)
     layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
     model = nn.Sequential(nn.Flatten(), *layers)
-    losses = None
-    if has_part("engine.classification.suspects"):
-        from engine.classification.suspects import SampleLosses
-
-        losses = SampleLosses(4, CLASSES, first_epoch=0, device=torch.device("cpu"))
     optimizer = build_optimizer(model, Optim(name=name))
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     if fused and name == "sgd":
@@ -39,7 +33,7 @@ def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainStat
     elif fused and name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
     average = MovingAverage(model, 0.5)
-    state = TrainState(model, optimizer, average, losses, scales_loss=scales_loss)
+    state = TrainState(model, optimizer, average, scales_loss=scales_loss)
     if fused:
         check = state.divergence.check
         state.divergence.check = lambda *given: check(*given) or True  # type: ignore[method-assign]
