@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import gc
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.launch import exit_with
-from conf.optional import has_part, require_part
+from conf.named import named, split_entry
+from conf.optional import has_part
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
@@ -42,10 +43,12 @@ from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.scores import class_means, class_values
+from engine.scores import add_values, class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
+from engine.tune.autotune import tune_loader
+from engine.tune.memory import explain_out_of_memory, fit_memory
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -77,7 +80,7 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         train_on_batch = enter(build_step(plan, state, world))
         stop = enter(stop_signal(state, run, feed))
-        enter(out_of_memory_explained(plan, state, world))
+        enter(explain_out_of_memory(plan, state, world))
         world.set_section("measurement")
         verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
@@ -249,9 +252,9 @@ def validate(
             for each in raw:
                 row |= {f"{name}_raw": value for name, value in each.gather(world)[0].items()}
             best = plan.best_by.prefers(row, state.best)
-            previous, state.last = state.last, row
+            state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, rows, best=best, previous=previous)
+            log.validated(row, values, rows, best=best)
     stop.poll()
 
 
@@ -264,15 +267,13 @@ def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) ->
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Add what fine-tuning decides, and check that all ranks have the same config.
+    """Let train.prepare change the config, and check that all ranks have the same one.
 
-    Raises UserError if a key differs between the ranks, or if weights or images cannot be read.
+    Raises UserError if a key differs between the ranks, and what train.prepare raises.
     """
-    if config.adapt:
-        require_part("engine.extras.finetune", f"recipe={config.recipe}")
-        from engine.extras.finetune import adapt
-
-        config = adapt(config, world)
+    if config.train.prepare is not None:
+        name, parameters = split_entry(config.train.prepare, "train.prepare")
+        config = named(name, "train.prepare")(config, world, **parameters)
     return share_config(config, world)
 
 
@@ -281,6 +282,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
 
     Raises UserError for something that the user must change; nothing has been created.
     """
+    world.on_all_ranks(lambda: add_values(config.log.values))
     world.broadcast(lambda: check_log(config))
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
@@ -288,12 +290,12 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    plan = fit_memory(plan, world, resumed=bool(resumed[1]))
+    plan = fit_memory(plan, world, build_state, training_loss, resumed=bool(resumed[1]))
     state = world.on_all_ranks(lambda: build_state(plan, world))
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
         plan.best_by.check(value_names(state.model, validation_values, example))
-    world.on_all_ranks(datasets.prepare)  # draws the images of data=demo if they are missing
+    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
     return datasets, plan, state
 
 
@@ -321,8 +323,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if plan.rewrites_layers:
-        models.rewrite_layers(model, channels_last=plan.channels_last)
+    if plan.rewrite is not None:
+        named(plan.rewrite, "model.rewrite")(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     sample_losses = None
@@ -344,41 +346,6 @@ def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
         return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
 
     return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
-
-
-def fit_memory(plan: Plan, world: World, *, resumed: bool) -> Plan:
-    """Return the plan with micro-batches that fit into the memory, if engine/tune is there."""
-    if not has_part("engine.tune"):
-        return plan
-    from engine.tune.memory import fit_memory
-
-    return fit_memory(plan, world, build_state, training_loss, resumed=resumed)
-
-
-def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
-    """Replace an out-of-memory error by one line; without engine/tune, leave it as it is."""
-    if not has_part("engine.tune"):
-        return nullcontext()
-    from engine.tune.memory import explain_out_of_memory
-
-    return explain_out_of_memory(plan, state, world)
-
-
-def tune_loader(
-    feed: Feed,
-    step: StepGraph,
-    plan: Plan,
-    state: TrainState,
-    run: RunDirectory,
-    stop: StopSignal,
-    tracker: Tracker,
-) -> Any:
-    """Set decoder and workers for loader.workers=auto; return what judges the run's speed."""
-    if not has_part("engine.tune"):
-        return None
-    from engine.tune.autotune import tune_loader
-
-    return tune_loader(feed, step, plan, state, run, stop, tracker)
 
 
 def main(config: Config) -> int:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
 from conf.hints import advice
+from conf.named import check_there, is_there, names_in
 from conf.overrides import (
     DEFAULTS,
     allowed_values,
@@ -41,18 +42,23 @@ from conf.schema import (
     Config,
     UserError,
     config_values,
+    group_names,
     in_effect,
     last_name,
+    missing,
     show,
     with_size,
 )
 
-DEFAULT_RECIPE: str = next(
-    layer.recipe for layer in OmegaConf.load(FOLDER / "config.yaml").defaults if "recipe" in layer
-)
 SECTIONS = {name.split(".")[0] for name in KEYS}
+OWN = read_yaml(FOLDER / "config.yaml")
+DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN.pop("defaults") if "recipe" in each)
+MISSING = {name for name in names_in(OWN) if not is_there(name)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
+# Keys that may name code of this checkout as `module:name`, or hold entries that do.
+NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
+NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
 # Lengths of a run's name: with its parts in the keys' order, and sorted. A file name has 255 bytes.
 LONG_NAME, NAME_LENGTH = 100, 200
 NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
@@ -67,7 +73,7 @@ def load(
     *,
     runnable: bool = True,
     stored: Values | None = None,
-    decided: Mapping[str, Values] | None = None,
+    decided: Values | None = None,
 ) -> Config:
     """Compose and check a config from overrides as typed, perhaps with `--config-dir=DIR`.
 
@@ -78,8 +84,7 @@ def load(
         stored: the values in a checkpoint, in place of groups and recipe. Nothing in them is
             resolved. Unknown keys are ignored, and missing ones have their default: another
             version wrote them. In augment.val, sizes that equal data.val_size follow this key.
-        decided: values that replace the recipe's, by the reason to print. Other values of the
-            recipe may refer to them.
+        decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
     config_dir, words = split_config_dir(overrides)
     parsed = [read_override(text, config_dir) for text in words]
@@ -91,15 +96,17 @@ def load(
         raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
 
     base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
-    lower = [base, *((why, _with_val_size(own)) for why, own in (decided or {}).items())]
-    if decided and "data.image_size" in typed:
-        lower.append(("", {"data.val_size": "${data.image_size}"}))
-    upper = [_group(group, choice, config_dir) for group, choice in choices.items()]
+    missing = sorted(MISSING & names_in(base[1]))
+    lower = [_offered(base), ("decided", decided or {})]
+    upper = [_offered(_group(group, choice, config_dir)) for group, choice in choices.items()]
     upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
     planned = _merge(lower, DEFAULTS)  # what the recipe gives
     tree = _merge(upper, planned)
     _check_functions(_flat(tree))
+    for key in NAMING:
+        for name in sorted(names_in(_flat(tree)[key])):
+            check_there(name, key)
     try:
         warmup = [] if stored is not None else _limit_warmup(tree, planned, typed)
         before, now = _flat(planned), _flat(tree)
@@ -107,12 +114,13 @@ def load(
         changed = _changes(tree, values, before, now)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed, decided or {}))
+        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed))
+        notes += [f"left out, because it is not in this copy: {', '.join(missing)}"] * bool(missing)
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         raise UserError(f"{typed.get(key, key)}: {str(error).splitlines()[0]}") from None
-    schema.check(config, runnable=runnable and stored is None, complete=decided is not None)
+    schema.check(config, runnable=runnable and stored is None)
     if stored is None:
         for key, text in typed.items():
             _check_effect(key, text, config)
@@ -120,6 +128,17 @@ def load(
     config.recipe, config.typed, config.notes = recipe, list(overrides), notes + warmup
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     return config
+
+
+def _offered(layer: Layer) -> Layer:
+    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
+
+    def offered(value: Any) -> Any:
+        if isinstance(value, list):
+            return [each for each in value if not MISSING & names_in(each)]
+        return None if MISSING & names_in(value) else value
+
+    return layer[0], {key: offered(value) for key, value in layer[1].items()}
 
 
 def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
@@ -160,38 +179,35 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
     if "recipe" in content:
         file = _file("recipe", name, config_dir)
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
+    content.pop("multirun", None)
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
     return origin, _dotted(content)
 
 
 def _checkpoint(stored: Values) -> Layer:
-    """The values in a checkpoint, which OmegaConf must not resolve."""
-    values = {name: stored[name] for name in KEYS if name in stored}
+    """The values in a checkpoint, which OmegaConf must not resolve, on those of config.yaml."""
+    own = _dotted({k: v for k, v in read_yaml(FOLDER / "config.yaml").items() if k in SECTIONS})
+    values = own | {name: stored[name] for name in KEYS if name in stored}
     for name, value in values.items():
         if "${" in str(value):
             raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
-    return "the checkpoint", _with_val_size(values)
-
-
-def _with_val_size(values: Values) -> Values:
-    """The values, with augment.val following data.val_size if both are given."""
-    if not {"augment.val", "data.val_size"} <= values.keys():
-        return values
-    transforms = with_size(values["augment.val"], values["data.val_size"], "${data.val_size}")
-    return {**values, "augment.val": transforms}
+    if {"augment.val", "data.val_size"} <= values.keys():
+        size = values["data.val_size"]
+        values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
+    return "the checkpoint", values
 
 
 def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
     """A typed group.
 
     Of a section with a name (optim, schedule, model), it also resets the keys that it does not set,
-    because the values of a recipe for one optimiser are wrong for another. In other sections the
-    values of the recipe stay: data=fake keeps the image size.
+    because the values of a recipe for one optimiser are wrong for another: to those of config.yaml.
+    In other sections the values of the recipe stay: data=fake keeps the image size.
     """
     file = _file(group, choice, config_dir)
     values = _dotted({group: read_yaml(file)})
     if f"{group}.name" in FIELDS:
-        values = _dotted({group: asdict(getattr(Config(), group))}) | values
+        values = _dotted({group: asdict(getattr(Config(), group)) | OWN.get(group, {})}) | values
     return str(file), values
 
 
@@ -287,13 +303,9 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
 
 
 def _notes(
-    before: Values,
-    now: Values,
-    choices: Mapping[str, str],
-    typed: Mapping[str, str],
-    decided: Mapping[str, Values],
+    before: Values, now: Values, choices: Mapping[str, str], typed: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what a typed optimiser or schedule changes in the recipe, and the decided values."""
+    """Yield what a typed optimiser or schedule changes in the recipe."""
     for group in choices.keys() & {"optim", "schedule"}:
         changed = [
             f"{name} {show(before[name])} -> {show(now[name])}"
@@ -303,28 +315,25 @@ def _notes(
         ]
         if changed:
             yield f"{group}={choices[group]} replaces values of the recipe: {', '.join(changed)}"
-    other = "optim" not in choices and now["optim.name"] != before["optim.name"]
+    new, old = (FIELDS["optim.name"].metadata["alike"](v["optim.name"]) for v in (now, before))
+    other = "optim" not in choices and new != old and new in group_names("optim")
     kept = [name for name in ("optim.lr", "optim.weight_decay") if name not in typed]
     if other and kept:
         values = ", ".join(f"{name}={show(now[name])}" for name in kept)
         yield (
-            f"optim.name={now['optim.name']} keeps {values} of {before['optim.name']}; write "
-            f"optim={now['optim.name']} to use its own defaults"
+            f"optim.name={now['optim.name']} keeps {values} of {old}; write optim={new} to use its "
+            "own defaults"
         )
-    for reason, own in decided.items():
-        used = [f"{name}={show(now[name])}" for name in own if now[name] == own[name]]
-        if used:
-            yield f"{reason}: {', '.join(used)}"
 
 
 def _check_effect(key: str, text: str, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    if in_effect(config, FIELDS[key]):
+    values, when = config_values(config), missing(config, FIELDS[key])
+    if not when:
         return
-    values, when = config_values(config), FIELDS[key].metadata["when"]
-    when = {other: allowed for other, allowed in when.items() if values[other] not in allowed}
     because = " and ".join(f"{other}={show(values[other])}" for other in when)
-    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in when.items())
+    groups = {other.removesuffix(".name"): allowed for other, allowed in when.items()}
+    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in groups.items())
     raise UserError(f"{text}: has no effect with {because}; give {needed}, or leave it out")
 
 

@@ -130,12 +130,6 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_path(value: Any) -> bool:
-    """Whether this is null, a path, or a list of paths."""
-    words = value if isinstance(value, list) and value else [value]
-    return value is None or all(map(_is_word, words))
-
-
 def _is_rising(sizes: Any) -> bool:
     """Whether these are sizes by epoch, both increasing from epoch 0; or none."""
     if not isinstance(sizes, dict) or not sizes:
@@ -158,12 +152,15 @@ def _is_fold(value: Any) -> bool:
 
 
 def last_name(path: Any) -> Any:
-    """Return the last part of a path, or of each path in a list, for the name of a run."""
-    if isinstance(path, list):
-        return [last_name(str(one)) for one in path]
+    """Return the last part of a path, for the name of a run."""
     if not path or not isinstance(path, str):
         return path  # also a value that its check refuses later
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
+
+
+def after_colon(name: str) -> str:
+    """Return `tiny` for `module:Tiny`; other names stay."""
+    return name.rpartition(":")[2].lower() if ":" in name else name
 
 
 # Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
@@ -171,7 +168,6 @@ MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
-TRACKERS = ("tensorboard", "wandb")
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
@@ -179,8 +175,6 @@ TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
-PATHS = Check(_is_path, "a folder, or a list of folders in brackets")
-CLASSES = Check(_is_path, "classes in brackets, a pattern such as n015*, or a file of names")
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 SIZES = Check(
     _is_rising,
@@ -195,9 +189,9 @@ WEIGHTS = Check(
     lambda value: value in (None, "balanced") or _are_weights(value),
     "balanced, null, or weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
-STAGES = Check(
-    lambda value: value > 0 if type(value) is int else value is None or _is_word(value),
-    "a whole number >= 1, the name of a stage, or null",
+OPTIMIZER = Check(
+    lambda name: name in ("sgd", "adamw") or ":" in name,
+    "sgd, adamw, or module:name of this checkout",
 )
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
@@ -205,32 +199,24 @@ RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
     "a name without slashes, or null",
 )
-BOARDS = Check(
-    lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
-    f"names among {', '.join(TRACKERS)}, in brackets",
+SOURCE = Check(
+    lambda value: value in group_names("data") or ":" in value,
+    f"one of {', '.join(group_names('data'))}, or module:name of this checkout",
 )
+BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
 ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
     "a list of module:name or {module:name: {parameter: value}} of this checkout",
 )
+TABLES = Check(
+    lambda names: all(":" in name for name in names), "a list of module:name of this checkout"
+)
 PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
-SPAN = Check(
-    lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
-    "two steps, the first not after the last, in brackets",
-)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
-CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction", "data.val_fold")
-# Start of an address -> the command that copies what is there.
-COPY = {
-    "s3": "aws s3 sync {} FOLDER",
-    "gs": "gcloud storage rsync -r {} FOLDER",
-    "hf": "hf download NAME --repo-type dataset --local-dir FOLDER",
-    "http": "curl -LO {}",
-    "https": "curl -LO {}",
-}
+CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
 LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
@@ -239,12 +225,16 @@ FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 NO_FOLD = {"data.val_fold": (None,), **FILES}
 STEP = {"schedule.name": ("step",)}
-HAS_MOMENTUM = all_but("optim", "adamw", "lamb")
+HAS_MOMENTUM = {"optim.name": ("sgd",)}
 HAS_BETAS = all_but("optim", "sgd")
 
 
 def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
+
+
+def _without_module(name: str) -> str:
+    return name.rpartition(":")[2].lower()
 
 
 def _in_any_order(names: Any) -> Any:
@@ -255,17 +245,16 @@ def _in_any_order(names: Any) -> Any:
 
 @dataclass
 class Data:
-    source: str = key("folder", BOTH, one_of(*group_names("data")))
-    """source of the images; set by data=NAME"""
-    root: Any = key(None, BOTH, PATHS, alike=last_name)
+    source: str = key("folder", BOTH, SOURCE, alike=_without_module)
+    """source of the images, set by data=NAME: folder, fake, or module:name of a function that
+    builds both splits (pipeline/build.py)"""
+    root: str | None = key(None, BOTH, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
-    train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list unites folders"""
+    train-00000.tar, ..., or train.csv (path,label)"""
     train: str = key("train", BOTH, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_in_any_order)
-    """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
@@ -349,19 +338,19 @@ class Autotune:
 @dataclass
 class Model:
     name: str = key("resnet50", BOTH)
-    """a classifier of torchvision or of models/, or timm/<name> of timm"""
+    """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
+    of (num_classes, image_size, **model.args) in this checkout"""
     weights: str | None = key(None, RESULT, alike=last_name)
     """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
     args: dict[str, Any] = key({}, BOTH, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
-    in timm, {stochastic_depth_prob: 0.1} in torchvision and models/; {blur_pool: true}, for any
-    model, blurs the inputs of strided convolutions (arXiv 1904.11486)"""
+    in timm, {stochastic_depth_prob: 0.1} in torchvision's ConvNeXt, Swin and others"""
     rewrite: str | None = key(None, SPEED, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: Any = key(None, BOTH, STAGES)
-    """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
-    the name of the last one, such as layer2 of a ResNet"""
+    freeze: list[str] = key([], BOTH, alike=_in_any_order)
+    """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
+    of their names, such as [conv1,bn1,layer1] of a ResNet"""
     sync_bn: bool = key(False, BOTH)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
@@ -374,10 +363,11 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", BOTH, one_of(*group_names("optim")))
-    """optimiser"""
+    name: str = key("sgd", BOTH, OPTIMIZER, alike=after_colon)
+    """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
+    checkout; optim=NAME takes one with its defaults"""
     args: dict[str, Any] = key({}, BOTH, ARGS)
-    """further arguments of an optimiser that optim.name names as module:name"""
+    """further arguments of the optimiser, such as {amsgrad: true} of adamw"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, BOTH, FRACTION, when=HAS_MOMENTUM)
@@ -385,17 +375,14 @@ class Optim:
     nesterov: bool = key(False, BOTH, when=HAS_MOMENTUM)
     """sgd: Nesterov momentum"""
     betas: list[float] = key([0.9, 0.999], RESULT, TWO_SHARES, when=HAS_BETAS)
-    """adamw, lamb: decay rates of the two moments"""
+    """all but sgd: decay rates of the two moments"""
     eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
-    """adamw, lamb: term added to the denominator"""
+    """all but sgd: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0))
     """weight decay"""
     decay_norms: bool = key(True, BOTH)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
-    layer_decay: float | None = key(None, BOTH, DECAY)
-    """layer-wise decay: the learning rate of the last block is multiplied by this, that of the
-    block before it by its square, and so on; null: the same for all"""
     clip_norm: float | None = key(None, BOTH, or_null(POSITIVE))
     """maximum global gradient norm; null: no clipping"""
 
@@ -482,17 +469,13 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
-
+    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    values: list[str] = key([], NOTHING, TABLES)
+    """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
+    tables such as VALUES in engine/scores.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, ENTRIES)
-    """what else observes a run on rank 0, such as a profiler: module:name of functions of the log
-    that return an engine.log.observer.Observer"""
-
-
-@dataclass
-class Profile:
-    steps: list[int] = key([], NOTHING, SPAN)
-    """first and last step to profile, such as [100,110]: writes a Chrome trace and a table"""
+    """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
+    with parameters"""
 
 
 @dataclass
@@ -510,14 +493,10 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    profile: Profile = field(default_factory=Profile)
-    # Whether values that are not typed follow from the weights and the number of images
-    # (engine/extras/finetune.py). Set by a recipe.
-    adapt: bool = False
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
-    # What the recipe is expected to reach: the node of its file, for engine/extras/expectation.py
+    # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
     # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
     changed: dict[str, str] = field(default_factory=dict, compare=False)
@@ -557,12 +536,21 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def in_effect(config: Any, f: Any) -> bool:
-    """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd.
+def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
+    """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
     `config` may be a composed tree of the structure of a Config; `f` is the key's dataclass field.
     """
-    return all(attrgetter(name)(config) in values for name, values in f.metadata["when"].items())
+    return {
+        name: allowed
+        for name, allowed in f.metadata["when"].items()
+        if FIELDS[name].metadata["alike"](attrgetter(name)(config)) not in allowed
+    }
+
+
+def in_effect(config: Any, f: Any) -> bool:
+    """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd."""
+    return not missing(config, f)
 
 
 def affecting(config: Config, what: Affects) -> dict[str, Any]:
@@ -583,20 +571,16 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
     return other if name == "size" and node == size else node
 
 
-def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
+def check(config: Config, *, runnable: bool = True) -> None:
     """Refuse values that the types accept but the program does not with a UserError.
 
-    Args:
-        runnable: also refuse a missing data.root.
-        complete: a recipe with `adapt` has got the values that the program decides.
+    `runnable`: also refuse a missing data.root.
     """
     for name, f, value in walk(config):
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
     data, sizes = config.data, config.data.sizes
-    for name in ("root", "train", "val"):
-        refuse_address(f"data.{name}=", getattr(data, name))
-    if sizes and (complete or not config.adapt):
+    if sizes:
         typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
         if size != data.image_size:
             raise UserError(
@@ -610,26 +594,11 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if runnable and data.source in ("folder", "table") and not data.root:
-        table = data.source == "table"
-        holds = "train.csv and val.csv" if table else "train/<class>/* and val/<class>/*"
+    if runnable and data.source == "folder" and not data.root:
         raise UserError(
-            f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
-            "`python train.py recipe=demo`, which draws its own images"
+            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
+            "val/<class>/*), or try `make demo`, which draws its own"
         )
-
-
-def refuse_address(given: str, places: Any) -> None:
-    """Refuse a place, or a list of them, that is an address: samples are read in random order."""
-    for place in places if isinstance(places, list) else [places]:
-        scheme, found, rest = str(place).partition("://")
-        if found:
-            name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
-            command = COPY.get(scheme, "rclone copy {} FOLDER").replace("NAME", name).format(place)
-            raise UserError(
-                f"{given}{place}: is not a path; copy it to a disk with `{command}` and give this "
-                "folder, or mount it; scripts/prepare.py converts archives and Parquet files"
-            )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -221,7 +221,7 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
-    # Otherwise torch does not cache graphs with the max pooling of models.kernels.layers.
+    # Otherwise torch does not cache graphs with a gradient that is written by hand.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     recompute = mode == "recompute"
     torch._functorch.config.activation_memory_budget = RECOMPUTE_KEEPS if recompute else 1.0

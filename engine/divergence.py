@@ -29,8 +29,8 @@ class Divergence(nn.Module):
     The averaged gradients and thus the flags are equal on all ranks; the losses are not.
 
     Args:
-        optimizer: torch's fused optimisers and `Lamb` leave the weights as they are while their
-            `found_inf` is 1. Others are only stopped on a CPU.
+        optimizer: torch's fused optimisers, and others with an attribute `found_inf`, leave the
+            weights as they are while it is 1. The rest are only stopped on a CPU.
         scales_loss: whether the loss is scaled, for fp16.
     """
 

@@ -15,7 +15,7 @@ FIXED = (
     "parameters",
     "optim.name",
     "optim.decay_norms",
-    "optim.layer_decay",
+    "optim.args",
     "model.freeze",
     "loader.batch_size",
 )

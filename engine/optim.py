@@ -1,7 +1,8 @@
 """The optimisers, and the learning rate as a function of the step.
 
-To add an optimiser, add a function to OPTIMIZERS and a file conf/optim/NAME.yaml. To add a
-schedule, add a function to SCHEDULES and a file conf/schedule/NAME.yaml.
+An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it in
+conf/optim/NAME.yaml as module:function. To add a schedule, add a function to SCHEDULES and a file
+conf/schedule/NAME.yaml.
 """
 
 import math
@@ -12,68 +13,62 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Optim, Schedule
-from engine.lamb import Lamb
-from models import stages
+from conf.named import named
+from conf.schema import Optim, Schedule, UserError, show
 
 Groups = list[dict[str, Any]]
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """Create the optimiser with at most two parameter groups: with and without weight decay.
+    """Create the optimiser of the parameters that are not frozen.
 
-    With optim.layer_decay, there are as many for each block of the model, and `lr_scale` of a group
-    is the factor of its learning rate: 1 for the head, layer_decay for the last block, its square
-    for the one before, and so on, as in BEiT (arXiv 2106.08254) and timm.
+    Raises UserError if `optim.name` names no function, or this one does not take `optim.args`.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = set(trained.values()) if config.decay_norms else linear_weights(model)
-    blocks: list[tuple[list[str], dict[str, float]]] = [(list(trained), {})]
-    if config.layer_decay not in (None, 1):
-        backwards = reversed(stages(model, fine=True))
-        blocks = [
-            (block, {"lr_scale": config.layer_decay**distance})
-            for distance, block in enumerate(backwards)
-        ]
-    groups: Groups = []
-    for names, options in blocks:
-        params = [trained[name] for name in names if name in trained]
-        with_decay = [p for p in params if p in decayed]
-        without = [p for p in params if p not in decayed]
-        groups += [
-            {"params": with_decay, "weight_decay": config.weight_decay, **options},
-            {"params": without, "weight_decay": 0.0, **options},
-        ]
-    groups = [group for group in groups if group["params"]]
-    return OPTIMIZERS[config.name](groups, config, groups[0]["params"][0].is_cuda)
+    create = OPTIMIZERS.get(config.name) or named(config.name, "optim.name")
+    try:
+        optimizer: torch.optim.Optimizer = create(model, config, **config.args)
+    except (TypeError, ValueError) as error:
+        if not config.args:
+            raise
+        raise UserError(f"optim.args={show(config.args)}: {error}; change them") from None
+    return optimizer
 
 
-def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
-    )
-    if fused and config.momentum:
+def decay_groups(model: nn.Module, config: Optim) -> Groups:
+    """Return at most two groups of the parameters to train: with and without weight decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = set(trained) if config.decay_norms else linear_weights(model)
+    groups: Groups = [
+        {"params": [p for p in trained if p in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def sgd(model: nn.Module, config: Optim, **args: Any) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config)
+    options = {"fused": is_on_gpu(groups), "momentum": config.momentum, **args}
+    optimizer = torch.optim.SGD(groups, lr=config.lr, nesterov=config.nesterov, **options)
+    if options["fused"] and options["momentum"]:
         # If `found_inf` is set, its first step does not write the momentum: random values remain.
         for parameter in [p for group in groups for p in group["params"]]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, config: Optim, **args: Any) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config)
+    fused = is_on_gpu(groups)
+    options = {"fused": fused, "capturable": fused, **args}  # the step may be part of a CUDA graph
     betas = config.betas[0], config.betas[1]
-    options = {"fused": fused, "capturable": fused}  # the step may be part of a CUDA graph
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
 
 
-def lamb(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
-    return Lamb(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+def is_on_gpu(groups: Groups) -> bool:
+    return bool(groups[0]["params"][0].is_cuda)
 
 
-OPTIMIZERS: dict[str, Callable[[Groups, Optim, bool], torch.optim.Optimizer]] = {
-    "sgd": sgd,
-    "adamw": adamw,
-    "lamb": lamb,
-}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:

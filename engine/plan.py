@@ -103,10 +103,11 @@ class Plan:
         return self.train_images / self.batch_size
 
     @property
-    def rewrites_layers(self) -> bool:
-        """Whether to use the layers of models/kernels, which are for compiled bf16 on a GPU."""
+    def rewrite(self) -> str | None:
+        """`model.rewrite` where it helps: for compiled bf16 on a GPU."""
         is_compiled = self.compile not in ("off", "recompute")
-        return self.device_type == "cuda" and is_compiled and self.precision == "bf16"
+        helps = self.device_type == "cuda" and is_compiled and self.precision == "bf16"
+        return self.config.model.rewrite if helps else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Plan:
             "image_shape": list(self.image_shape),
             "image_dtype": np.dtype(self.fields[IMAGE].dtype).name,
             "channels_last": self.channels_last,
-            "rewrites_layers": self.rewrites_layers,
+            "rewrites_layers": self.rewrite is not None,
             "device_type": self.device_type,
         }
 
@@ -195,11 +196,6 @@ def make_plan(
     build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    if config.profile.steps and config.profile.steps[0] >= stop_step:
-        raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
-            "counted from 0; give earlier ones"
-        )
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     loader = plan_loader(

@@ -1,11 +1,10 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
+from models.frozen import freeze as freeze
+from models.frozen import train_mode as train_mode
 from models.published import exported as exported
 from models.published import published as published
 from models.published import published_model as published_model
-from models.stages import freeze as freeze
-from models.stages import stages as stages
-from models.stages import train_mode as train_mode
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file
@@ -15,5 +14,4 @@ from models.weights import weights_in as weights_in
 from models.weights import write_safetensors as write_safetensors
 from models.zoo import available as available
 from models.zoo import build as build
-from models.zoo import rewrite_layers as rewrite_layers
 from models.zoo import use_channels_last as use_channels_last

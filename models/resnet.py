@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385); `drop` acts on their output."""
+    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385)."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -17,7 +17,6 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.drop: nn.Module = nn.Identity()
         self.downsample = None
         if stride != 1 or width_in != width:
             self.downsample = nn.Sequential(
@@ -27,7 +26,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.drop(self.bn2(self.conv2(x))) + shortcut)
+        return self.relu(self.bn2(self.conv2(x)) + shortcut)
 
 
 class SmallResNet(nn.Module):

@@ -64,7 +64,7 @@ class Mlp(nn.Module):
 class AddNorm(nn.LayerNorm):
     """Adds a branch to the residual stream, and normalises the sum for the next branch.
 
-    One module, because both happen in one pass over memory: see `models.kernels.layers`.
+    One module, so that `model.rewrite` can do both in one pass over memory.
     """
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -74,7 +74,7 @@ class AddNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a layer norm before it; `drop` acts on both outputs."""
+    """Attention and MLP, each with a layer norm before it."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -82,7 +82,6 @@ class Block(nn.Module):
         self.attn = Attention(width, heads)
         self.norm2 = AddNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
-        self.drop: nn.Module = nn.Identity()
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Add `branch` to the residual stream; return the stream and the output of the MLP.
@@ -90,8 +89,8 @@ class Block(nn.Module):
         Unlike the paper's block, this one leaves the addition of that output to the next block.
         """
         stream, x = self.norm1(stream, branch)
-        stream, x = self.norm2(stream, self.drop(self.attn(x)))
-        return stream, self.drop(self.mlp(x))
+        stream, x = self.norm2(stream, self.attn(x))
+        return stream, self.mlp(x)
 
 
 class PatchEmbed(nn.Module):

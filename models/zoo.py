@@ -1,29 +1,30 @@
-"""Models by name: those of torchvision, our own, and those of timm as `timm/<name>`.
+"""Models by name: of torchvision, our own, of timm as `timm/<name>`, and `module:name`.
 
 The state_dict keys are those of the libraries, so that weights can be exchanged with them.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from conf.optional import has_part
+from conf.named import is_name, named
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
-from models.layers import RGB, blur_strided_convolutions, drop_blocks, first_convolution_of
 from models.published import address
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
+RGB = 3  # input channels of every library's first convolution
 # The trainer decides these arguments, or they would change the outputs or read another file.
 RESERVED = (
-    *("num_classes", "image_size", "img_size", "in_chans", "features_only"),
+    *("num_classes", "image_size", "img_size", "in_channels", "in_chans", "features_only"),
     *("weights", "weights_backbone", "progress", "pretrained", "pretrained_cfg"),
     *("pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable"),
 )
@@ -58,25 +59,25 @@ def build(
     model does not take `args` or images of this size.
 
     Args:
-        name: from `available()`, or `timm/<name>`.
+        name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
         image_size: S, for models whose parameters depend on it.
         in_channels: C. The first convolution over three channels takes so many instead.
         pretrained: download and load the published weights. If the number of classes or C differs,
             see `fit_weights`.
-        args: further arguments of the model's function, and blur_pool for any model.
+        args: further arguments of the model's function.
     """
     options = dict(args or {})
     given = f"model.args={show(options)}"
     _check(options, given)
-    blur = options.pop("blur_pool", False)
-    widened = nullcontext() if in_channels == RGB else first_convolution_of(in_channels)
-    if name.startswith("timm/") and in_channels != RGB:
-        widened, options["in_chans"] = nullcontext(), in_channels
+    create = _function(name, pretrained)
+    widened: AbstractContextManager[None] = nullcontext()
+    if "in_channels" in inspect.signature(create).parameters:
+        options["in_channels"] = in_channels
+    elif in_channels != RGB:
+        widened = first_convolution_of(in_channels)
     try:
         with widened:
-            model = _create(name, num_classes, image_size, pretrained, options)
-        if blur not in (True, False) or (blur and not blur_strided_convolutions(model)):
-            raise ValueError("blur_pool needs true or false, and strided convolutions")
+            model = create(num_classes, image_size, **options)
     except UserError:
         raise
     except Exception as error:  # whatever a constructor or a download raises
@@ -107,39 +108,51 @@ def _check(options: Mapping[str, Any], given: str) -> None:
             raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
 
 
-def _create(
-    name: str, num_classes: int, image_size: int, pretrained: bool, options: dict[str, Any]
-) -> nn.Module:
-    """Call the function that makes the model; see `build`."""
+def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
+    """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
-        return _of_timm(name.removeprefix("timm/"), num_classes, image_size, pretrained, options)
-    if name not in OURS and name not in available():  # which imports torchvision
+        return partial(_of_timm, name.removeprefix("timm/"), pretrained)
+    function: Callable[..., nn.Module] | None = OURS.get(name)
+    if is_name(name):
+        function = named(name, "model.name")
+    if function is not None and pretrained:
+        raise UserError(f"model.weights=pretrained: {name} has no published weights; give a file")
+    if function is None and name not in available():  # which imports torchvision
         hint = did_you_mean(name, available(), count=3) or ";"
         raise UserError(
             f"model.name={name}: no such model{hint} timm/<name> works if timm is installed; our "
             f"own are {', '.join(OURS)}"
         )
-    if name not in OURS:
-        return _of_torchvision(name, num_classes, image_size, pretrained, options)
-    if pretrained:
-        raise UserError(f"model.weights=pretrained: {name} has no published weights; give a file")
-    probability = options.pop("stochastic_depth_prob", 0)
-    model = OURS[name](num_classes, image_size, **options)
-    if probability:
-        drop_blocks(model, probability)
-    return model
+    return function or partial(_of_torchvision, name, pretrained)
+
+
+@contextmanager
+def first_convolution_of(channels: int) -> Iterator[None]:
+    """Make the first nn.Conv2d over RGB that is built in the `with` block take other images.
+
+    Replacing the layer of a finished model would not do: a library draws its initial weights, some
+    by the number of inputs, and only the library knows how.
+    """
+    plain, found = nn.Conv2d.__init__, False
+
+    def init(self: nn.Conv2d, in_channels: int, *args: Any, **options: Any) -> None:
+        nonlocal found
+        is_first, found = in_channels == RGB and not found, found or in_channels == RGB
+        plain(self, channels if is_first else in_channels, *args, **options)
+
+    nn.Conv2d.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Conv2d.__init__ = plain  # type: ignore[method-assign]
 
 
 def _of_torchvision(
-    name: str, num_classes: int, image_size: int, pretrained: bool, options: dict[str, Any]
+    name: str, pretrained: bool, num_classes: int, image_size: int, **options: Any
 ) -> nn.Module:
     vision = import_torchvision()
     if name.startswith("vit_"):
         options["image_size"] = image_size
-    probability = options.get("stochastic_depth_prob", 0)
-    is_resnet = vision.models.get_model_builder(name).__module__ == vision.models.resnet.__name__
-    if is_resnet:  # other models with stochastic depth take it themselves
-        options.pop("stochastic_depth_prob", None)
     create = partial(vision.models.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
@@ -147,11 +160,9 @@ def _of_torchvision(
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())
-    if probability and is_resnet:
-        drop_blocks(model, probability)
-    kinds = {type(module) for module in model.modules()}
-    if probability and vision.ops.StochasticDepth not in kinds:  # some ignore unknown arguments
-        raise ValueError("it has no stochastic depth")
+    drops = options.get("stochastic_depth_prob", 0) > 0
+    if drops and not any(isinstance(m, vision.ops.StochasticDepth) for m in model.modules()):
+        raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
     if pretrained:
         weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
@@ -159,7 +170,13 @@ def _of_torchvision(
 
 
 def _of_timm(
-    name: str, num_classes: int, image_size: int, pretrained: bool, options: dict[str, Any]
+    name: str,
+    pretrained: bool,
+    num_classes: int,
+    image_size: int,
+    *,
+    in_channels: int = RGB,
+    **options: Any,
 ) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name=timm/{name}: timm is not installed; pip install timm")
@@ -170,6 +187,8 @@ def _of_timm(
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
     common = {"pretrained": pretrained, "num_classes": num_classes, **options}
+    if in_channels != RGB:
+        common["in_chans"] = in_channels
     model: nn.Module = timm.create_model(name, **common)
     # A ViT is built for one image size. Other models take any, and have no such argument.
     embed = getattr(model, "patch_embed", None)
@@ -180,19 +199,6 @@ def _of_timm(
         own = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
         fit_weights(model, own, origin="model.weights=pretrained", new_head=True)
     return model
-
-
-def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
-    """Replace layers by those of models/kernels, if this copy has them, in place.
-
-    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
-    other settings the plain layers are at least as fast. `channels_last`: memory format of the
-    model. The convnet layers are faster only with it.
-    """
-    if has_part("models.kernels"):
-        from models.kernels.layers import rewrite
-
-        rewrite(model, channels_last=channels_last)
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:

@@ -181,17 +181,14 @@ def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
         fill: value of the pixels from outside the mask.
     """
     if picture.moved:
-        raise ValueError("a mask follows crops, resizes and flips only; leave out other transforms")
+        raise ValueError(
+            "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
+            "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
+        )
     if picture.origin is not None:
         mask = follow(mask, picture.origin, fill=fill)
     elif mask.shape[1::-1] != (size := picture.full_size):
         raise ValueError(f"the mask's (width, height) is {mask.shape[1::-1]}, its image's {size}")
-    elif picture.orientation > 1:
-        raise ValueError(
-            f"the image has the EXIF orientation {picture.orientation}, and its mask may be of the "
-            "stored or of the upright pixels; turn the images once (exiftran -ai), or write "
-            "data.exif_orientation=false if the masks are of the stored pixels"
-        )
     for step in picture.geometry:
         mask = crop(mask, step.box, fill)
         (height, width), (new_width, new_height) = mask.shape[:2], step.size

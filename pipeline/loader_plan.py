@@ -220,6 +220,7 @@ def plan_buffers(
         buffer_layout(each.fields, batch_size=share, slots=1) for each in (train, datasets.val)
     ]
     arrays = [array for layout in layouts for array in layout.values()]
+    arrays += 2 * [((share, 2), np.int64)]  # (epoch, index) of each row
     slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size

@@ -146,7 +146,8 @@ def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
     config = train.resolve_config(config, world)
     datasets = build_datasets(config, world.device)
     datasets.prepare()
-    plan = train.fit_memory(plan_of(config, datasets, world), world, resumed=False)
+    plan = plan_of(config, datasets, world)
+    plan = train.fit_memory(plan, world, train.build_state, train.training_loss, resumed=False)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     return config, datasets, plan
 

@@ -28,7 +28,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
@@ -379,7 +378,7 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
             ) from None
         if files is not None:
             lines += self_check(job, predict, texts, files)
-        with open_regular(temporary) as file:
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]

@@ -84,7 +84,6 @@ from torch import Tensor, nn
 import train
 from conf import cli, strict_json
 from conf.escape import printable, write_csv
-from conf.files import LARGEST_IMAGE, read_bytes
 from conf.schema import UserError, typed_keys
 from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
@@ -208,7 +207,7 @@ class Predictor:
     def load(self, path: str, number: int) -> Loaded:
         """Read, decode and transform an image; `number` seeds random transforms."""
         try:
-            content = read_bytes(path, LARGEST_IMAGE)
+            content = Path(path).read_bytes()
             picture = decode.open_picture(
                 content, self.decoder, self.max_pixels, exif_orientation=self.exif_orientation
             )

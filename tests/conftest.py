@@ -77,7 +77,7 @@ def _one_torch_thread() -> None:
     """Use one thread: the number of torch's threads changes the bits of a result.
 
     On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
-    tests/models/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
+    tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
     """
     torch.set_num_threads(1)
 

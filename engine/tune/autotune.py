@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from conf.files import default_cache_dir, read_bytes
+from conf.files import default_cache_dir
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine import checkpoint
 from engine.distributed import World
@@ -211,7 +211,7 @@ def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[st
 def load_result(question: dict[str, Any]) -> Tuned | None:
     """Return the remembered result; None if there is none or it cannot be read."""
     try:
-        stored = json.loads(read_bytes(_cache_file(question)))
+        stored = json.loads(Path(_cache_file(question)).read_bytes())
         return Tuned(**stored["result"]) if stored["question"] == question else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

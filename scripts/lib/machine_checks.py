@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 import train
-from conf.files import LARGEST_IMAGE, open_regular
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.containers import LARGEST, Container
+from pipeline.containers import Container
 from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
@@ -119,7 +118,7 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
-    if config.adapt:  # the size of the images may follow from the weights
+    if config.train.prepare is not None:  # it may have changed the size of the images
         case.datasets = build_datasets(config)
     plan = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
     case.plan = plan
@@ -206,7 +205,8 @@ def storage(case: Case) -> Iterator[Row]:
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
     one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
-    fake = replace(one, adapt=False, data=replace(one.data, source="fake"))
+    alone = replace(one.train, prepare=None)
+    fake = replace(one, data=replace(one.data, source="fake"), train=alone)
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     needed = step.rate * case.ranks
     text = (
@@ -235,8 +235,8 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
             return 0
         source, start, length = index.place(row)
         stored = isinstance(source, Container)
-        path, largest = (source.path, LARGEST) if stored else (index.path(row), LARGEST_IMAGE)
-        with suppress(OSError), open_regular(path, largest, buffering=0) as file:
+        path = source.path if stored else index.path(row)
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))

@@ -19,16 +19,19 @@ import models
 from conf import cli
 from conf.compose import load
 from conf.files import read_text
-from conf.schema import Config, Model, UserError, typed_keys
+from conf.named import named
+from conf.overrides import read_yaml
+from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
-from models.layers import RGB
 from models.weights import head_of
+from models.zoo import RGB
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "checkpoint", "run", "profile"}  # except for loader.batch_size
-KEYS = {"augment.train", "augment.batch", "model.weights", "train.device"}
+SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
+KEYS = {"augment.train", "augment.batch", "model.weights", "model.freeze", "train.device"}
+KEYS |= {"train.prepare"}  # may name what is only in another copy
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -100,8 +103,9 @@ class Trained:
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
-        if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
-            models.rewrite_layers(model, channels_last=channels_last)
+        rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
+        if rewrite is not None and self.precision(device) == "bf16":
+            named(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
 
     def _on_meta(self) -> nn.Module:
@@ -169,8 +173,9 @@ def _open_ours(
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
-    if values.get("data.source") == "demo":
-        values["data.source"] = "folder"  # only `data=demo` as typed may draw images
+    file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
+    if file.is_file():  # earlier versions stored the name of the group
+        values["data.source"] = read_yaml(file)["source"]
     config = load(overrides, stored=values)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):
@@ -210,7 +215,7 @@ def _open_foreign(
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = models.published(config.model.name, path, val_size=val_size)
     if stated is not None:
-        config = load(overrides, runnable=False, decided={"published": stated.values})
+        config = load(overrides, runnable=False, decided=stated.values)
     return _of_config(path, config, weights, () if stated is None else stated.classes)
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 
 import train
 from conf.optional import has_part
-from conf.schema import Optim
 from engine.divergence import FIRST_SCALE, GOOD_STEPS, Divergence
-from engine.optim import build_optimizer, sgd
+from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
+from tests.optimizers import OPTIMIZERS
 
 BAD_STEP, STEPS, CLASSES = 3, 6, 3
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, Values]]
@@ -32,12 +33,8 @@ def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainStat
         from engine.classification.suspects import SampleLosses
 
         losses = SampleLosses(4, CLASSES, first_epoch=0, device=torch.device("cpu"))
-    optimizer = build_optimizer(model, Optim(name=name))
-    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-    if fused and name == "sgd":
-        optimizer = sgd(groups, Optim(nesterov=True), fused=True)
-    elif fused and name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+    args = {"fused": True} if fused and name in ("sgd", "adamw") else {}
+    optimizer = build_optimizer(model, replace(OPTIMIZERS[name], args=args, weight_decay=0.1))
     average = MovingAverage(model, 0.5)
     state = TrainState(model, optimizer, average, losses, scales_loss=scales_loss)
     if fused:
@@ -75,7 +72,7 @@ def contents(state: TrainState) -> list[Tensor]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "flag"])
 @pytest.mark.parametrize("loss", [bad_image, bad_gradient])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_changes_from_the_first_bad_step_on(
     name: str, loss: Loss, fused: bool, accumulate: int
 ) -> None:
@@ -142,7 +139,7 @@ def test_a_scaled_loss_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "flag"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
     """The scale is halved, later steps update, and nothing is reported."""
     state = new_state(name, fused=fused, scales_loss=True)

@@ -12,7 +12,7 @@ from tests.processes import run_python
 
 SMALL = "recipe=demo data=fake data.fake_images=64 data.fake_classes=10 model=resnet_tiny"
 SMALL += " data.image_size=32 loader.batch_size=16 loader.workers=0 log.every_steps=2"
-PARTS = "train.max_steps=3 optim=lamb augment=torchvision train.ema_decay=0.9 train.micro_batch=4"
+PARTS = "train.max_steps=3 optim=adamw augment=torchvision train.ema_decay=0.9 train.micro_batch=4"
 
 
 def test_a_device_without_float64_and_page_locked_memory_trains(tmp_path: Path) -> None:

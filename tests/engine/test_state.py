@@ -24,14 +24,10 @@ from engine.state import MovingAverage, TrainState, params_sha256, seed_step, un
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from tests.batches import batch_of, on_device, toy_loss
+from tests.optimizers import OPTIMIZERS
 from tests.results import same
 
 LOSS = partial(toy_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
-OPTIMIZERS = {
-    "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
-    "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),
-    "lamb": Optim(name="lamb", lr=1e-2, weight_decay=0.1, decay_norms=False),
-}
 
 
 def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainState:

@@ -17,7 +17,7 @@ from engine import checkpoint
 from tests.figures import Record
 from tests.results import rows, same, stored
 from tests.small_run import run
-from tests.stored import as_list, as_shards, as_tar, as_zip
+from tests.stored import as_list, as_shards, as_tar
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("toy_runs", "own_logging")]
 # 36 images in batches of 8: 27 steps, validated after steps 9, 18 and 27.
@@ -32,7 +32,6 @@ RUN = [
 PACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "tar": (as_tar, ".tar"),
     "shards": (as_shards, ".tar"),
-    "zip": (as_zip, ".zip"),
     "list": (as_list, ".csv"),
 }
 DECODERS = ("pillow", "region")

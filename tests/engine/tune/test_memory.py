@@ -119,7 +119,6 @@ def test_message_on_a_cpu() -> None:
         (["optim.momentum=0.9"], None, 3),
         (["optim.momentum=0", "optim.nesterov=false"], None, 2),
         (["optim=adamw"], 0.99, 5),
-        (["optim=lamb"], None, 4),
     ],
 )
 def test_fixed_memory(overrides: list[str], ema: float | None, copies: int) -> None:

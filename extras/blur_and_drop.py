@@ -1,0 +1,107 @@
+r"""BlurPool for any network, and stochastic depth for ResNets and the networks of models/.
+
+    python train.py model.name=extras.blur_and_drop:resnet \
+        'model.args={base: resnet50, blur_pool: true, stochastic_depth_prob: 0.05}'
+
+The names of the weights stay. Layers change their class in place, so the initial weights stay, too.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import models
+from conf.packages import import_torchvision
+from models.resnet import BasicBlock
+from models.vit import Block
+
+LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
+
+
+def resnet(
+    num_classes: int,
+    image_size: int,
+    *,
+    base: str,
+    in_channels: int = 3,
+    blur_pool: bool = False,
+    stochastic_depth_prob: float = 0.0,
+    **args: Any,
+) -> nn.Module:
+    """Build the model `base`, then blur and drop in it; ValueError if it has no such layers."""
+    model = models.build(
+        base, num_classes=num_classes, image_size=image_size, in_channels=in_channels, args=args
+    )
+    if blur_pool and not blur_strided_convolutions(model):
+        raise ValueError("it has no strided convolutions")
+    if stochastic_depth_prob and not drop_blocks(model, stochastic_depth_prob):
+        raise ValueError("it has no residual blocks that are known here")
+    return model
+
+
+class BlurredConv(nn.Conv2d):
+    """A strided convolution whose input is blurred: [1 2 1] x [1 2 1] / 16, zeros around it.
+
+    Against aliasing (arXiv 1904.11486). The function is that of FFCV's BlurPoolConv2d.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, H, W] -> as of the plain convolution."""
+        # [1 2 1] is [1 1] applied twice. torch.compile fuses average pooling, but not a depthwise
+        # convolution.
+        once = F.avg_pool2d(F.pad(input, (1, 1, 1, 1)), 2, stride=1)
+        if self.kernel_size == (1, 1) and self.padding == (0, 0):
+            blurred = F.avg_pool2d(once, 2, self.stride)  # only the pixels that it reads
+            return F.conv2d(blurred, self.weight, self.bias, groups=self.groups)
+        return super().forward(F.avg_pool2d(once, 2, stride=1))
+
+
+def blur_strided_convolutions(model: nn.Module) -> int:
+    """Blur the inputs of convolutions with a stride above 1, as in FFCV; return their number."""
+    convolutions = [layer for layer in model.modules() if type(layer) is nn.Conv2d]
+    strided = [c for c in convolutions if max(c.stride) > 1 and c.in_channels >= LEAST_CHANNELS]
+    for layer in strided:
+        layer.__class__ = BlurredConv
+    return len(strided)
+
+
+class DroppedBlock(nn.Module):
+    """A BasicBlock or Bottleneck; `drop` acts on its branch."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        if hasattr(self, "conv3"):  # a bottleneck
+            x = self.bn3(self.conv3(self.relu(x)))
+        return self.relu(self.drop(x) + shortcut)
+
+
+class DroppedAttention(Block):
+    """A block of models/vit.py; `drop` acts on both of its branches."""
+
+    drop: nn.Module
+
+    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        stream, x = self.norm1(stream, branch)
+        stream, x = self.norm2(stream, self.drop(self.attn(x)))
+        return stream, self.drop(self.mlp(x))
+
+
+def drop_blocks(model: nn.Module, probability: float) -> int:
+    """Give the blocks stochastic depth (arXiv 1603.09382), in place; return their number.
+
+    The probability that a sample skips a branch rises linearly from 0 in the first block to
+    `probability` in the last one, as in timm and in torchvision's ConvNeXt. The random numbers are
+    those of the device's generator, so that the step can be part of a CUDA graph.
+    """
+    vision = import_torchvision()
+    theirs = vision.models.resnet
+    kinds: dict[type, Any] = dict.fromkeys((theirs.BasicBlock, theirs.Bottleneck), DroppedBlock)
+    kinds |= {BasicBlock: DroppedBlock, Block: DroppedAttention}
+    blocks: list[Any] = [module for module in model.modules() if type(module) in kinds]
+    for position, block in enumerate(blocks):
+        share = position / max(1, len(blocks) - 1)
+        block.drop = vision.ops.StochasticDepth(probability * share, "row")
+        block.__class__ = kinds[type(block)]
+    return len(blocks)

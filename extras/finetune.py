@@ -1,0 +1,137 @@
+"""Fine-tuning: values that follow from the weights and from the number of images.
+
+    python train.py recipe=finetune data.root=/photos model.weights=resnet50-0676ba61.pth
+
+A typed key or group overrides them. They are the same at every start of a run, because they depend
+only on the file, the number of images and (the batch) the number of ranks, and they are part of the
+run's identity.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+from conf.compose import load
+from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
+from engine import checkpoint
+from engine.distributed import World
+from engine.plan import suited_batch
+from pipeline.build import build_datasets
+
+Values = dict[str, Any]
+"""Dotted key -> value."""
+
+# The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
+# 20,000 images; but no image is seen more than MOST_EPOCHS times.
+IMAGES_SEEN = 500 * 512
+FEWEST_EPOCHS, MOST_EPOCHS = 10, 100
+WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
+LARGEST_BATCH = 256
+# 0.03 for a batch of 512, as in the code of ViT (arXiv 2010.11929). Proportional to larger batches
+# (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
+# reached 46 % and 0.01 94 % in 20 epochs (images of tests/extras/test_finetune.py).
+LR = 0.015
+
+
+def prepare(config: Config, world: World) -> Config:
+    """Return the config with what follows from its weights and images. Collective."""
+    images = world.on_all_ranks(lambda: len(build_datasets(config).train))
+    return world.on_all_ranks(lambda: completed(config, images, world.size))
+
+
+def completed(config: Config, images: int, ranks: int = 1) -> Config:
+    """Return the config with what `decide` returns above its recipe, and notes that say so."""
+    decided = decide(config, images, ranks)
+    flat = {key: value for values in decided.values() for key, value in values.items()}
+    found = load(config.typed, decided=flat)
+    used, notes = config_values(found), list(found.notes)
+    for reason, values in decided.items():
+        same = [f"{key}={show(used[key])}" for key in values if used[key] == values[key]]
+        notes += [f"{reason}: {', '.join(same)}"] if same else []
+    return replace(found, run=config.run, notes=notes)  # named after what is typed
+
+
+def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
+    """Return the values that the program decides, by the reason to print: a layer of the config.
+
+    The batch is a multiple of the ranks. Raises UserError if there are no weights that can be read.
+    """
+    if config.model.weights is None:
+        raise UserError(
+            "model.weights is missing: fine-tuning starts from trained weights; give "
+            "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
+            "torchvision or timm, or the folder of a run"
+        )
+    typed = typed_keys(config.typed)
+    decided = {
+        f"from {config.model.weights}": of_weights(config, typed),
+        f"for {images:,} training images": of_images(images, ranks, config, typed),
+    }
+    return {
+        reason: {key: value for key, value in values.items() if key not in typed}
+        for reason, values in decided.items()
+    }
+
+
+def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:
+    """Return batch size, learning rate and length for a number of training images."""
+    batch_size, epochs = config.loader.batch_size, config.train.epochs
+    if "loader.batch_size" not in typed:
+        batch_size = max(1, min(LARGEST_BATCH, suited_batch(images), images) // ranks) * ranks
+    if "train.epochs" not in typed:
+        epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
+    return {
+        "loader.batch_size": batch_size,
+        "optim.lr": LR * max(1, batch_size / LARGEST_BATCH),
+        "train.epochs": epochs,
+        "schedule.warmup_epochs": epochs / WARMUP,
+    }
+
+
+def of_weights(config: Config, typed: set[str]) -> Values:
+    """Return the model's name and preprocessing, as far as the file or its library states them."""
+    path, content = Path(str(config.model.weights)), {}
+    if config.model.weights != "pretrained":
+        path = checkpoint.find(path)
+        content = models.read_file(path, origin=f"model.weights={config.model.weights}")
+    names_model = bool(typed & {"model", "model.name"})
+    if checkpoint.is_ours(content):
+        values = {**content["config"], "data.image_size": content["plan"]["image_size"]}
+    elif exported := models.exported(path):
+        values = exported.values
+    else:
+        name = config.model.name if names_model else _model_of(path, content) or config.model.name
+        val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
+        stated = models.published(name, path, val_size=val_size)
+        values = {"model.name": name} | (stated.values if stated else {})
+    val, size = values.get("augment.val"), values.get("data.val_size", 0)
+    if val and "resize" not in str(val).lower():  # of files of about this size: scale others to it
+        kind = "bicubic" if "bicubic" in str(values.get("augment.train")) else "bilinear"
+        val = [{"resize": {"size": size, "interpolation": kind}}, *val]
+    values = values | ({"augment.val": with_size(val, size, "${data.val_size}")} if val else {})
+    keys = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
+    keys += [] if names_model else ["model.name", "model.args"]
+    values = {key: values[key] for key in keys if key in values}
+    if "bicubic" in str(values.get("augment.val")):
+        size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
+        values["augment.train"] = [_bicubic(entry, size) for entry in config.augment.train]
+    if "data.image_size" in typed:
+        values["data.val_size"] = "${data.image_size}"
+    return values
+
+
+def _model_of(path: Path, content: Any) -> str | None:
+    """Return the name of the model of a file that another project wrote; None if it is unknown."""
+    name = models.stored_name(content)
+    if name is not None and name not in models.available():
+        name = f"timm/{name}"  # timm's files name the model without the prefix
+    return models.published_model(path) or name
+
+
+def _bicubic(transform: Any, size: int) -> Any:
+    """Return a transform of the training images with the interpolation of the weights."""
+    if not isinstance(transform, dict) or "random_resized_crop" not in transform:
+        return transform
+    changed = {"size": size, "interpolation": "bicubic"}
+    return {"random_resized_crop": {**transform["random_resized_crop"], **changed}}

@@ -1,0 +1,188 @@
+"""Faster versions of four layers that cuDNN and torch.compile execute slowly on a GPU.
+
+Parameters, their names and the function stay the same; only rounding differs. Measurements (one
+H200, ResNet-50, batch 256) are in docs/benchmarks.md.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.vit import AddNorm
+
+# The stem of a ResNet.
+STEM: dict[str, Any] = dict(kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), dilation=(1, 1))
+STEM |= dict(in_channels=3, groups=1, bias=None, padding_mode="zeros")
+STEM_POOLING: dict[str, Any] = dict(kernel_size=3, stride=2, padding=1, dilation=1)
+STEM_POOLING |= dict(return_indices=False, ceil_mode=False)
+# 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
+PADDED_CHANNELS = 16
+
+
+def rewrite(model: nn.Module, *, channels_last: bool) -> None:
+    """Make the layers that have a faster version here of its class, in place.
+
+    `channels_last`: memory format of the model; the convnet layers are faster only with it.
+    """
+    for layer in model.modules():
+        layer.__class__ = faster(layer, channels_last=channels_last)
+
+
+def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
+    """Return the faster subclass of a layer's class, or this class if there is none."""
+    kind = type(layer)
+    if kind is AddNorm:
+        return OnePassAddNorm
+    if not channels_last:
+        return kind
+    if kind is nn.Conv2d and _options(layer, STEM) == STEM:
+        return BlockConv
+    if kind is nn.MaxPool2d and _options(layer, STEM_POOLING) == STEM_POOLING:
+        return PlacedMaxPool
+    batch_norm = {"affine": True, "track_running_stats": True}
+    if kind is nn.BatchNorm2d and _options(layer, batch_norm) == batch_norm:
+        return kind if layer.momentum is None else OnePassBatchNorm
+    return kind
+
+
+def _options(layer: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in names}
+
+
+class BlockConv(nn.Conv2d):
+    """The first convolution of a ResNet, computed on blocks of 2x2 pixels (space to depth).
+
+    The 7x7 kernel over 3 channels with stride 2 becomes 4x4 over 12 channels with stride 1, as in
+    MLPerf submissions for TPUs. For 3 channels, cuDNN pads to 8 channels and selects a kernel of
+    the previous GPU generation.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, 3, S, S] -> [B, C, S / 2, S / 2]."""
+        if input.shape[2] % 2 or input.shape[3] % 2:
+            return super().forward(input)
+        # A row and a column of zeros before the weights make them 8x8, so that output o depends on
+        # blocks o to o + 3.
+        weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
+        blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
+        more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])
+        return F.conv2d(
+            F.pad(blocks, more).contiguous(memory_format=torch.channels_last), F.pad(weight, more)
+        )
+
+
+class OnePassBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation that computes mean and variance from two sums in one pass.
+
+    torch.compile uses Welford's algorithm, which divides for every element and reaches half the
+    memory bandwidth. The sums here are float32, of values shifted by one of the inputs (Chan, Golub
+    and LeVeque 1983). That input lies within a few standard deviations of the mean, so the
+    cancellation error is far smaller than the rounding error of bf16 inputs.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, H, W] -> the same shape and dtype."""
+        if not self.training:
+            return super().forward(input)
+        mean_now, variance_now, momentum = self.running_mean, self.running_var, self.momentum
+        assert mean_now is not None and variance_now is not None and momentum is not None
+        self._check_input_dim(input)
+        count = input.numel() // input.shape[1]
+        if count == 1:
+            raise ValueError("batch normalisation needs more than 1 value per channel in training")
+        whole = input.to(torch.promote_types(input.dtype, torch.float32))
+        # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
+        # mean has changed. Not a corner, which depends on the zero padding of the convolution.
+        near = whole[0, :, input.shape[2] // 2, input.shape[3] // 2].detach()
+        x = whole - near[:, None, None]
+        mean = x.mean((0, 2, 3))
+        variance = ((x * x).mean((0, 2, 3)) - mean * mean).clamp(min=0)
+        with torch.no_grad():
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            mean_now.lerp_(near + mean, momentum)
+            variance_now.lerp_(variance * (count / (count - 1)), momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(
+            input.dtype
+        )
+
+
+class PlacedMaxPool(nn.MaxPool2d):
+    """3x3 max pooling with stride 2 and a backward pass that writes every gradient once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
+        if (
+            not input.is_cuda
+            or input.dtype == torch.float64
+            or input.shape[2] % 2
+            or input.shape[3] % 2
+            or input.numel() >= 1 << 31
+        ):
+            return super().forward(input)
+        pooled: Tensor = _PlacedMaxPool.apply(input)
+        return pooled
+
+
+class _PlacedMaxPool(torch.autograd.Function):
+    """Saves the position of the maximum in each window, int8 in 0 to 8."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        padded = F.pad(input, (1, 0, 1, 0), value=-torch.inf)
+        best = padded[:, :, 0:-1:2, 0:-1:2]
+        place = torch.zeros_like(best, dtype=torch.int8)
+        for k in range(1, 9):
+            value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, : best.shape[2], : best.shape[3]]
+            better = (value > best) | value.isnan()
+            best, place = (
+                torch.where(better, value, best),
+                torch.where(better, k, place).to(torch.int8),
+            )
+        ctx.save_for_backward(place)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        from extras.kernels.pool_kernel import place_gradients
+
+        return place_gradients(grads[0], ctx.saved_tensors[0])
+
+
+class OnePassAddNorm(AddNorm):
+    """Residual addition and layer norm with a backward pass in one kernel.
+
+    torch.compile uses several kernels for the gradients of the inputs and of the parameters. They
+    took 4.9 of the 30 ms of a step of ViT-S/16 on an H200; this one takes 2.0.
+    """
+
+    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """float32 and bf16 [B, N, width] -> the sum, float32, and its norm, bf16."""
+        if not (stream.is_cuda and stream.dtype == torch.float32 and branch.dtype != stream.dtype):
+            return super().forward(stream, branch)
+        total, normed = _AddNorm.apply(stream, branch, self.weight, self.bias, self.eps)
+        return total, normed
+
+
+class _AddNorm(torch.autograd.Function):
+    """Saves the sum, and the mean and the inverse standard deviation of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stream: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = stream + branch
+        normed, mean, inverse = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(total, mean, inverse, weight)
+        # Autocast would convert it to this dtype for the next matrix product anyway.
+        return total, normed.to(branch.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from extras.kernels.norm_kernel import norm_gradients
+
+        return *norm_gradients(grads[0], grads[1], *ctx.saved_tensors), None

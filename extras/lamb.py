@@ -1,0 +1,94 @@
+"""LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
+
+torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
+
+    python train.py optim=lamb
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Optim
+from engine.compute import longest_float
+from engine.optim import Groups, decay_groups
+
+Betas = tuple[float, float]
+
+# With these options, fused SGD is params += updates, unless `found_inf` is set. No other operation
+# on lists of tensors can be skipped on the device.
+ADDS: dict[str, Any] = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0) | dict(
+    lr=1, maximize=True, nesterov=False, is_first_step=False
+)
+
+
+def lamb(model: nn.Module, config: Optim, **args: Any) -> "Lamb":
+    """Create the optimiser that conf/optim/lamb.yaml names."""
+    betas = config.betas[0], config.betas[1]
+    return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps, **args)
+
+
+class Lamb(torch.optim.Optimizer):
+    """AdamW whose update of each tensor is scaled to the norm of the tensor.
+
+    As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
+    without weight decay (norms and biases) are not scaled. All of it runs on the device of the
+    parameters, also if `lr` is a tensor. Attribute `found_inf`: float32 [], 1 to keep the
+    parameters as they are, else 0; None: 0. The moments change all the same.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: Groups, *, lr: float = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-6
+    ) -> None:
+        # With `capturable`, load_state_dict moves the numbers of steps to the device.
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "capturable": True})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            updates = self._adam(params, betas=group["betas"], eps=group["eps"])
+            scale: Any = -group["lr"]
+            if group["weight_decay"] != 0:
+                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+                scale = list((scale * _trust_ratios(params, updates)).unbind())
+            torch._foreach_mul_(updates, scale)
+            torch._fused_sgd_(params, updates, [], **ADDS, found_inf=self.found_inf)
+
+    def _adam(self, params: list[Tensor], *, betas: Betas, eps: float) -> tuple[Tensor, ...]:
+        """Update the moments; return the steps of Adam for a learning rate of -1."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        grads = [p.grad for p in params if p.grad is not None]
+        steps, means, squares = (
+            [self.state[p][name] for p in params] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - betas[0])
+        torch._foreach_mul_(squares, betas[1])
+        torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
+        # In float32, 1 - 0.999 would have an error of 6e-5.
+        step = steps[0].to(longest_float(steps[0].device))
+        first, second = ((1 - beta**step).to(params[0].dtype) for beta in betas)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, second.sqrt())
+        torch._foreach_add_(denominators, eps)
+        updates = torch._foreach_div(means, first)
+        torch._foreach_div_(updates, denominators)
+        return updates
+
+
+def _trust_ratios(params: list[Tensor], updates: tuple[Tensor, ...]) -> Tensor:
+    """Norm of each parameter / norm of its update, float [n]; 1 where one of them is 0."""
+    weights, changes = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
+    return torch.where((weights > 0) & (changes > 0), weights / changes, 1.0)

@@ -1,0 +1,82 @@
+r"""Layer-wise learning rates for fine-tuning, as in BEiT (arXiv 2106.08254) and timm.
+
+The learning rate of the head is optim.lr, that of the last block layer_decay times this, that of
+the block before it layer_decay squared times this, and so on.
+
+    python train.py recipe=finetune data.root=/photos model.weights=pretrained \
+        optim.name=extras.layer_decay:sgd 'optim.args={layer_decay: 0.75}'
+"""
+
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from conf.schema import Optim
+from engine import optim
+
+
+def sgd(model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any) -> Optimizer:
+    """Create the SGD of the core with a learning rate for each block."""
+    return scaled(optim.sgd(model, config, **args), model, layer_decay)
+
+
+def adamw(model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any) -> Optimizer:
+    """Create the AdamW of the core with a learning rate for each block."""
+    return scaled(optim.adamw(model, config, **args), model, layer_decay)
+
+
+def scaled(optimizer: Optimizer, model: nn.Module, layer_decay: float) -> Optimizer:
+    """Divide the groups of an optimiser by blocks, in place; `lr_scale` of a group is its factor.
+
+    Raises ValueError if the factor is not in (0, 1].
+    """
+    if not 0 < layer_decay <= 1:
+        raise ValueError("layer_decay must be > 0 and <= 1")
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    for distance, names in enumerate(reversed(blocks(model))):
+        block = {model.get_parameter(name) for name in names}
+        for group in groups:
+            if params := [p for p in group["params"] if p in block]:
+                more = {"params": params, "lr_scale": layer_decay**distance}
+                optimizer.param_groups.append({**group, **more})
+    return optimizer
+
+
+def blocks(model: nn.Module) -> list[list[str]]:
+    """Return the names of the parameters of each block, from the input to the head.
+
+    timm's models state their blocks (`group_matcher`). For other models, they follow from the names
+    of the modules: up to the first part that ends in a digit, and the next one if it does, too,
+    such as `layer2.0`, `features.3` or `encoder.layers.encoder_layer_5`. Names without weights of
+    linear or convolution layers, such as norms and position embeddings, belong to the block before
+    them.
+    """
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is not None:
+        from timm.models import group_parameters
+
+        return list(group_parameters(model, matcher(coarse=False)).values())
+    parameters = dict(model.named_parameters())
+    found: list[list[str]] = []
+    has_weight = False  # whether a block has begun with the weight of a layer
+    for _, group in groupby(parameters, _module_of):
+        names = list(group)
+        begins = any(name.endswith("weight") and parameters[name].ndim >= 2 for name in names)
+        if not found or (begins and has_weight):
+            found.append(names)
+        else:
+            found[-1] += names
+        has_weight |= begins
+    return found
+
+
+def _module_of(parameter: str) -> str:
+    """Return the module of a block to which a parameter may belong, by its name."""
+    parts = parameter.split(".")[:-1] or [parameter]
+    numbered = next((i for i, part in enumerate(parts) if part[-1].isdigit()), 0)
+    # Not the last part: `blocks.0.norm1` is a layer of a block.
+    if numbered + 2 < len(parts) and parts[numbered + 1][-1].isdigit():
+        numbered += 1
+    return ".".join(parts[: numbered + 1])

@@ -1,1 +1,0 @@
-"""Optional: layers rewritten for compiled bf16 on a GPU."""

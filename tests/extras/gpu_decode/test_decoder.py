@@ -1,0 +1,315 @@
+"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from extras.gpu_decode import EngineDataset, geometry
+from extras.gpu_decode.decoder import EngineError, Engines, GpuDecoder, why_no_engines
+from extras.gpu_decode.geometry import engines_support, write_geometry
+from pipeline import augment, decode
+from pipeline.augment import Compose, sample_rng
+from pipeline.batch import ImageFormat
+from pipeline.dataset import FolderDataset
+from pipeline.index import load_index
+from pipeline.prefetcher import Prefetcher
+from tests.drawings import draw_image
+from tests.pipeline.loaders import open_loader
+from tests.reliability.odd_images import encoded
+
+TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
+VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
+RANDOM: list[Any] = [
+    {"random_resized_crop": {"size": 48, "interpolation": "random"}},
+    "horizontal_flip",
+]
+SQUASH: list[Any] = [{"resize": {"size": [48, 48], "interpolation": "bicubic"}}]
+LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "squash": SQUASH}
+
+
+def transform(entries: list[Any]) -> Compose:
+    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"), 48)
+
+
+def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
+    """What a row of the geometry stands for, uint8 [side, side, 3]."""
+    g = geometry
+    left, top, right, bottom = row[g.CLIP_LEFT : g.CLIP_BOTTOM + 1].astype(int)
+    x, y, scale_x, scale_y = row[g.SOURCE_LEFT : g.SCALE_Y + 1]
+    size = round((right - left) / scale_x), round((bottom - top) / scale_y)
+    interpolation = decode.INTERPOLATIONS[int(row[g.BICUBIC])]
+    whole = decode.resize(pixels[top:bottom, left:right], size, interpolation)
+    x0, y0 = round((x - left) / scale_x), round((y - top) / scale_y)
+    made = whole[y0 : y0 + side, x0 : x0 + side]
+    return made[:, ::-1] if row[g.MIRRORED] else made
+
+
+def file_of(size: tuple[int, int]) -> decode.Picture:
+    """A picture of a JPEG without content."""
+    return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow))
+
+
+def row_of(picture: decode.Picture) -> np.ndarray:
+    row = np.zeros(geometry.COLUMNS)
+    assert write_geometry(picture, row)
+    return row
+
+
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -> None:
+    image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
+    chain = transform(entries)
+    drawn = chain(file_of((image.shape[1], image.shape[0])), sample_rng(1, 2, seed))
+    expected = chain(decode.Picture(image), sample_rng(1, 2, seed)).pixels()
+    np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
+
+
+def test_crop_before_a_resize_limits_what_is_read() -> None:
+    image = black_and_white(0)
+    drawn = file_of((130, 90)).cropped((11, 5, 101, 75)).resized((48, 48), (9, 2, 70, 63))
+    expected = decode.Picture(image[5:75, 11:101]).resized((48, 48), (9, 2, 70, 63)).pixels()
+    np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
+
+
+def black_and_white(seed: int) -> np.ndarray:
+    """Pixels of 0 and 255 only, where a bicubic filter overshoots most: uint8 [90, 130, 3]."""
+    return np.random.default_rng(seed).choice(np.array([0, 255], np.uint8), (90, 130, 3))
+
+
+def test_order_of_crop_and_mirror_is_kept() -> None:
+    cropped = file_of((100, 80)).mirrored().cropped((10, 0, 40, 20))
+    row = row_of(cropped)
+    assert (row[geometry.SOURCE_LEFT], cropped.size, row[geometry.MIRRORED]) == (60, (30, 20), 1)
+    assert row_of(cropped.mirrored())[geometry.MIRRORED] == 0
+
+
+def test_geometry_that_the_kernel_cannot_make() -> None:
+    picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
+    assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
+    assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
+    assert not write_geometry(picture.mirrored().resized((20, 20)), row)
+    assert not write_geometry(decode.Picture(np.zeros((80, 100, 3), np.uint8)), row)
+
+
+def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None = None) -> bytes:
+    """Insert a segment before the first scan."""
+    length = len(content) + 2 if length is None else length
+    segment = bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
+    at = data.index(b"\xff\xda")
+    return data[:at] + segment + data[at:]
+
+
+IMAGE = draw_image("plaid", np.random.default_rng(1))
+ADOBE = b"Adobe\0\x64\0\0\0\0"
+USUAL: dict[str, bytes] = {
+    **{f"sampling {number}": encoded(IMAGE, subsampling=number) for number in range(3)},
+    "tail": encoded(IMAGE) + b"tail",
+    "table": with_segment(encoded(IMAGE), 0xDB, bytes((3, *range(64)))),
+    "Adobe, YCbCr": with_segment(encoded(IMAGE), 0xEE, ADOBE + b"\1"),
+}
+UNUSUAL: dict[str, bytes] = {
+    "progressive": encoded(IMAGE, progressive=True),
+    "grey": encoded(IMAGE.convert("L")),
+    "PNG": encoded(IMAGE, "PNG"),
+    "truncated": encoded(IMAGE)[:-200],
+    "4:1:1": encoded(IMAGE).replace(b"\1\x22\0", b"\1\x41\0"),
+    "Adobe, RGB": with_segment(encoded(IMAGE), 0xEE, ADOBE + b"\0"),
+    "segment of length 0": with_segment(encoded(IMAGE), 0xFE, b"", length=0),
+    "short table": with_segment(encoded(IMAGE), 0xDB, bytes(64)),
+    "table 4": with_segment(encoded(IMAGE), 0xDB, bytes((4, *range(64)))),
+    "two frames": with_segment(
+        encoded(IMAGE), 0xC0, encoded(IMAGE)[encoded(IMAGE).index(b"\xff\xc0") + 4 :][:15]
+    ),
+    "one component in the scan": encoded(IMAGE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
+    "12 bits": encoded(IMAGE).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+}
+
+
+@pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
+def test_engines_get_only_usual_files(kind: str) -> None:
+    data = (USUAL | UNUSUAL)[kind]
+    assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
+
+
+class Library:
+    """Stands in for nvJPEG: its calls return a status; it notes their names."""
+
+    def __init__(self, version: int = 12, **statuses: int) -> None:
+        self.version, self.statuses = version, statuses
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return self.statuses.get(name, 0)
+
+        return call
+
+    def nvjpegGetProperty(self, kind: int, value: Any) -> int:  # noqa: N802
+        value._obj.value = self.version
+        return self.statuses.get("nvjpegGetProperty", 0)
+
+
+def test_errors_of_nvjpeg_name_the_call_and_the_status() -> None:
+    for library, message in (
+        (Library(nvjpegCreateEx=7), r"nvjpegCreateEx of .* status 7: this GPU has no JPEG"),
+        (Library(11), r"^nvJPEG 11 is too old; install version 12$"),
+        (Library(nvjpegGetProperty=1), "nvjpegGetProperty of nvJPEG returned status 1"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            Engines(library)  # type: ignore[arg-type]
+
+
+def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -> None:
+    library: Any = Library()
+    engines, counts = Engines(library), []
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    for count, status in ((2, 0), (2, 0), (3, 6), (3, 0)):
+        library.statuses["nvjpegDecodeBatched"] = status
+        array = np.zeros(count, np.uint64)
+        with pytest.raises(EngineError) if status else nullcontext():
+            engines.decode(array, array, array, stream)
+        counts.append(library.calls.count("nvjpegDecodeBatchedInitialize"))
+    assert counts == [1, 1, 2, 3]
+    assert library.calls[:2] == ["nvjpegCreateEx", "nvjpegJpegStateCreate"]
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+def test_engines_are_found_or_their_absence_is_explained() -> None:
+    device = torch.device("cuda", 0)
+    reason = why_no_engines(device)
+    if reason is None:  # opened once: nobody closes them
+        assert GpuDecoder(device, 2).engines is GpuDecoder(device, 2).engines
+    else:
+        assert "nvJPEG" in reason
+    assert why_no_engines(torch.device("cpu")) == "training does not run on CUDA"
+
+
+LATE_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
+
+
+def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
+    """Arguments of `GpuDecoder.make_batch` for two files of a size; `out` is the fourth."""
+    data, zeros = encoded(Image.new("RGB", (side, side), (level, level, level))), torch.zeros
+    rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
+    for number, row in enumerate(rows.numpy()):
+        row[:] = row_of(transform(SQUASH)(file_of((side, side)), sample_rng(0, 0, number)))
+        row[[geometry.LENGTH, geometry.WIDTH, geometry.HEIGHT]] = len(data), side, side
+    files, pixels = zeros(2, len(data), dtype=torch.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
+    files[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    out = zeros(2, 3, 48, 48, dtype=torch.uint8, device="cuda")
+    levels = torch.ones(3, device="cuda"), zeros(3, device="cuda")
+    return files, rows, pixels.pin_memory(), out, *levels
+
+
+@pytest.mark.gpu
+def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write when they are called, not when the stream gets there."""
+    from extras.gpu_decode import crop_kernel
+
+    gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
+
+    def late(*args: Any, **options: Any) -> None:
+        torch.cuda._sleep(LATE_CYCLES)
+        crop(*args, **options)
+
+    levels = [10, 90, 170, 250]
+    batches = [grey_batch(level) for level in levels]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
+        address = freed.data_ptr()
+        assert freed.sum() == 0
+        gpu_decoder.make_batch(*grey_batch(250, 32))  # the kernels are loaded now
+        torch.cuda._sleep(LATE_CYCLES)
+        total = freed.sum()
+        del freed
+        gpu_decoder.make_batch(*batches[0])
+        assert any(memory.data_ptr() == address for memory in gpu_decoder._decoded)
+        torch.cuda.synchronize()
+        monkeypatch.setattr(crop_kernel, "crop_resize", late)
+        for batch in batches:
+            gpu_decoder.make_batch(*batch)
+    torch.cuda.synchronize()
+    assert total.item() == 0
+    for level, batch in zip(levels, batches, strict=True):
+        assert (batch[3].int() - level).abs().max() <= 2
+
+
+def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
+    """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
+    from extras.gpu_decode.crop_kernel import crop_resize
+
+    on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
+    rows[:, geometry.ADDRESS] = [image.data_ptr() for image in on_device]
+    rows[:, geometry.PITCH] = [image.stride(0) for image in on_device]
+    out = torch.empty(len(rows), 3, 48, 48, dtype=torch.uint8, device=device)
+    levels = torch.ones(3, device=device), torch.zeros(3, device=device)
+    for bicubic in (False, True):
+        crop_resize(torch.from_numpy(rows).to(device), out, *levels, bicubic=bicubic)
+    return out.permute(0, 2, 3, 1).cpu().numpy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
+    """To one level, if both get the same pixels."""
+    chain, count = transform(entries), 12
+    images = [black_and_white(seed) for seed in range(count // 2)]
+    images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
+    rows = np.zeros((count, geometry.COLUMNS))
+    for index, (row, image) in enumerate(zip(rows, images, strict=True)):
+        size = image.shape[1], image.shape[0]
+        row[:] = row_of(chain(file_of(size), sample_rng(1, 2, index)))
+    made = cropped(rows, images, torch.device("cuda", 0))
+    for index, (ours, image) in enumerate(zip(made, images, strict=True)):
+        expected = chain(decode.Picture(image), sample_rng(1, 2, index)).pixels().astype(int)
+        assert abs(ours.astype(int) - expected).max() <= 1, index
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("mode", ["gpu", "hybrid"])
+def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mode: str) -> None:
+    """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
+    names = ["waves", "dots", "rings", "plaid"] * 6
+    images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(names)]
+    kinds: Any = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
+    files = [encoded(image, **kinds[i % 4]) for i, image in enumerate(images)]
+    files += [encoded(images[0].convert("CMYK")), encoded(images[0], "PNG")]
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i, data in enumerate(files):
+        (tmp_path / "train" / "a" / f"{i:02d}.jpg").write_bytes(data)
+    index = load_index(tmp_path / "train", key="data.train")
+    plain = FolderDataset(index, transform(entries), seed=3)
+    dataset: Any = EngineDataset(plain)
+    dataset.set_mode(mode)
+    format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
+    by_workers = 0
+    with open_loader(dataset, workers=1, batch_size=13, pinned=True, in_use=2) as loader:
+        loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
+        prefetcher = Prefetcher(loader, format, depth=1)
+        for batch in prefetcher.batches(0, 2):
+            ours = batch["image"].permute(0, 2, 3, 1).cpu().numpy()
+            for image, (_, place) in zip(ours, batch.samples.tolist(), strict=True):
+                if abs(image - plain.load(0, place)["image"]).max() < 0.01:
+                    by_workers += 1
+                    continue
+                # From the whole image: the CPU path may scale while decoding.
+                whole = decode.Picture(decode.open_picture(plain.read(place), "pillow").pixels())
+                expected = plain.transform(whole, sample_rng(3, 0, place)).pixels().astype(float)
+                difference = abs(image - expected)
+                assert difference.mean() < 2, place
+                assert np.percentile(difference, 99) < 25, place
+        prefetcher.close()
+    # The engines do not support the progressive files, the CMYK file and the PNG.
+    assert by_workers == 8 if mode == "gpu" else 8 < by_workers < 20

@@ -1,0 +1,182 @@
+"""The blur against the arithmetic of its source, stochastic depth against torchvision's."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import models
+from conf import cli
+from conf.packages import import_torchvision
+from conf.schema import UserError
+from extras.blur_and_drop import BlurredConv
+from tests.results import same
+
+NAME = "extras.blur_and_drop:resnet"
+# Model -> the number of its blocks, and the modules of a block whose outputs are dropped.
+BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "resnet_tiny": (3, ("bn2",)),
+    "resnet18": (8, ("bn2",)),
+    "resnet50": (16, ("bn3",)),
+    "vit_s16": (12, ("attn", "mlp")),
+}
+LAST = 0.6
+
+
+def build(base: str, size: int = 32, **args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return models.build(NAME, num_classes=5, image_size=size, args={"base": base, **args})
+
+
+class Published(nn.Module):
+    """The blur of arXiv 1904.11486 as a depthwise convolution, then the convolution."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = torch.tensor([1, 2, 1], dtype=x.dtype)
+        kernel = (torch.outer(row, row) / 16).expand(x.shape[1], 1, 3, 3)
+        return self.conv(F.conv2d(x, kernel, padding=1, groups=x.shape[1]))
+
+
+def published(base: str, size: int) -> nn.Module:
+    """The plain model, with the convolutions replaced that FFCV replaces."""
+    model = build(base, size)
+    for parent in list(model.modules()):
+        for key, child in list(parent.named_children()):
+            strided = isinstance(child, nn.Conv2d) and max(child.stride) > 1
+            if strided and child.in_channels >= 16:
+                setattr(parent, key, Published(child))
+    return model.double().train()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "count"),
+    [pytest.param("resnet50", 50, 6, marks=pytest.mark.slow), ("resnet_tiny", 32, 4)],
+)
+def test_blur_is_the_published_one(name: str, size: int, count: int) -> None:
+    ours, theirs = build(name, size, blur_pool=True).double(), published(name, size)
+    assert sum(isinstance(module, BlurredConv) for module in ours.modules()) == count
+    assert sum(isinstance(module, Published) for module in theirs.modules()) == count
+    images = torch.randn(3, 3, size, size, dtype=torch.float64)
+    for model in (ours, theirs):
+        F.cross_entropy(model(images), torch.arange(3)).backward()
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-9, atol=1e-9)
+    gradients = [[p.grad for p in model.parameters()] for model in (ours, theirs)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("channels", [3, 5])
+def test_weights_are_those_of_the_plain_model(channels: int) -> None:
+    args = {"base": "resnet18", "blur_pool": True, "stochastic_depth_prob": 0.1}
+    more = {"zero_init_residual": True}
+    build = partial(models.build, num_classes=5, image_size=64, in_channels=channels)
+    torch.manual_seed(0)
+    plain = build("resnet18", args=more)
+    torch.manual_seed(0)
+    model = build(NAME, args=args | more)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "args"),
+    [
+        ("fast", {"base": "resnet50", "blur_pool": True}),
+        ("a2", {"base": "resnet50", "stochastic_depth_prob": 0.05, "zero_init_residual": True}),
+    ],
+)
+def test_recipes(recipe: str, args: dict[str, Any]) -> None:
+    model = cli.load([f"recipe=imagenet_rn50_{recipe}", "data=fake"]).model
+    assert (model.name, model.args) == (NAME, args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"base": "vit_b_32", "blur_pool": True}, "it has no strided convolutions"),
+        ({"base": "vgg11", "stochastic_depth_prob": 0.1}, "it has no residual blocks"),
+        ({"base": "resnet51"}, "^model.name=resnet51: no such model"),
+        ({}, "missing 1 required"),
+    ],
+)
+def test_arguments_that_do_not_fit(args: dict[str, Any], message: str) -> None:
+    args = args or {"blur_pool": True}
+    with pytest.raises(UserError, match=message), torch.device("meta"):
+        models.build(NAME, num_classes=10, image_size=64, args=args)
+
+
+def test_the_model_can_be_exported() -> None:
+    model = build("resnet_tiny", blur_pool=True, stochastic_depth_prob=0.5).eval()
+    images = torch.randn(2, 3, 32, 32)
+    found = torch.export.export(model, (images,)).module()(images)
+    torch.testing.assert_close(found, model(images))
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu() -> None:
+    model = build("resnet18", 64, blur_pool=True).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+    expected = model(images)
+    torch.testing.assert_close(torch.compile(model)(images), expected, rtol=1e-2, atol=1e-2)
+
+
+def dropping(name: str, probability: float) -> nn.Module:
+    """With random scales of the norms and a random head, so that every block has an effect."""
+    model = build(name, stochastic_depth_prob=probability)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.05)
+    return model
+
+
+def with_hooks(model: nn.Module, name: str) -> nn.Module:
+    """Drop the outputs of the branches of a plain model by torchvision's function."""
+    stochastic_depth = import_torchvision().ops.stochastic_depth
+    count, branches = BRANCHES[name]
+    blocks = [block for block in model.modules() if hasattr(block, branches[0])]
+    assert len(blocks) == count
+    for position, block in enumerate(blocks):
+
+        def drop(module: nn.Module, _: Any, output: Tensor, position: int = position) -> Tensor:
+            rate = LAST * position / (count - 1)
+            return stochastic_depth(output, rate, "row", module.training)
+
+        for branch in branches:
+            block.get_submodule(branch).register_forward_hook(drop)
+    return model
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
+    """Logits and gradients of a training step, from the same state of the generator."""
+    found, expected = dropping(name, LAST), with_hooks(dropping(name, 0.0), name)
+    assert list(found.state_dict()) == list(expected.state_dict())
+    expected.load_state_dict(found.state_dict())
+    images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    logits = []
+    for model in (found, expected):
+        torch.manual_seed(2)
+        logits.append(model(images))
+        logits[-1].logsumexp(1).sum().backward()
+    assert torch.equal(*logits)
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    torch.manual_seed(3)
+    assert not torch.equal(found(images), logits[0])
+
+
+def test_sync_bn_keeps_it() -> None:
+    """The conversion replaces the norms, not the modules that drop."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(dropping("resnet18", LAST))
+    kind = import_torchvision().ops.StochasticDepth
+    assert sum(isinstance(module, kind) for module in model.modules()) == 8
+    assert not any(type(module) is nn.BatchNorm2d for module in model.modules())

@@ -1,0 +1,91 @@
+"""Layer-wise learning rates compared with values by hand, and with timm's where it is installed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from conf.schema import Optim, UserError
+from engine.optim import build_optimizer
+from extras.layer_decay import blocks
+from models.vit import vit_s16
+from tests.libraries import timm_module
+from tests.results import stored
+from tests.small_run import run
+
+
+def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
+    """Parameter name -> factor of its learning rate, with and without weight decay."""
+    config = Optim(f"extras.layer_decay:{kind}", {"layer_decay": layer_decay}, decay_norms=False)
+    optimizer = build_optimizer(model, config)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 1e-4}
+    of = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_by_the_formula() -> None:
+    """decay ** distance from the head; frozen parameters have no group."""
+    with torch.device("meta"):
+        found = rates_of(vit_s16(10, 32), "adamw", 0.5)
+    assert found["head.weight"] == found["head.bias"] == 1
+    assert found["blocks.11.mlp.fc2.weight"] == found["norm.weight"] == 0.5
+    assert found["blocks.0.norm1.bias"] == 0.5**12
+    assert found["patch_embed.proj.weight"] == 0.5**13
+    model = models.build("resnet18", num_classes=10, image_size=32)
+    model.get_submodule("layer1").requires_grad_(False)
+    found = rates_of(model, "sgd", 0.5)
+    assert (found["fc.bias"], found["layer2.0.bn1.bias"], found["bn1.bias"]) == (1, 2**-6, 2**-9)
+    assert not any(name.startswith("layer1") for name in found)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto"])
+def test_it_is_timms(name: str) -> None:
+    groups_of = timm_module("optim").param_groups_layer_decay
+    model = models.build(f"timm/{name}", num_classes=3, image_size=224)
+    theirs = groups_of(model, layer_decay=0.7)
+    of = {id(p): group["lr_scale"] for group in theirs for p in group["params"]}
+    expected = {key: of[id(p)] for key, p in model.named_parameters()}
+    assert rates_of(model, "adamw", 0.7) == expected
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(name, num_classes=7, image_size=64)
+
+
+def test_blocks() -> None:
+    found = blocks(on_meta("resnet50"))
+    assert len(found) == 18 and sum(len(block) for block in found) == 161
+    assert {"conv1.weight", "bn1.weight"} < set(found[0]) and "layer1.0.bn3.bias" in found[1]
+    found = blocks(on_meta("vit_b_16"))  # norms and positions belong to the block before them
+    assert {"class_token", "encoder.pos_embedding"} < set(found[0])
+    assert {"encoder.ln.weight", "encoder.ln.bias"} < set(found[-2])
+
+
+@pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
+def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name: str) -> None:
+    model = on_meta(name)
+    found = blocks(model)
+    names = [parameter for block in found for parameter in block]
+    assert sorted(names) == sorted(key for key, _ in model.named_parameters())
+    shapes = {key: value.shape for key, value in model.named_parameters()}
+    assert {shapes[key][0] for key in found[-1]} == {7}
+
+
+@pytest.mark.parametrize("layer_decay", [0, 1.5])
+def test_a_factor_that_is_not_one(layer_decay: float) -> None:
+    config = Optim("extras.layer_decay:sgd", {"layer_decay": layer_decay})
+    with pytest.raises(UserError, match=r"^optim.args={layer_decay: .*}: layer_decay must be > 0"):
+        build_optimizer(nn.Linear(2, 2), config)
+
+
+def test_a_resumed_run_has_the_same_weights(image_root: Path, tmp_path: Path) -> None:
+    options = ["optim.name=extras.layer_decay:sgd", "optim.args={layer_decay: 0.5}"]
+    whole = run(image_root, tmp_path / "whole", *options)
+    run(image_root, tmp_path / "part", *options, "train.max_steps=3")
+    rest = run(image_root, tmp_path / "part", *options)
+    assert rest["params_sha256"] == whole["params_sha256"]
+    groups = stored(tmp_path / "part")["optimizer"]["param_groups"]
+    assert {group["lr_scale"] for group in groups} >= {1, 0.5, 0.25}
