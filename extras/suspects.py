@@ -50,8 +50,7 @@ SHARE, FEWEST = 0.02, 100  # the list has at most this share of the images, or F
 def training_images(config: Config) -> Datasets:
     """Build the training split in place of the validation split, with the transforms of this."""
     augment = replace(config.augment, train=config.augment.val)
-    data = replace(config.data, sizes={})
-    found = build_datasets(replace(config, augment=augment, data=data))
+    found = build_datasets(replace(config, augment=augment))
     return replace(found, val=found.train)
 
 
