@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import gc
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -43,16 +43,17 @@ from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.scores import class_means, class_values
+from engine.scores import add_values, class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.step_graph import StepGraph, Values, compile_later_sizes
+from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
+from engine.tune.autotune import tune_loader
+from engine.tune.memory import explain_out_of_memory, fit_memory
 from engine.validation import evaluate, validation_batches, value_names
+from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import IMAGE
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import reached_limit
-from pipeline.prefetcher import TARGET, Batch
 from pipeline.worker import start_forkserver
 
 
@@ -79,9 +80,8 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         train_on_batch = enter(build_step(plan, state, world))
         stop = enter(stop_signal(state, run, feed))
-        enter(out_of_memory_explained(plan, state, world))
+        enter(explain_out_of_memory(plan, state, world))
         world.set_section("measurement")
-        compile_later_sizes(train_on_batch, feed, plan, state, stop)
         verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
@@ -252,9 +252,9 @@ def validate(
             for each in raw:
                 row |= {f"{name}_raw": value for name, value in each.gather(world)[0].items()}
             best = plan.best_by.prefers(row, state.best)
-            previous, state.last = state.last, row
+            state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, rows, best=best, previous=previous)
+            log.validated(row, values, rows, best=best)
     stop.poll()
 
 
@@ -284,19 +284,20 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
 
     Raises UserError for something that the user must change; nothing has been created.
     """
+    world.on_all_ranks(lambda: add_values(config.log.values))
     world.broadcast(lambda: check_log(config))
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-    datasets = world.on_all_ranks(lambda: build_datasets(config))
+    datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    plan = fit_memory(plan, world, resumed=bool(resumed[1]))
+    plan = fit_memory(plan, world, build_state, training_loss, resumed=bool(resumed[1]))
     state = world.on_all_ranks(lambda: build_state(plan, world))
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
         plan.best_by.check(value_names(state.model, validation_values, example))
-    world.on_all_ranks(datasets.prepare)  # draws the images of data=demo if they are missing
+    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
     return datasets, plan, state
 
 
@@ -347,41 +348,6 @@ def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
         return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
 
     return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
-
-
-def fit_memory(plan: Plan, world: World, *, resumed: bool) -> Plan:
-    """Return the plan with micro-batches that fit into the memory, if engine/tune is there."""
-    if not has_part("engine.tune"):
-        return plan
-    from engine.tune.memory import fit_memory
-
-    return fit_memory(plan, world, build_state, training_loss, resumed=resumed)
-
-
-def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Any:
-    """Replace an out-of-memory error by one line; without engine/tune, leave it as it is."""
-    if not has_part("engine.tune"):
-        return nullcontext()
-    from engine.tune.memory import explain_out_of_memory
-
-    return explain_out_of_memory(plan, state, world)
-
-
-def tune_loader(
-    feed: Feed,
-    step: StepGraph,
-    plan: Plan,
-    state: TrainState,
-    run: RunDirectory,
-    stop: StopSignal,
-    tracker: Tracker,
-) -> Any:
-    """Set decoder and workers for loader.workers=auto; return what judges the run's speed."""
-    if not has_part("engine.tune"):
-        return None
-    from engine.tune.autotune import tune_loader
-
-    return tune_loader(feed, step, plan, state, run, stop, tracker)
 
 
 def main(config: Config) -> int:

@@ -5,18 +5,17 @@ A mistake ends the program with status 2 before it has created anything.
 
 import argparse
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.compose import SECTIONS, load, to_yaml
+from conf.compose import OWN, SECTIONS, load, to_yaml
 from conf.escape import printable
 from conf.hints import check_words
 from conf.launch import complain, fail
-from conf.optional import require_part
+from conf.named import named
 from conf.overrides import CONFIG_DIR, split_config_dir
 from conf.schema import (
     GROUPS,
@@ -41,8 +40,8 @@ options:
 def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Config:
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
-    With --multirun, train.py runs the jobs of a sweep and exits. `purpose`: its first line is that
-    of --help. Raises SystemExit: status 0, 2 after a mistake, and that of a sweep.
+    --multirun is for the program that conf/config.yaml names. `purpose`: its first line is that of
+    --help. Raises SystemExit: status 0, 2 after a mistake, and that of --multirun.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -57,7 +56,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             _show(help_text(script, about, split_config_dir(words)[0]) + "\n")
         check_words(split_config_dir(words)[1])
         if options.multirun:
-            _run_sweep(words, script, options)
+            sys.exit(named(str(OWN.get("multirun")), "-m")(words, script, options))
         config = load(words, runnable=options.cfg is None)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
@@ -69,23 +68,6 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
 def _show(text: str) -> NoReturn:
     print(text, end="")
     sys.exit(0)
-
-
-def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> NoReturn:
-    """Run the jobs of a sweep, or print their configs as YAML documents, and exit."""
-    if script != "train.py":
-        raise UserError("-m: only train.py has sweeps; start this script once per value")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
-    require_part("conf.multirun", "-m")
-    from conf.multirun import Sweep
-
-    sweep = Sweep(words, runnable=options.cfg is None)
-    if options.cfg is not None:
-        jobs = [f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()]
-        more = math.prod(map(len, sweep.columns)) - len(jobs)
-        _show("".join(jobs) + (f"# and {more} more jobs\n" if more else ""))
-    sys.exit(sweep.run())
 
 
 def with_config_dir(arguments: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
 from conf.hints import advice
+from conf.named import check_there, is_there, names_in
 from conf.overrides import (
     DEFAULTS,
     allowed_values,
@@ -49,12 +50,15 @@ from conf.schema import (
     with_size,
 )
 
-DEFAULT_RECIPE: str = next(
-    layer.recipe for layer in OmegaConf.load(FOLDER / "config.yaml").defaults if "recipe" in layer
-)
 SECTIONS = {name.split(".")[0] for name in KEYS}
+OWN = read_yaml(FOLDER / "config.yaml")
+DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN.pop("defaults") if "recipe" in each)
+MISSING = {name for name in names_in(OWN) if not is_there(name)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
+# Keys that may name code of this checkout as `module:name`, or hold entries that do.
+NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
+NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
 # Lengths of a run's name: with its parts in the keys' order, and sorted. A file name has 255 bytes.
 LONG_NAME, NAME_LENGTH = 100, 200
 NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
@@ -93,15 +97,19 @@ def load(
         raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
 
     base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
-    lower = [base, *((why, _with_val_size(own)) for why, own in (decided or {}).items())]
+    missing = sorted(MISSING & names_in(base[1]))
+    lower = [_offered(base), *((why, _with_val_size(own)) for why, own in (decided or {}).items())]
     if decided and "data.image_size" in typed:
         lower.append(("", {"data.val_size": "${data.image_size}"}))
-    upper = [_group(group, choice, config_dir) for group, choice in choices.items()]
+    upper = [_offered(_group(group, choice, config_dir)) for group, choice in choices.items()]
     upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
     planned = _merge(lower, DEFAULTS)  # what the recipe gives
     tree = _merge(upper, planned)
     _check_functions(_flat(tree))
+    for key in NAMING:
+        for name in sorted(names_in(_flat(tree)[key])):
+            check_there(name, key)
     try:
         warmup = [] if stored is not None else _limit_warmup(tree, planned, typed)
         before, now = _flat(planned), _flat(tree)
@@ -110,6 +118,7 @@ def load(
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
         notes = list(_notes(_flat(planned, resolve=True), values, choices, typed, decided or {}))
+        notes += [f"left out, because it is not in this copy: {', '.join(missing)}"] * bool(missing)
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
@@ -122,6 +131,17 @@ def load(
     config.recipe, config.typed, config.notes = recipe, list(overrides), notes + warmup
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     return config
+
+
+def _offered(layer: Layer) -> Layer:
+    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
+
+    def offered(value: Any) -> Any:
+        if isinstance(value, list):
+            return [each for each in value if not MISSING & names_in(each)]
+        return None if MISSING & names_in(value) else value
+
+    return layer[0], {key: offered(value) for key, value in layer[1].items()}
 
 
 def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
@@ -162,13 +182,15 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
     if "recipe" in content:
         file = _file("recipe", name, config_dir)
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
+    content.pop("multirun", None)
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
     return origin, _dotted(content)
 
 
 def _checkpoint(stored: Values) -> Layer:
-    """The values in a checkpoint, which OmegaConf must not resolve."""
-    values = {name: stored[name] for name in KEYS if name in stored}
+    """The values in a checkpoint, which OmegaConf must not resolve, on those of config.yaml."""
+    own = _dotted({k: v for k, v in read_yaml(FOLDER / "config.yaml").items() if k in SECTIONS})
+    values = own | {name: stored[name] for name in KEYS if name in stored}
     for name, value in values.items():
         if "${" in str(value):
             raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
@@ -193,8 +215,7 @@ def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
     file = _file(group, choice, config_dir)
     values = _dotted({group: read_yaml(file)})
     if f"{group}.name" in FIELDS:
-        defaults = read_yaml(FOLDER / "config.yaml").get(group, {})
-        values = _dotted({group: asdict(getattr(Config(), group)) | defaults}) | values
+        values = _dotted({group: asdict(getattr(Config(), group)) | OWN.get(group, {})}) | values
     return str(file), values
 
 

@@ -1,64 +1,19 @@
-"""Regular files, and the folder of what later starts reuse."""
+"""Text files, errors of the system, and the folder of what later starts reuse."""
 
 import contextlib
-import errno
-import io
 import logging
 import os
-import stat
 import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 logger = logging.getLogger(__name__)
 
-LARGEST_IMAGE = 2**29  # bytes of an image
-LARGEST_TEXT = 2**30  # bytes of a file of this program, such as config.yaml and metrics.jsonl
-
-
-def open_regular(
-    path: str | os.PathLike[str], largest: int | None = None, *, buffering: int = -1, flags: int = 0
-) -> io.BufferedReader:
-    """Open a regular file for reading. Every file that the program reads is opened here.
-
-    Opening a FIFO would wait, reading a device might not end, and a sparse file may have terabytes.
-    Raises OSError if it cannot be opened, is not a regular file, or is larger.
-
-    Args:
-        largest: bytes that it may have; None: as many as the memory of this machine.
-        buffering, flags: as of `open` and `os.open`.
-    """
-
-    def opener(name: str, mode: int) -> int:
-        return os.open(name, mode | os.O_NONBLOCK | flags)
-
-    file = open(path, "rb", buffering, opener=opener)  # noqa: SIM115 - the caller closes it
-    info = os.fstat(file.fileno())
-    if largest is None:
-        largest = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    problem = "" if stat.S_ISREG(info.st_mode) else "is not a regular file"
-    if info.st_size > largest:
-        problem = f"has {info.st_size:,} bytes, more than {largest:,}"
-    if problem:
-        file.close()
-        raise OSError(errno.EINVAL, problem, os.fspath(path))
-    return cast(io.BufferedReader, file)
-
-
-def read_bytes(path: str | os.PathLike[str], largest: int = LARGEST_TEXT) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular`."""
-    with open_regular(path, largest, buffering=0) as file:
-        return file.read()
-
 
 def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
-    """Return the text of a regular file in UTF-8; `errors` as of `bytes.decode`.
-
-    Raises OSError as `read_bytes`, and UnicodeDecodeError.
-    """
-    return read_bytes(path).decode("utf-8-sig", errors)
+    """Return the text of a file in UTF-8; `errors` as of `bytes.decode`."""
+    return Path(path).read_bytes().decode("utf-8-sig", errors)
 
 
 def described(error: OSError) -> str:

@@ -3,7 +3,7 @@
     python train.py model.name=experiments.networks:tiny
 
 A value `module:name` stands for an object in a Python file of this checkout; nothing else can be
-named. `rm` of the file needs no other edit: see `is_there`.
+named. After `rm` of the file, a default that names it is left out, and a typed name is refused.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.schema import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def is_name(value: Any) -> bool:
@@ -28,16 +28,30 @@ def is_there(value: str) -> bool:
     return any(file.is_file() and file.resolve().is_relative_to(ROOT) for file in files)
 
 
+def names_in(value: Any) -> set[str]:
+    """The names `module:name` in a value, and in the lists and dicts that it holds."""
+    if isinstance(value, dict):
+        return names_in([*value, *value.values()])
+    if isinstance(value, list):
+        return set().union(*map(names_in, value))
+    return {value} if is_name(value) else set()
+
+
+def check_there(value: str, key: str) -> None:
+    """Refuse a name whose module is not inside this checkout with a UserError."""
+    if not is_name(value) or not is_there(value):
+        file = value.partition(":")[0].replace(".", "/")
+        raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
+
+
 def named(value: str, key: str) -> Any:
     """Return the object of `module:name`, which importing the module makes.
 
     Raises UserError if the module is not inside this checkout, or has no such object. `key`: the
     config key, for messages.
     """
+    check_there(value, key)
     module, _, name = value.partition(":")
-    if not is_name(value) or not is_there(value):
-        file = module.replace(".", "/")
-        raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
         raise UserError(f"{key}={value}: {module} has no {name}; write module:name")

@@ -35,7 +35,6 @@ from conf.schema import (
 
 # Keys with words or lists of words as values, mostly paths.
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
-WORDS |= {"data.root", "data.classes"}
 CONFIG_DIR = "--config-dir="
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
 # Of a YAML file of the user; the longest here has 1.7 kB and no alias.
@@ -97,7 +96,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
         raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
     is_list = name in KEYS and get_origin(FIELDS[name].type) is list
     if override.is_sweep_override() and not is_list:
-        raise UserError(f"{text}: is a sweep; `train.py -m` trains once for each value")
+        raise UserError(f"{text}: has several values; `train.py -m` trains once for each")
     if name in GROUPS:
         _check_choice(text, name, override.value(), config_dir)
     elif override.is_sweep_override() or not _allows(name, override.value()):
@@ -113,7 +112,9 @@ def quoted(value: str) -> str:
 def _with_quotes(name: str, value: str) -> str:
     """Return the override, in quotes if Hydra's grammar would not take the value literally."""
     text = f"{name}={value}"
-    if name not in WORDS or not value:
+    if name not in WORDS:
+        return re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", text)  # module:name as a key in braces
+    if not value:
         return text
     with contextlib.suppress(HydraException):
         parsed = OverridesParser.create().parse_override(text)

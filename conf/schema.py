@@ -130,12 +130,6 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_path(value: Any) -> bool:
-    """Whether this is null, a path, or a list of paths."""
-    words = value if isinstance(value, list) and value else [value]
-    return value is None or all(map(_is_word, words))
-
-
 def _is_rising(sizes: Any) -> bool:
     """Whether these are sizes by epoch, both increasing from epoch 0; or none."""
     if not isinstance(sizes, dict) or not sizes:
@@ -158,9 +152,7 @@ def _is_fold(value: Any) -> bool:
 
 
 def last_name(path: Any) -> Any:
-    """Return the last part of a path, or of each path in a list, for the name of a run."""
-    if isinstance(path, list):
-        return [last_name(str(one)) for one in path]
+    """Return the last part of a path, for the name of a run."""
     if not path or not isinstance(path, str):
         return path  # also a value that its check refuses later
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
@@ -176,7 +168,6 @@ MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
-TRACKERS = ("tensorboard", "wandb")
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
@@ -184,8 +175,6 @@ TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
-PATHS = Check(_is_path, "a folder, or a list of folders in brackets")
-CLASSES = Check(_is_path, "classes in brackets, a pattern such as n015*, or a file of names")
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 SIZES = Check(
     _is_rising,
@@ -210,32 +199,24 @@ RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
     "a name without slashes, or null",
 )
-BOARDS = Check(
-    lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
-    f"names among {', '.join(TRACKERS)}, in brackets",
+SOURCE = Check(
+    lambda value: value in group_names("data") or ":" in value,
+    f"one of {', '.join(group_names('data'))}, or module:name of this checkout",
 )
+BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
 ENTRIES = Check(
     lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
     "a list of module:name or {module:name: {parameter: value}} of this checkout",
 )
+TABLES = Check(
+    lambda names: all(":" in name for name in names), "a list of module:name of this checkout"
+)
 PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
-SPAN = Check(
-    lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
-    "two steps, the first not after the last, in brackets",
-)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
-CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction", "data.val_fold")
-# Start of an address -> the command that copies what is there.
-COPY = {
-    "s3": "aws s3 sync {} FOLDER",
-    "gs": "gcloud storage rsync -r {} FOLDER",
-    "hf": "hf download NAME --repo-type dataset --local-dir FOLDER",
-    "http": "curl -LO {}",
-    "https": "curl -LO {}",
-}
+CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
 LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
@@ -252,6 +233,10 @@ def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
 
 
+def _without_module(name: str) -> str:
+    return name.rpartition(":")[2].lower()
+
+
 def _in_any_order(names: Any) -> Any:
     if isinstance(names, dict):
         return {str(name): names[name] for name in sorted(names, key=str)}
@@ -260,17 +245,16 @@ def _in_any_order(names: Any) -> Any:
 
 @dataclass
 class Data:
-    source: str = key("folder", BOTH, one_of(*group_names("data")))
-    """source of the images; set by data=NAME"""
-    root: Any = key(None, BOTH, PATHS, alike=last_name)
+    source: str = key("folder", BOTH, SOURCE, alike=_without_module)
+    """source of the images, set by data=NAME: folder, fake, or module:name of a function that
+    builds both splits (pipeline/build.py)"""
+    root: str | None = key(None, BOTH, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
-    train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list unites folders"""
+    train-00000.tar, ..., or train.csv (path,label)"""
     train: str = key("train", BOTH, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_in_any_order)
-    """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
@@ -485,17 +469,13 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb, both or none"""
-
+    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    values: list[str] = key([], NOTHING, TABLES)
+    """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
+    tables such as VALUES in engine/scores.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, ENTRIES)
-    """what else observes a run on rank 0, such as a profiler: module:name of functions of the log
-    that return an engine.log.observer.Observer"""
-
-
-@dataclass
-class Profile:
-    steps: list[int] = key([], NOTHING, SPAN)
-    """first and last step to profile, such as [100,110]: writes a Chrome trace and a table"""
+    """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
+    with parameters"""
 
 
 @dataclass
@@ -513,14 +493,13 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    profile: Profile = field(default_factory=Profile)
     # Whether values that are not typed follow from the weights and the number of images
     # (engine/extras/finetune.py). Set by a recipe.
     adapt: bool = False
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
-    # What the recipe is expected to reach: the node of its file, for engine/extras/expectation.py
+    # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
     # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
     changed: dict[str, str] = field(default_factory=dict, compare=False)
@@ -606,8 +585,6 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
     data, sizes = config.data, config.data.sizes
-    for name in ("root", "train", "val"):
-        refuse_address(f"data.{name}=", getattr(data, name))
     if sizes and (complete or not config.adapt):
         typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
         if size != data.image_size:
@@ -622,26 +599,11 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if runnable and data.source in ("folder", "table") and not data.root:
-        table = data.source == "table"
-        holds = "train.csv and val.csv" if table else "train/<class>/* and val/<class>/*"
+    if runnable and data.source == "folder" and not data.root:
         raise UserError(
-            f"data.root is missing: pass data.root=/path/to/imagenet (it holds {holds}), or try "
-            "`python train.py recipe=demo`, which draws its own images"
+            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
+            "val/<class>/*), or try data=fake, which needs no images"
         )
-
-
-def refuse_address(given: str, places: Any) -> None:
-    """Refuse a place, or a list of them, that is an address: samples are read in random order."""
-    for place in places if isinstance(places, list) else [places]:
-        scheme, found, rest = str(place).partition("://")
-        if found:
-            name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
-            command = COPY.get(scheme, "rclone copy {} FOLDER").replace("NAME", name).format(place)
-            raise UserError(
-                f"{given}{place}: is not a path; copy it to a disk with `{command}` and give this "
-                "folder, or mount it; scripts/prepare.py converts archives and Parquet files"
-            )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""The signals after which a run, or a sweep of runs, saves a checkpoint and stops."""
+"""The signals after which a run saves a checkpoint and stops."""
 
 import signal
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch
 def start(doc: str | None) -> Config:
     """Set up the process of train.py and return the config of its command line.
 
-    Raises SystemExit after --help, --cfg job, a sweep or a mistake. `doc`: the docstring of the
+    Raises SystemExit after --help, --cfg job, -m or a mistake. `doc`: the docstring of the
     program, whose first line --help prints; None with `python -OO`.
     """
     set_up_process()

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from conf import strict_json
-from conf.files import open_regular, read_bytes
 from conf.schema import RunError, UserError
 from models.weights import read_torch_file
 
@@ -289,7 +288,7 @@ def replace_file(path: Path, text: str) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest or pointer; return {} if it is missing or damaged."""
     try:
-        manifest = json.loads(read_bytes(path))
+        manifest = json.loads(Path(path).read_bytes())
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
@@ -297,7 +296,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, 64 hexadecimal digits."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,7 +7,6 @@ from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, co
 from engine import checkpoint
 from engine.plan import Plan
 from pipeline.build import Datasets
-from pipeline.loader_plan import pixels_of
 
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
 FIXED = (
@@ -33,7 +32,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     """Return everything that affects the result, name -> value.
 
     Some keys are replaced by what follows from them: the folders of the images, which may move, by
-    a fingerprint of the samples; the decoder by the kind of its pixels; and a file of weights by a
+    a fingerprint of the samples; the decoder by the mode of the dataset; and a file of weights by a
     hash of its content.
     """
     replaced = (*CHOOSE_SAMPLES, "loader.decoder")
@@ -53,7 +52,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         "classes": plan.num_classes,
         "parameters": plan.parameters,
         "train.precision": plan.precision,
-        "pixels": pixels_of(plan.loader.decoder),
+        "pixels": plan.loader.modes[0],
     }
 
 

@@ -24,10 +24,9 @@ from engine.losses import balanced, build_criterion, keys_of
 from engine.optim import Curve, build_optimizer
 from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, highest_share, state_bytes
+from pipeline.batch import IMAGE, Field
 from pipeline.build import Datasets
-from pipeline.dataset import IMAGE, Field
 from pipeline.loader_plan import LoaderPlan, plan_loader
-from pipeline.sampler import SizeSchedule
 
 # With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
 # GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
@@ -58,9 +57,8 @@ class Plan:
     train_images: int
     val_images: int
     classes: tuple[str, ...]
-    image_size: int  # side of the training images in pixels; with data.sizes, of the largest
+    image_size: int  # side of the training images in pixels
     val_size: int
-    sizes: SizeSchedule  # the side of the training images by step; empty without data.sizes
     schedule_steps: int  # the length of the learning-rate schedule
     stop_step: int  # where the run ends: `schedule_steps`, or train.max_steps if that is earlier
     curve: Curve
@@ -74,8 +72,7 @@ class Plan:
     compile_reason: str  # why model.compile=auto chose this mode; empty if the user set it
     parameters: int
     has_batch_norm: bool
-    # Side of the training images -> operations of a forward pass of one image
-    flops_by_size: Mapping[int, int]
+    flops: int  # operations of a forward pass for a training image
     state_bytes: int  # memory of the training state, and about the size of a checkpoint
     fields: Mapping[str, Field]  # of a sample of the training split
     best_by: BestBy
@@ -133,18 +130,6 @@ class Plan:
         """Return the number of whole epochs done after `step` steps."""
         return step * self.batch_size // self.train_images
 
-    def size(self, step: int) -> int:
-        """Return the side of the training images of a step in pixels."""
-        return self.sizes.at(step) or self.image_size
-
-    def later_sizes(self, step: int) -> list[int]:
-        """Return the first step of each size of data.sizes that begins after `step`."""
-        return [first for first, _ in self.sizes.starts if step < first < self.stop_step]
-
-    def flops(self, step: int) -> int:
-        """Return the operations of a forward pass for a training image of a step."""
-        return self.flops_by_size[self.size(step)]
-
     def due(self, step: int) -> Due:
         """Return what is due after `step` optimiser steps."""
         last = step == self.stop_step
@@ -181,17 +166,13 @@ class Plan:
             f"{self.num_classes} {'classes' if 'label' in self.fields else 'outputs'}",
             f"steps    {steps}",
             f"model    {self.parameters / 1e6:.2f} M parameters, "
-            f"{self.flops_by_size[self.image_size] / 1e9:.2f} GFLOP forward per {self.image_size} "
+            f"{self.flops / 1e9:.2f} GFLOP forward per {self.image_size} "
             f"px image; validated at {self.val_size} px{norm}",
         ]
         if (decay := self.config.train.ema_decay) is not None:
             last = 1 - highest_share(self.schedule_steps - 1)
             warms_up = f" is not reached; its warm-up ends at {last:.4g}" if last < decay else ""
             lines.append(f"average  decay {decay:g}{warms_up}")
-        if self.sizes.starts:
-            starts = zip(self.config.data.sizes, self.sizes.starts, strict=True)
-            sizes = [f"{px} px from epoch {epoch} (step {step:,})" for epoch, (step, px) in starts]
-            lines.append(f"sizes    trained at {', '.join(sizes)}")
         layout = ", channels_last" if self.channels_last else ""
         reason = f" ({self.compile_reason})" if self.compile_reason else ""
         lines.append(
@@ -215,11 +196,6 @@ def make_plan(
     build_criterion(config.train)  # refuses a wrong train.loss
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    if config.profile.steps and config.profile.steps[0] >= stop_step:
-        raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
-            "counted from 0; give earlier ones"
-        )
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     loader = plan_loader(
@@ -228,9 +204,9 @@ def make_plan(
         world,
         dtype=dtype_of(precision),  # two bytes halve what the first layer reads
         channels_last=model["channels_last"],
-        stored_pixels=resumed[1].get("pixels", "cpu") if resumed[1] else None,
+        stored_mode=resumed[1].get("pixels", "cpu") if resumed[1] else None,
     )
-    flops: int = model["flops_by_size"][datasets.train_size]
+    flops: int = model["flops"]
     compile_mode, compile_reason = resolve_compile(
         config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
     )
@@ -245,7 +221,6 @@ def make_plan(
         classes=datasets.classes,
         image_size=datasets.train_size,
         val_size=datasets.val_size,
-        sizes=SizeSchedule(config.data.sizes, num_samples=images, batch_size=size),
         schedule_steps=steps,
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
@@ -278,10 +253,8 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
             args=config.model.args,
         )
     models.freeze(model, config.model.freeze)
-    flops = {datasets.train_size: count_flops(model, shape)}
-    for side, smaller in datasets.smaller.items():
-        flops[side] = count_flops(model, smaller.fields[IMAGE].on_device, key="data.sizes")
-    if datasets.val_size not in flops:  # fails here, not at the first validation
+    flops = count_flops(model, shape)
+    if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
         shape = datasets.val.fields[IMAGE].on_device
         count_flops(model, shape, key="data.val_size, augment.val")
     decay = config.train.ema_decay
@@ -292,7 +265,7 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
         "has_batch_norm": any(isinstance(m, _BatchNorm) for m in model.modules()),
         "channels_last": models.use_channels_last(config.model.channels_last, model, device.type),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "flops_by_size": flops,
+        "flops": flops,
         "state_bytes": state_bytes(state),
     }
 

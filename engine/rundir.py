@@ -13,7 +13,6 @@ from conf.compose import to_yaml
 from conf.schema import Config, UserError, config_values
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.compile_cache import CompileCache
 from engine.distributed import World
 from engine.identity import VALIDATED_ON, accepted_changes
 from engine.plan import Plan
@@ -48,7 +47,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
-        self._compiled: CompileCache | None = None
 
     @cached_property
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
@@ -88,9 +86,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         made_by = world.broadcast(checkpoint.provenance)
         self._content = {"identity": identity, "config": values, "made_by": made_by}
         self._content["plan"] = plan.record
-        if plan.compile != "off" and self.finished is None:
-            self._compiled = CompileCache(self.path, world)
-            self._compiled.load()
 
     def _open(
         self, state: TrainState, plan: Plan, identity: dict[str, Any]
@@ -174,8 +169,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
         self.world.broadcast(lambda: self._writer.start(content, write))
         self.step_on_disk, self.last_saved_step = self.last_saved_step, state.step
-        if self._compiled is not None:
-            self._compiled.save()
 
     def failed(self) -> bool:
         """Whether the last checkpoint of this rank could not be written. Does not wait."""

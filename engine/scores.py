@@ -2,19 +2,21 @@
 
 To add a value, return one more from `training_loss` or `validation_values` in train.py. It appears
 on the console, in metrics.jsonl, in TensorBoard and in the report, and train.best_by can name it.
-An entry in VALUES changes how it is shown, or computes it from all rows of the split.
+An entry in VALUES changes how it is shown, or computes it from all rows of the split; log.values
+names more such entries.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from conf.named import named
 from conf.schema import UserError, did_you_mean
 from engine.losses import image_losses
-from engine.metrics import calibration_error, macro_f1, macro_precision, macro_recall, roc_auc
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,38 @@ class Value:
     rows: tuple[str, ...] = ()
 
 
-OF_CLASSES = Value(".2f", " %", console=False, rows=("label", "prediction"))
+def macro_recall(label: Tensor, prediction: Tensor) -> float:
+    """Return the mean over classes of their top-1 in percent, also called balanced accuracy.
+
+    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`. Of a tensor
+    int64 [N] on the CPU, each; a prediction below 0 is wrong.
+    """
+    labels, hits = np.asarray(label), np.asarray(label)[np.asarray(label == prediction)]
+    images = np.bincount(labels)
+    found = images > 0
+    return float(100 * (np.bincount(hits, minlength=len(images))[found] / images[found]).mean())
+
+
 VALUES: dict[str, Value] = {
     "loss": Value(".4f", lower=True),
     "top1": Value(".2f", " %"),
     "top5": Value(".2f", " %"),
-    "macro_precision": replace(OF_CLASSES, judge=macro_precision),
-    "macro_recall": replace(OF_CLASSES, judge=macro_recall),
-    "macro_f1": replace(OF_CLASSES, judge=macro_f1),
-    "ece": replace(OF_CLASSES, judge=calibration_error, rows=("top1", "confidence"), lower=True),
-    "auc": replace(OF_CLASSES, judge=roc_auc, rows=("label", "score")),
+    "macro_recall": Value(
+        ".2f", " %", console=False, judge=macro_recall, rows=("label", "prediction")
+    ),
 }
-ROWS_ONLY = {row for value in VALUES.values() for row in value.rows} - VALUES.keys()
+
+
+def add_values(tables: Iterable[str]) -> None:
+    """Add the tables that log.values names to VALUES."""
+    for name in tables:
+        VALUES.update(named(name, "log.values"))
+
+
+def rows_only() -> set[str]:
+    """Return the rows that are not averaged: a `judge`, perhaps of log.values, takes them."""
+    rows = (row for value in VALUES.values() for row in value.rows)
+    return {"confidence", "score", *rows} - VALUES.keys()
 
 
 def shown(name: str, number: float) -> str:

@@ -7,8 +7,7 @@ bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cud
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.plan import Plan
-from engine.state import TrainState, untouched
-from engine.stop_signal import StopSignal
-from pipeline.feed import Feed
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +37,6 @@ VALIDATION_SHARE = 0.25
 class _Captured(NamedTuple):
     """A graph with the batch that it reads and the values that it writes at each replay."""
 
-    shape: Hashable
     graph: torch.cuda.CUDAGraph
     batch: Batch
     values: Values
@@ -52,8 +46,8 @@ class _Captured(NamedTuple):
 class StepGraph(AbstractContextManager["StepGraph"]):
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
-    The first steps, and all steps after a capture that failed, launch their kernels one by one.
-    A batch of another shape drops the graph, whose memory it needs, and leads to another capture.
+    The first steps, and all steps after a capture that failed, launch their kernels one by one. All
+    batches have the same shape.
     """
 
     # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
@@ -70,7 +64,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         has_ddp = isinstance(self.network, DistributedDataParallel)
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
-        self._steps_by_shape: Counter[Hashable] = Counter()
+        self._steps = 0  # before a capture
         self._captured: _Captured | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -88,12 +82,9 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         self.before(batch.step)
         if self.disabled_reason is not None:
             return self.step(batch)
-        shape = batch.shape
-        self._steps_by_shape[shape] += 1
-        if self._captured is not None and self._captured.shape != shape:
-            self._captured = None
-        if self._captured is None and self._steps_by_shape[shape] > self.steps_before_capture:
-            self._capture(batch, shape)
+        self._steps += 1
+        if self._captured is None and self._steps > self.steps_before_capture:
+            self._capture(batch)
         captured = self._captured
         if captured is None:
             values = self.step(batch)
@@ -108,11 +99,9 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
         self._captured = None
         # One more step is enough: it creates the optimiser's state.
-        self._steps_by_shape = Counter(
-            dict.fromkeys(self._steps_by_shape, self.steps_before_capture - 1)
-        )
+        self._steps = min(self._steps, self.steps_before_capture - 1)
 
-    def _capture(self, batch: Batch, shape: Hashable) -> None:
+    def _capture(self, batch: Batch) -> None:
         """Capture the step, or set `disabled_reason`. The caller replays it."""
         free, _ = torch.cuda.mem_get_info()
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -131,7 +120,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self._disable(str(error).splitlines()[0])
         else:
-            self._captured = _Captured(shape, graph, static, values)
+            self._captured = _Captured(graph, static, values)
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason
@@ -140,21 +129,3 @@ class StepGraph(AbstractContextManager["StepGraph"]):
             "for a slow host",
             reason,
         )
-
-
-def compile_later_sizes(
-    step: StepGraph, feed: Feed, plan: Plan, state: TrainState, stop: StopSignal
-) -> None:
-    """Take steps of the later sizes of data.sizes, and undo their changes of `state`.
-
-    So they are compiled now, and if the GPU's memory is too small for one, that is found out now.
-    """
-    firsts = plan.later_sizes(state.step)
-    if not firsts or (plan.device_type == "cpu" and plan.compile == "off"):
-        return
-    with untouched(state):
-        for first in firsts:
-            for batch in stop.interruptible(feed.train.batches(first, first + 1)):
-                for _ in range(step.steps_before_capture):
-                    step(batch)
-    step.reset()

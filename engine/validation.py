@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import models
 from engine.compute import longest_float
 from engine.distributed import World
-from engine.scores import ROWS_ONLY, VALUES
+from engine.scores import VALUES, rows_only
 from engine.stop_signal import StopSignal
+from pipeline.batch import Batch
 from pipeline.feed import Feed
-from pipeline.prefetcher import Batch
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
@@ -98,7 +98,7 @@ def evaluate(
 def averaged(values: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the values of which a validation computes the mean."""
     floats = [name for name, v in values.items() if v.ndim == 1 and v.is_floating_point()]
-    return [name for name in floats if name not in ROWS_ONLY]
+    return [name for name in floats if name not in rows_only()]
 
 
 def judged(rows: Collection[str]) -> dict[str, Callable[..., float]]:

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from conf.files import open_regular
 from conf.schema import UserError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def read_torch_file(path: Path) -> Any:
     Raises OSError if the file cannot be read, and ValueError if it is not of torch.save, or would
     run code.
     """
-    open_regular(path).close()
+    open(path, "rb").close()
     try:
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -70,7 +69,7 @@ def read_file(path: Path, *, origin: str) -> Any:
     try:
         if path.suffix != ".safetensors":
             return read_torch_file(path)
-        open_regular(path).close()
+        open(path, "rb").close()
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)

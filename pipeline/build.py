@@ -1,22 +1,22 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from conf.optional import require_part
-from conf.schema import Config, Data, UserError, show, with_size
+from conf.named import named, split_entry
+from conf.schema import Config, Data, UserError
 from pipeline import augment
 from pipeline.augment import Compose
+from pipeline.batch import LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import LABEL, Dataset, FakeDataset, FolderDataset
-from pipeline.decode import ON_GPU, Picture, describe
-from pipeline.splits import held_out, load_splits, roots_of
-from pipeline.table import TableDataset
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.decode import DECODERS, Picture, describe
+from pipeline.splits import held_out, load_splits
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
 
@@ -30,17 +30,17 @@ class Datasets:
     classes: tuple[str, ...]  # their names; a label is a position in it
     train_size: int  # side of the images after the transforms, pixels
     val_size: int
-    # Side in pixels -> the training split as images of this size, for data.sizes.
-    smaller: Mapping[int, Dataset] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Create missing files, such as the images of data=demo."""
+        """Create missing files, such as images that are drawn."""
         self.train.prepare()
         self.val.prepare()
 
 
-def build_datasets(config: Config) -> Datasets:
+def build_datasets(config: Config, device: torch.device | None = None) -> Datasets:
     """Build the transforms and the sample tables of both splits; write only the index cache.
+
+    `device`: of the training, for data.on_device; None leaves everything to the workers.
 
     Raises UserError if a transform, a folder or its content is wrong.
     """
@@ -48,24 +48,17 @@ def build_datasets(config: Config) -> Datasets:
     train = build_transform(config.augment.train, "augment.train")
     val = build_transform(config.augment.val, "augment.val")
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    smaller = {}
-    for size in list(data.sizes.values())[:-1]:  # the last one is data.image_size
-        entries = with_size(config.augment.train, data.image_size, size)
-        smaller[size] = build_transform(entries, "augment.train")
-        if smaller[size].image_size != size:
-            raise UserError(
-                f"data.sizes: augment.train makes images of {smaller[size].image_size} px, not "
-                f"{size} px; write size: ${{data.image_size}} in it"
-            )
     train_split, val_split, classes = _splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
-        key = "root" if data.classes is None else "classes"
         raise UserError(
-            f"data.{key}={show(getattr(data, key))}: all images have the class {classes[0]}; a "
+            f"data.root={data.root}: all images have the class {classes[0]}; a "
             "classifier needs at least two classes, each in its own folder"
         )
-    others = {size: train_split.with_transform(each) for size, each in smaller.items()}
-    return Datasets(train_split, val_split, classes, train.image_size, val.image_size, others)
+    for entry in data.on_device if device is not None else ():
+        name, parameters = split_entry(entry, "data.on_device")
+        extend = named(name, "data.on_device")
+        train_split = extend(train_split, config, device, **parameters)
+    return Datasets(train_split, val_split, classes, train.image_size, val.image_size)
 
 
 def build_val(config: Config) -> Datasets:
@@ -112,10 +105,12 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 
 def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
-    """Call a function of DATASETS."""
-    # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
-    decoder = "auto" if config.loader.decoder in ON_GPU else config.loader.decoder
-    return DATASETS[data.source](data, train, val, decoder, config.train.seed)
+    """Call a function of DATASETS, or the one that data.source names."""
+    # In other modes, a CPU decoder takes the validation images and what the device refuses.
+    decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
+    build = DATASETS.get(data.source) or named(data.source, "data.source")
+    splits: Splits = build(data, train, val, decoder, config.train.seed)
+    return splits
 
 
 def options_of(data: Data, decoder: str, seed: int) -> dict[str, Any]:
@@ -133,32 +128,6 @@ def folder(
     return train_split, dataset(val_index, val, **options), train_index.classes
 
 
-def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    options = options_of(data, decoder, seed)
-    root, *others = roots_of(data)
-    if others:
-        raise UserError(f"data.root={show(data.root)}: data=table takes one folder; give one")
-    train_split, val_split = (
-        TableDataset(Path(root, f"{split.removesuffix('.csv')}.csv"), transform, **options)
-        for split, transform in ((data.train, train), (data.val, val))
-    )
-    if train_split.columns != val_split.columns:
-        raise UserError(
-            f"data.val={data.val}: has the columns {show([*val_split.columns])}, training has "
-            f"{show([*train_split.columns])}; give both splits the same columns, in the same order"
-        )
-    return train_split, val_split, train_split.columns
-
-
-def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    require_part("pipeline.demo", "data.source=demo")
-    from pipeline.demo.images import DemoDataset
-
-    options = options_of(data, decoder, seed)
-    train_split = DemoDataset(data, data.train, train, **options)
-    return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
-
-
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     images, classes = data.fake_images, data.fake_classes
     return (
@@ -168,10 +137,9 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
     )
 
 
-# data.source -> function of (data, training and validation transform, CPU decoder, seed).
+# data.source -> function of (data, training and validation transform, CPU decoder, seed). It may
+# also name one as module:name.
 DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
-    "table": table,
-    "demo": demo,
     "fake": fake,
 }

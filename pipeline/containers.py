@@ -1,6 +1,6 @@
-"""Where images are stored: folders, tar and zip files, and lists in CSV files.
+"""Where images are stored: folders, tar files, and lists in CSV files.
 
-Journey of a batch, 2: a sample in a tar or zip file is one `pread` from an open file. A network
+Journey of a batch, 2: a sample in a tar file is one `pread` from an open file. A network
 file system then opens a few large files instead of 1.28 million small ones.
 """
 
@@ -8,25 +8,16 @@ import csv
 import io
 import os
 import posixpath
-import struct
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from conf.files import LARGEST_IMAGE, open_regular, read_bytes
 from conf.schema import UserError
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
-LARGEST = 2**62  # bytes of a tar or zip file, which may be larger than the memory
 BLOCK = 512  # bytes, of a tar file
-LONGEST_NAME = 2**20  # bytes of a member that describes the next one, such as its long name
-DESCRIBING = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
-# Of a member of a zip file: the signature, and the lengths of its name and of its extra field.
-LOCAL_HEADER = struct.Struct("<4s22xHH")
-UTF8 = 0x800  # flag bit of a zip member
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,12 @@ class Folder:
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return the content of a file; `start` and `length` are for containers."""
-        return read_bytes(self.where(name), LARGEST_IMAGE)
+        with open(self.where(name), "rb", buffering=0) as file:
+            return file.read()
 
 
 class Container:
-    """A tar or zip file. Each process opens it once, when it reads the first member.
+    """A tar file. Each process opens it once, when it reads the first member.
 
     Threads and forked processes may share it, because `pread` uses no file position. `stamp`: the
     mtime (ns) and the size (bytes) of the file when its members were listed.
@@ -71,7 +63,7 @@ class Container:
         return data
 
     def _open(self) -> BinaryIO:
-        file = open_regular(self.path, LARGEST, buffering=0)
+        file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
         info = os.fstat(file.fileno())
         if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be at these places
             raise OSError(f"{self.path} has changed since the start; start again")
@@ -83,52 +75,37 @@ class Container:
 
 
 def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a tar or zip file; `given` is what the user gave, key=value, for messages.
+    """List the files in a tar file; `given` is what the user gave, key=value, for messages.
 
     Raises UserError if the file is damaged, or a wanted member cannot be read in place.
     """
     try:
-        return (tar_members if path.endswith(".tar") else zip_members)(path, wanted)
+        return tar_members(path, wanted)
     except DamagedError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression (zip -0) and links (tar --dereference)"
+            "again, or pack it again without compression and links (tar --dereference "
+            "--hard-dereference)"
         ) from None
 
 
 class DamagedError(ValueError):
-    """A tar or zip file is damaged or of a kind that cannot be read; says where."""
-
-
-class _Header(tarfile.TarInfo):
-    """A header whose size is checked before tarfile uses it to find the next one.
-
-    With a negative size, tarfile reads the same members for ever.
-    """
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        header = super().frombuf(buf, encoding, errors)
-        if not 0 <= header.size <= (LONGEST_NAME if header.type in DESCRIBING else 2**62):
-            raise ValueError(f"a size of {header.size:,} bytes")
-        return header
+    """A tar file is damaged or of a kind that cannot be read; says where."""
 
 
 def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of the tar file at byte `start` of a file; their numbers are checked.
+    """Yield the headers of the tar file at byte `start` of a file.
 
     Raises DamagedError if it is damaged, and OSError if it cannot be read.
     """
     at, end = start, file.seek(0, os.SEEK_END)
     file.seek(start)
     try:
-        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             while (header := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                 if header.size < 0 or (header.isreg() and header.size > end - header.offset_data):
                     raise ValueError(f"a size of {header.size:,} bytes")
-                if "\0" in header.name:
-                    raise ValueError(f"the name {header.name!r}")
                 at = tar.offset
                 yield header
         # tarfile takes a damaged or missing block for the end, which is a block of zeros.
@@ -137,14 +114,14 @@ def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
             raise ValueError("no header and no end")
     except OSError:
         raise
-    except Exception as error:  # tarfile raises many kinds: RecursionError, IndexError, ...
+    except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
         raise DamagedError(f"is damaged at byte {at:,}: {error}") from None
 
 
 def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
-    """List the files in a tar file, also by the names of the links to them.
+    """List the files in a tar file.
 
-    Raises DamagedError if it is damaged, or a link leads out of it, and OSError if it cannot be
+    Raises DamagedError if it is damaged, or a wanted member is a link, and OSError if it cannot be
     read.
 
     Args:
@@ -153,63 +130,13 @@ def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> M
         start: the first byte of the tar file.
     """
     members: Members = {}
-    links: dict[bytes, bytes] = {}
-    with open_regular(path, LARGEST) as file:
+    with open(path, "rb") as file:
         for header in tar_headers(file, start):
             name = _inside(os.fsencode(header.name))
-            if not wanted(name):
-                continue
-            if header.isreg():
+            if header.isreg() and wanted(name):
                 members[name] = header.offset_data, header.size
-            elif header.islnk() or header.issym():
-                folder = posixpath.dirname(name) if header.issym() else b""
-                links[name] = _inside(posixpath.join(folder, os.fsencode(header.linkname)))
-    for name, target in links.items():
-        if target not in members:
-            link, lost = os.fsdecode(name), os.fsdecode(target)
-            raise DamagedError(f"{link} is a link to {lost}, which is not in it")
-        members[name] = members[target]
-    return members
-
-
-def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yield the entries of a zip file's directory; their numbers and names are checked.
-
-    Raises DamagedError if it is damaged, and OSError if it cannot be read.
-    """
-    end = os.fstat(file.fileno()).st_size
-    try:
-        for info in zipfile.ZipFile(file).infolist():
-            if not 0 <= info.header_offset <= end - info.compress_size:
-                raise ValueError(f"byte {info.header_offset:,} is outside the file")
-            if not info.filename or "\0" in info.orig_filename:
-                raise ValueError(f"the name {info.orig_filename!r} at byte {info.header_offset:,}")
-            yield info
-    except OSError:
-        raise
-    except Exception as error:  # zipfile raises many kinds: UnicodeDecodeError, struct.error, ...
-        raise DamagedError(f"is damaged: {error}") from None
-
-
-def zip_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a zip file, as `tar_members`."""
-    members: Members = {}
-    with open_regular(path, LARGEST) as file:
-        end = os.fstat(file.fileno()).st_size
-        for info in zip_headers(file):
-            name = _inside(info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437"))
-            if info.is_dir() or not wanted(name):
-                continue
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise DamagedError(f"{info.filename} is compressed")
-            # The directory at the end does not tell how long the header before the content is.
-            at, size = info.header_offset, info.file_size
-            header = os.pread(file.fileno(), LOCAL_HEADER.size, at).ljust(LOCAL_HEADER.size)
-            signature, *lengths = LOCAL_HEADER.unpack(header)
-            start = at + LOCAL_HEADER.size + sum(lengths)
-            if signature != b"PK\3\4" or size != info.compress_size or start + size > end:
-                raise DamagedError(f"is damaged at byte {at:,}: {info.filename}")
-            members[name] = start, size
+            elif (header.islnk() or header.issym()) and wanted(name):
+                raise DamagedError(f"{header.name} is a link")
     return members
 
 
@@ -223,7 +150,7 @@ def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tup
 
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=delimiter)
         try:

@@ -8,22 +8,23 @@ pipeline/build.py, and conf/data/NAME.yaml. For image files with something else 
 as a number or a mask, override `fields` and `targets` of `FolderDataset`.
 """
 
-import copy
 import errno
 import hashlib
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
-from pipeline.augment import Compose, Operation, apply_operations, sample_rng
+from pipeline.augment import Compose, sample_rng
+from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
 from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
@@ -38,36 +39,8 @@ class BadImageError(RuntimeError):
     """A file that cannot be read or decoded: names the path and the reason."""
 
 
-@dataclass(frozen=True)
-class Field:
-    """One named array of a sample."""
-
-    dtype: Any  # numpy dtype, which torch must have too
-    shape: tuple[int, ...] = ()  # of one sample. That of an image is [..., H, W, C]
-    # Whether it is normalised and goes through the transforms of a batch. On the device, it is
-    # float [B, ..., C, H, W]; other fields arrive as they are.
-    image: bool = False
-
-    @property
-    def highest(self) -> int:
-        """The level of an image that stands for 1: 255 in uint8, 65535 in uint16, 1 in floats."""
-        dtype = np.dtype(self.dtype)
-        return 1 if dtype.kind == "f" else int(np.iinfo(dtype).max)
-
-    @property
-    def on_device(self) -> tuple[int, ...]:
-        """The shape of an image on the device, (..., C, H, W)."""
-        *rows, height, width, channels = self.shape
-        return (*rows, channels, height, width)
-
-
-IMAGE = "image"  # the field that is the input of the network, and that may cross encoded as a file
-LABEL = Field(np.int64)  # a class number
-
-
-def image_field(size: int) -> Field:
-    """Return the field of square RGB images of `size` pixels."""
-    return Field(np.uint8, (size, size, 3), image=True)
+class RefusedError(RuntimeError):
+    """The device cannot make a batch from what the workers wrote; they have to make all of it."""
 
 
 class Dataset(ABC):
@@ -84,7 +57,7 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a sample by name, IMAGE among them."""
+        """The arrays of a sample by name, IMAGE among them; all that crosses to the device."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -113,10 +86,37 @@ class Dataset(ABC):
         """
         self._epoch.array[0] = epoch
 
-    @property
-    def operations(self) -> int:
-        """Number of random operations of each sample that `load_for_gpu` leaves to the GPU."""
-        return 0
+    # Ways to make a sample, the default first: values of loader.decoder beside the CPU decoders.
+    # loader.workers=auto compares them.
+    modes: Sequence[str] = ("cpu",)
+    no_modes = ""  # why there are no others, for the console
+    device_rate = math.inf  # images/s that `on_device` can make at most, as far as it is known
+
+    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+        """Make later samples in one of `modes`, in all processes.
+
+        Args:
+            workers: number of processes that make samples.
+            demand: images/s that are needed of them together.
+        """
+        assert mode in self.modes
+
+    def workers_in(self, mode: str, cores: int) -> int:
+        """Return how many workers a mode can use, of those for which there are cores."""
+        return cores
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        """Make the tensors of a training step from the fields of a batch on the host.
+
+        Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
+        RefusedError to get the batch again with fields that workers make completely.
+        """
+        found = {}
+        for name, rows in fields.items():
+            found[name] = slot.copy(name, rows)
+            if self.fields[name].image:
+                found[name] = slot.normalise(name, channels_first(found[name]))
+        return found
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -142,17 +142,6 @@ class Dataset(ABC):
                 "or define `labels` in its class"
             )
         return np.bincount(self.labels, minlength=num_classes).tolist()
-
-    def load_for_gpu(self, epoch: int, index: int) -> tuple[dict[str, Any], list[Operation]]:
-        """Return a sample whose image lacks the random operations, and these operations."""
-        raise NotImplementedError
-
-    def with_transform(self, transform: Compose) -> "Dataset":
-        """Return a dataset of the same samples with other transforms, for data.sizes."""
-        raise UserError(
-            "data.sizes: this dataset makes images of one size only; leave it out, or define "
-            "`with_transform` in its class"
-        )
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
         """Begin to read these samples: where each file has to be waited for, several at a time."""
@@ -203,17 +192,6 @@ class FolderDataset(Dataset):
     def fields(self) -> Mapping[str, Field]:
         return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a GPU may decode the images and apply operations: no subclass makes them."""
-        made = ("load", "load_for_gpu", "open")
-        own = all(getattr(type(self), name) is getattr(FolderDataset, name) for name in made)
-        return own and self.fields[IMAGE] == image_field(self.transform.image_size)
-
-    @property
-    def operations(self) -> int:
-        return self.transform.operations if self.is_plain else 0
-
     def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
@@ -221,20 +199,20 @@ class FolderDataset(Dataset):
         ones, two views have different ones. Raises BadImageError if the file cannot be read or
         decoded; not for an error of a transform.
         """
-        sample, operations = self.load_for_gpu(epoch, index, rng)
-        return {**sample, IMAGE: apply_operations(Picture(sample[IMAGE]), operations).pixels()}
-
-    def load_for_gpu(
-        self, epoch: int, index: int, rng: random.Random | None = None
-    ) -> tuple[dict[str, Any], list[Operation]]:
         try:
-            picture = self.open(index)
-            rng = rng or sample_rng(self.seed, epoch, index)
-            picture, operations = self.transform.sample(picture, rng)
-            sample = {IMAGE: picture.pixels(), **self.targets(index, picture, operations)}
+            picture, others = self.sketch(index, rng or sample_rng(self.seed, epoch, index))
+            return {**self.image_fields(picture), **others}
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
-        return sample, operations
+
+    def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+        """Read a sample's file, and return its picture before it is decoded, and other fields."""
+        picture = self.transform(self.open(index), rng)
+        return picture, self.targets(index, picture)
+
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        """Return the fields of a sample that are made of its picture."""
+        return {IMAGE: picture.pixels()}
 
     def open(self, index: int) -> Picture:
         """Read the header of a file; a subclass may make the picture in another way.
@@ -248,13 +226,11 @@ class FolderDataset(Dataset):
             exif_orientation=self.exif_orientation,
         )
 
-    def targets(
-        self, index: int, picture: Picture, operations: Sequence[Operation]
-    ) -> dict[str, Any]:
-        """Return the fields of a sample beside its image. A JPEG engine may decode the image later.
+    def targets(self, index: int, picture: Picture) -> dict[str, Any]:
+        """Return the fields of a sample beside its image, which may be decoded later.
 
-        `picture`, `operations`: what `transform` has sampled, so that a mask can follow the image;
-        see `augment.follow`. Raises BadImageError or UnreadableError if a file cannot be read.
+        `picture`: what `transform` made of the image, so that a mask can follow; see
+        `augment.follow`. Raises BadImageError or UnreadableError if a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
@@ -276,11 +252,6 @@ class FolderDataset(Dataset):
     @property
     def labels(self) -> np.ndarray | None:
         return self.index.labels.array if self.fields.get("label") == LABEL else None
-
-    def with_transform(self, transform: Compose) -> Dataset:
-        other = copy.copy(self)  # shares the sample table
-        other.transform = transform
-        return other
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
@@ -363,6 +334,3 @@ class FakeDataset(Dataset):
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"
-
-    def with_transform(self, transform: Compose) -> Dataset:
-        return FakeDataset(self.num_samples, self.num_classes, transform.image_size)

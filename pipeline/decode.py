@@ -8,18 +8,17 @@ the transforms draw, and its pixels are computed when they are needed. Pillow de
 plain colour JPEG, and each file that a faster decoder refuses.
 """
 
-import importlib.util
 import io
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import region
@@ -36,32 +35,17 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 START = b"\xff\xd8"  # of a JPEG
-EXIF = b"Exif\0\0"  # start of EXIF data in a JPEG
-BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}  # start of EXIF data behind it -> for struct
-ORIENTATION, SHORT = 0x0112, 3  # EXIF tag, and the type of its value
+ORIENTATION = 0x0112  # EXIF tag
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
-BASELINE, START_OF_SCAN, APP0, APP1 = 0xC0, 0xDA, 0xE0, 0xE1
-# All that are followed by a length.
-WITH_LENGTH = {*range(0xC0, 0xF0), 0xFE} - {0xC8, *range(0xD0, 0xDA)}
+BASELINE, START_OF_SCAN = 0xC0, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-# A progressive JPEG repeats the work of decoding for each scan. Encoders write about ten.
-MOST_SCANS = 500
-# Pillow searches for the segments of a JPEG byte by byte: 100 MB of fill bytes take it minutes.
-MOST_SEARCHED = 65_536
-# A marker among entropy-coded data, and such data that change the pixels wherever they are decoded.
-MARKER = re.compile(rb"\xff+[^\x00\xff]")
-FILLER = bytes(97 * number % 251 for number in range(1, 65))
 
 
 class UnreadableError(ValueError):
     """The file of a picture cannot be decoded; says why in one line."""
 
-
-# How pixels moved: `augment.Operation`, or a function that moves int32 [H, W] alike, with 0 for
-# pixels from outside.
-Move = tuple[str, float, int, int] | Callable[[np.ndarray], np.ndarray]
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.
@@ -123,22 +107,20 @@ class JpegFile:
 class Picture:
     """An image between two transforms: where it is from, and the geometry that was sampled for it.
 
-    The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
-    (pipeline/gpu). Every other method returns a new picture and computes nothing.
+    The geometry is a value that `pixels` computes on a CPU; a dataset may also let a device compute
+    it. Every other method returns a new picture and computes nothing.
     """
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8, uint16 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    # The picture that the source was computed from, and how its pixels moved then, for
-    # `pipeline.augment.follow`; None if the source is the file or its pixels
-    origin: "tuple[Picture, Sequence[Move]] | None" = None
-    # How the source is to be turned before the geometry, as in EXIF, from 1 to 8
-    orientation: int = 1
+    # The picture that a transform computed the source from, for `pipeline.augment.follow`; None if
+    # the source is the file or its pixels
+    origin: "Picture | None" = None
+    moved: bool = False  # whether pixels were moved in another way than by the geometry
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
-        stored = self.source.size if isinstance(self.source, JpegFile) else self.source.shape[1::-1]
-        return stored[::-1] if self.orientation in SIDEWAYS else stored
+        return self.source.size if isinstance(self.source, JpegFile) else self.source.shape[1::-1]
 
     @property
     def size(self) -> tuple[int, int]:  # (width, height)
@@ -159,7 +141,7 @@ class Picture:
                 "too narrow"
             )
         step = CropResize(box or (0, 0, *self.size), size, interpolation, quick)
-        return Picture(self.source, (*self.geometry, step), self.origin, self.orientation)
+        return replace(self, geometry=(*self.geometry, step))
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are 0."""
@@ -167,22 +149,19 @@ class Picture:
 
     def mirrored(self) -> "Picture":
         step = CropResize((0, 0, *self.size), self.size, mirrored=True)
-        return Picture(self.source, (*self.geometry, step), self.origin, self.orientation)
+        return replace(self, geometry=(*self.geometry, step))
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
 
         Raises UnreadableError if the file cannot be decoded.
         """
-        image, orientation = self.source, self.orientation
+        image = self.source
         for step in self.geometry or (CropResize((0, 0, *self.size), self.size),):
-            stored = step if orientation == 1 else as_stored(step, self.full_size, orientation)
             if isinstance(image, JpegFile):
-                image = image.cropped(stored)
+                image = image.cropped(step)
             else:
-                image = resize(crop(image, stored.box), stored.size, stored.interpolation)
-            if orientation > 1:
-                image, orientation = upright(image, orientation), 1
+                image = resize(crop(image, step.box), step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
                 bits = image.view(f"i{image.itemsize}")  # torch does not flip every uint16
@@ -207,16 +186,15 @@ def open_picture(
         exif_orientation: data.exif_orientation.
     """
     try:
+        if exif_orientation and orientation_of(image := open_image(data, max_pixels)) > 1:
+            return Picture(rgb_pixels(ImageOps.exif_transpose(image)), moved=True)
         if (size := colour_size(data)) is not None:
             check_size(size, max_pixels)
-            orientation = jpeg_orientation(data) if exif_orientation else 1
-            return Picture(JpegFile(data, size, DECODERS[decoder]), orientation=orientation)
+            return Picture(JpegFile(data, size, DECODERS[decoder]))
         image = open_image(data, max_pixels)
-        is_colour = image.format == "JPEG" and image.mode == "RGB"
-        file = JpegFile(data, image.size, DECODERS[decoder])
-        source = file if is_colour else rgb_pixels(image, data)
-        orientation = orientation_in(image.info.get("exif", b"")) if exif_orientation else 1
-        return Picture(source, orientation=orientation)
+        if image.format == "JPEG" and image.mode == "RGB":
+            return Picture(JpegFile(data, image.size, DECODERS[decoder]))
+        return Picture(rgb_pixels(image))
     except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
         raise UnreadableError(describe(error)) from error
 
@@ -230,31 +208,6 @@ def describe(error: BaseException) -> str:
 
 
 # Geometry.
-
-# EXIF orientation -> which axes of the stored image, mirrored if its rows and columns are exchanged
-# first, are to be mirrored (0: rows, 1: columns).
-FLIPS = {2: [1], 3: [0, 1], 4: [0], 5: [], 6: [1], 7: [0, 1], 8: [0]}
-SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange rows and columns
-
-
-def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn stored pixels, [H, W, C], as their EXIF orientation says."""
-    turned = as_tensor(pixels)
-    if orientation in SIDEWAYS:
-        turned = turned.transpose(0, 1)
-    return turned.flip(FLIPS[orientation]).contiguous().numpy()
-
-
-def as_stored(step: CropResize, size: tuple[int, int], orientation: int) -> CropResize:
-    """Return the step, of an image of (width, height) after it is turned, for the stored pixels."""
-    (left, top, right, bottom), (width, height) = step.box, size
-    if 1 in FLIPS[orientation]:
-        left, right = width - right, width - left
-    if 0 in FLIPS[orientation]:
-        top, bottom = height - bottom, height - top
-    if orientation in SIDEWAYS:
-        return replace(step, box=(top, left, bottom, right), size=step.size[::-1])
-    return replace(step, box=(left, top, right, bottom))
 
 
 def crop(pixels: np.ndarray, box: Box, fill: int = 0) -> np.ndarray:
@@ -316,12 +269,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     format, or is no image, and OSError, ValueError or SyntaxError if the header is damaged, or the
     image is too large.
     """
-    if data.startswith(START):
-        check_header(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_size(image.size, max_pixels)
-    if "progressive" in image.info and data.count(bytes((0xFF, START_OF_SCAN))) > MOST_SCANS:
-        raise ValueError(f"a JPEG of more than {MOST_SCANS} scans, which takes minutes to decode")
     return image
 
 
@@ -332,27 +281,6 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
             f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
             "image smaller, or raise data.max_pixels if the workers have enough memory"
         )
-
-
-def check_header(data: bytes) -> None:
-    """Refuse a JPEG with more than MOST_SEARCHED fill bytes, other bytes and markers in its header.
-
-    Raises ValueError if it has.
-    """
-    at, searched = len(START), 0
-    while at < len(data):
-        marker = data.find(b"\xff", at) + 1 or len(data)
-        searched += marker - at
-        if searched > MOST_SEARCHED:
-            raise ValueError(
-                f"more than {MOST_SEARCHED:,} bytes outside the segments of its header; it is "
-                "damaged"
-            )
-        if marker == len(data) or data[marker] == START_OF_SCAN:
-            return
-        at = marker + (data[marker] != 0xFF)
-        if data[marker] in WITH_LENGTH:
-            at += int.from_bytes(data[at : at + 2], "big")
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -378,31 +306,11 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def jpeg_orientation(data: bytes) -> int:
-    """Read the EXIF orientation of a JPEG without Pillow: see `orientation_in`."""
-    for marker, at, end in segments(data):
-        if marker == APP1 and data.startswith(EXIF, at + 4):
-            return orientation_in(data[at + 4 : end])
-        if marker < APP0:  # EXIF data precede the tables
-            break
-    return 1
-
-
-def orientation_in(exif: bytes) -> int:
-    """Return the orientation in EXIF data, from 1 to 8; 1 if they have none, or are damaged.
-
-    Pillow takes 40 us to read them.
-    """
-    tiff = exif.removeprefix(EXIF)
-    if (order := BYTE_ORDERS.get(tiff[:4])) is None:
-        return 1
-    with suppress(struct.error):  # the data end
-        start = struct.unpack_from(f"{order}I", tiff, 4)[0]
-        count = struct.unpack_from(f"{order}H", tiff, start)[0]
-        for at in range(start + 2, start + 2 + 12 * count, 12):
-            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", tiff, at)
-            if (tag, kind) == (ORIENTATION, SHORT) and value in FLIPS:
-                return int(value)
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image, from 1 to 8; 1 if it has none, or it is damaged."""
+    with suppress(Exception):  # Pillow raises many kinds for damaged EXIF data
+        found = image.getexif().get(ORIENTATION, 1)
+        return found if found in range(1, 9) else 1
     return 1
 
 
@@ -418,78 +326,21 @@ def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if scale > 1:
         image.draft("RGB", (image.width // scale, image.height // scale))
-    return rgb_pixels(image.crop(box), data)
+    return rgb_pixels(image.crop(box))
 
 
-def rgb_pixels(image: Image.Image, data: bytes) -> np.ndarray:
+def rgb_pixels(image: Image.Image) -> np.ndarray:
     """Convert to uint8 [H, W, 3] as torchvision's loader, but keep the high byte of 16-bit grey.
 
     Raises OSError, ValueError or SyntaxError if the data are damaged or end early, or levels have
     32 bits.
     """
     image.load()
-    if data.startswith(START) and ends_in_grey(image) and lacks_data(data):
-        raise OSError("the file ends before the image does")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
         raise ValueError("Pillow reads 32-bit levels; save it as a PNG of 8 or 16 bits")
     return np.asarray(image.convert("RGB"))
-
-
-def ends_in_grey(image: Image.Image) -> bool:
-    """Whether the last pixel of a JPEG in L, RGB or CMYK may be one for which it has no data.
-
-    libjpeg gives such pixels medium luma. Their colour can be that of the neighbours, whose chroma
-    is interpolated.
-    """
-    pixel = image.getpixel((image.width - 1, image.height - 1))
-    red, green, blue = pixel[:3] if isinstance(pixel, tuple) else [pixel or 0] * 3
-    return abs(0.299 * red + 0.587 * green + 0.114 * blue - 127.5) < 3
-
-
-def lacks_data(data: bytes) -> bool:
-    """Whether a JPEG has no data for some of its blocks.
-
-    libjpeg makes them grey, and Pillow does not tell. This inserts more data before each marker,
-    and one more restart interval: the pixels change only if blocks are missing there.
-    """
-    start = max((at for _, at, _ in segments(data)), default=2)
-    start = data.find(bytes((0xFF, START_OF_SCAN)), start) + 2
-    end = data.find(b"\xff\xd9", start)
-    if end < 0 or data[start + 3 + 2 * data[start + 2]]:
-        return True  # of a progressive file, the first scan, with the mean of each block
-    longer, restarts = data[:start], 0
-    for marker in MARKER.finditer(data, start, end + 2):
-        longer += data[start : marker.start()] + FILLER
-        start, number = marker.start(), marker[0][-1] - 0xD0
-        if 0 <= number < 8:
-            if number != restarts % 8:
-                return True  # an interval is missing
-            restarts += 1
-        else:
-            longer += bytes((0xFF, 0xD0 + restarts % 8)) + FILLER
-            restarts = 0
-    small = []
-    for content in (data, longer + data[start:]):
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
-        image.draft(image.mode, (max(1, image.width // 8), max(1, image.height // 8)))
-        small.append(image.tobytes())
-    return small[0] != small[1]
-
-
-def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray | None:
-    import simplejpeg
-
-    try:
-        if scale == 1:
-            return simplejpeg.decode_jpeg(data)[box[1] : box[3], box[0] : box[2]]
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        height, width = -(-height // scale), -(-width // scale)
-        small = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, min_factor=scale)
-    except (ValueError, KeyError):  # KeyError: unknown sampling factors
-        return None
-    return small[box[1] : box[3], box[0] : box[2]] if small.shape[0] == height else None
 
 
 def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
@@ -505,20 +356,14 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
 # Fastest first.
 DECODERS: dict[str, Decode] = {
     "region": decode_region,
-    "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
-ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
 def remedy(name: str) -> str:
     """Return how to install a CPU decoder; an empty string if it is installed."""
-    if name == "region":
-        loaded = region.load()
-        return loaded if isinstance(loaded, str) else ""
-    if name == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
-        return "pip install simplejpeg"
-    return ""
+    loaded = region.load() if name == "region" else None
+    return loaded if isinstance(loaded, str) else ""
 
 
 def installed() -> list[str]:

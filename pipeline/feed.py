@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from conf.schema import Config, UserError
-from pipeline import augment, gpu_part
+from pipeline import augment
+from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
-from pipeline.decode import ON_GPU
 from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Place
-from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
-from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
+from pipeline.prefetcher import Mixing, Prefetcher
+from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned
 
 
-@dataclass(frozen=True)
+@dataclass
 class Feed:
     """Batches on the device for both splits, which share one pool of workers."""
 
@@ -30,29 +30,16 @@ class Feed:
     val_batches: int  # number of validation batches of this rank
     plan: LoaderPlan
     pinned: Pinned | None = None  # the page-locked buffers; None if they are ordinary memory
-    engines: Any = None  # pipeline.gpu.EngineUpload; None if no decoder in `plan` uses them
+    mode: str = "cpu"  # of the training samples, one of `plan.modes`
 
-    def decode_with(self, decoder: str, *, enough: float = math.inf) -> None:
-        """Decode the training images of later iterations with a CPU decoder, gpu or hybrid.
+    def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
+        """Make the training samples of later iterations in one of `plan.modes`.
 
-        `decoder` is one of `plan.decoders`. `enough`: images/s that this rank needs; hybrid aims
-        for no more.
+        `demand`: images/s that this rank needs.
         """
-        if decoder in ON_GPU:
-            assert self.engines is not None, "allocated without memory for files"
-            self.train.set_upload(self.engines)
-            self.engines.share_with_workers(decoder == "hybrid", enough=enough)
-        else:
-            self.train.set_upload(upload_pixels)
-            self.train.loader.encoded_share = 0.0
-
-    @property
-    def decoder(self) -> str:
-        """The current decoder of the training images."""
-        on_gpu = self.train.upload is self.engines
-        if not on_gpu:
-            return self.plan.decoder
-        return "hybrid" if self.engines.hybrid else "gpu"
+        self.mode = mode
+        dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
+        dataset.set_mode(mode, workers=max(1, workers), demand=demand)
 
     @property
     def page_locked(self) -> bool:
@@ -73,7 +60,7 @@ class Feed:
 def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place) -> Iterator[Feed]:
     """Allocate the batch buffers and start the workers; end them on exit.
 
-    The CPU decodes validation images with every decoder, so that a checkpoint has one accuracy.
+    The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
     """
     loader, data, on_gpu = config.loader, config.data, world.device.type == "cuda"
     order = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
@@ -81,20 +68,15 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place
         num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **order
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
-    sizes = SizeSchedule(data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     shape: Any = {"batch_size": loader.batch_size // world.size, "slots": plan.slots}
-    train_source = start_source(
-        datasets.train,
-        file_bytes=plan.file_bytes,
-        operations=plan.operations,
-        skip_unreadable=data.on_error == "skip",
-        smaller=datasets.smaller,
-        **shape,
+    skip = data.on_error == "skip"
+    sources = (
+        start_source(datasets.train, skip_unreadable=skip, **shape),
+        start_source(datasets.val, **shape),
     )
-    sources = train_source, start_source(datasets.val, **shape)
     with ExitStack() as stack:
         pinned = None
         if loader.pin_memory and on_gpu:
@@ -109,20 +91,15 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place
             )
         )
         pool.activate(plan.start_workers)
-        train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1, size=sizes.at)
+        train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
         mixing = _mixing(config, datasets, world)
         train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, images, depth=depth)
-        engines = None
-        if plan.uses_engines:
-            decoder = gpu_part().GpuDecoder(world.device, train_loader.batch_size)
-            stack.callback(decoder.close)
-            engines = gpu_part().EngineUpload(train_loader, decoder)
         stack.callback(train.close)
         stack.callback(val.close)
-        feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
-        feed.decode_with(plan.decoder)
+        feed = Feed(train, val, len(val_sampler), plan, pinned)
+        feed.set_mode(plan.modes[0])
         yield feed
 
 
@@ -151,7 +128,8 @@ def _mixing(config: Config, datasets: Datasets, world: Place) -> Mixing | None:
 
 def _label_to_mix(dataset: Dataset) -> str:
     """Return the only field beside images: a class number, or floating numbers."""
-    others = [name for name, field in dataset.fields.items() if not field.image]
+    fields = dataset.fields.items()
+    others = [name for name, field in fields if not field.image and not field.partial]
     field = dataset.fields[others[0]] if len(others) == 1 else None
     if field is None or (field.shape and np.dtype(field.dtype).kind != "f"):
         raise UserError(

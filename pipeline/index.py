@@ -1,4 +1,4 @@
-"""The sample table of a split: the images of a folder, a tar, a zip or a list, packed into arrays.
+"""The sample table of a split: the images of a folder, a tar or a list, packed into arrays.
 
 Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk.
 
@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from conf.files import default_cache_dir, open_regular
+from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
 from pipeline.containers import Container, Folder, list_members, read_list
@@ -35,7 +35,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
-SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
+SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?\.tar")
 CACHE_FORMAT = 7  # a scan of another format is not read
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
@@ -77,6 +77,15 @@ class Index:
     def __len__(self) -> int:
         return len(self.labels.array)
 
+    def rows(self, rows: np.ndarray) -> "Index":
+        """Return the table of some of the samples; `rows`: int64 [n], their numbers."""
+        content, bounds = self.paths.array.tobytes(), self.offsets.array
+        arrays = _packed([[content[bounds[row] : bounds[row + 1]] for row in rows]])
+        arrays["labels"] = self.labels.array[rows]
+        if self.places is not None:
+            arrays["places"] = self.places.array[rows]
+        return _index(self.root, self.classes, self.sources, arrays)
+
     def name(self, i: int) -> str:
         """Return the path of an image below its source, `class/name.jpg`."""
         start, stop = self.offsets.array[i : i + 2]
@@ -117,29 +126,6 @@ class Index:
 Arrays = dict[str, np.ndarray]
 
 
-def joined(
-    indexes: Sequence[Index], classes: tuple[str, ...], rows: np.ndarray, labels: np.ndarray
-) -> Index:
-    """Make the table of some samples of several tables.
-
-    Args:
-        rows: int64 [n]: numbers of the samples, counted over all tables.
-        labels: int64 [n]: their labels, positions in `classes`.
-    """
-    names: list[bytes] = []
-    places: list[np.ndarray] = []
-    sources: list[Folder | Container] = []
-    for index in indexes:
-        content = index.paths.array.tobytes()
-        names += [content[a:b] for a, b in pairwise(index.offsets.array.tolist())]
-        inner = np.zeros((len(index), 3), np.int64) if index.places is None else index.places.array
-        places.append(inner + [len(sources), 0, 0])
-        sources += index.sources
-    arrays = _packed([[names[row] for row in rows]])
-    arrays |= {"labels": labels, "places": np.concatenate(places)[rows]}
-    return _index(", ".join(index.root for index in indexes), classes, tuple(sources), arrays)
-
-
 def _packed(classes: Iterable[Sequence[bytes]]) -> Arrays:
     """Pack the paths of each class into the paths, offsets and labels of an Index."""
     counts = [len(names) for names in classes]
@@ -163,7 +149,7 @@ def _index(
 def find_storage(place: str) -> dict[str, list[str]]:
     """Find what holds a split: its name for messages -> the folder or the files.
 
-    `/data/train` is a folder, train.tar, train.zip, train.csv, or shards train-00000.tar,
+    `/data/train` is a folder, train.tar, train.csv, or shards train-00000.tar,
     train-00001.tar, ...; the path of a file is only this file, and one that ends in a slash only a
     folder. More than one entry is a mistake of the user.
     """
@@ -178,7 +164,7 @@ def find_storage(place: str) -> dict[str, list[str]]:
     for each in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
         match = SHARD.fullmatch(each)
         if match and match[1] == name:
-            found.setdefault(f"{name}-*{match[5]}", []).append(os.path.join(folder, each))
+            found.setdefault(f"{name}-*.tar", []).append(os.path.join(folder, each))
     return found
 
 
@@ -294,7 +280,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _scan_containers(files: Sequence[str], given: str) -> Arrays:
-    """List the images in tar or zip files."""
+    """List the images in tar files."""
     logger.info("%s: listing the images; the list is cached", given)
     names = list(map(os.fsencode, files))
     stamps = _stamps(names)  # before the listing: a file that changes meanwhile is listed again
@@ -343,7 +329,6 @@ def _scan_list(files: Sequence[str], given: str) -> Arrays:
 SCANS: dict[str, Callable[[Sequence[str], str], Arrays]] = {
     "/": _scan_folder,
     ".tar": _scan_containers,
-    ".zip": _scan_containers,
     ".csv": _scan_list,
 }
 
@@ -368,11 +353,11 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
 def _read_cache(cache: Path) -> Arrays | None:
     """Return the cached scan; None if there is none, or something in the split has changed."""
     try:
-        with open_regular(cache) as file, np.load(file, allow_pickle=False) as stored:
+        with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
             scan = dict(stored)
         same = np.array_equal(_stamps(scan["files"].tolist()), scan["stamps"])
         return scan if scan.pop("format").tolist() == [CACHE_FORMAT, len(scan)] and same else None
-    except Exception:  # zipfile and numpy raise almost anything on a damaged file
+    except Exception:  # numpy raises almost anything on a damaged file
         return None
 
 

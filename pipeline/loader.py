@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import gpu_part
-from pipeline.dataset import IMAGE, Dataset, Field
+from pipeline.batch import Field, HostBatch
+from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
 from pipeline.worker import (
     EMPTY_ROW,
@@ -49,64 +49,22 @@ MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
 
-@dataclass(frozen=True)
-class HostBatch:
-    """One complete slot. Valid until `release` has been called and its event has completed."""
-
-    fields: dict[str, torch.Tensor]  # [B, *shape]; images are undefined in rows still encoded
-    # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
-    # which the fields are those of an earlier batch
-    samples: torch.Tensor
-    step: int  # of the sampler
-    slot: int  # position in the ring
-    # float64 [B, count, 4] as of `augment.as_rows`: operations that the device applies to IMAGE.
-    operations: np.ndarray | None
-    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
-
-
 Layout = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape and dtype of a buffer
 
 
-def buffer_layout(
-    fields: Mapping[str, Field],
-    *,
-    batch_size: int,
-    slots: int,
-    file_bytes: int = 0,
-    operations: int = 0,
-) -> tuple[Layout, Layout]:
-    """Shape and dtype of each buffer of a ring of `slots` batches: the fields, and what goes along.
-
-    Args:
-        file_bytes: per row, for files that the GPU decodes; 0 for none.
-        operations: per row, number of operations that the GPU applies; 0 for none.
-    """
-    rows = slots, batch_size
-    others: Layout = {"samples": ((*rows, 2), np.int64)}
-    if file_bytes:
-        others |= gpu_part().file_buffers(*rows, file_bytes)
-    if operations:
-        others["operations"] = ((*rows, operations, 4), np.float64)
-    return {name: ((*rows, *each.shape), each.dtype) for name, each in fields.items()}, others
+def buffer_layout(fields: Mapping[str, Field], *, batch_size: int, slots: int) -> Layout:
+    """Shape and dtype of each buffer of a ring of `slots` batches."""
+    return {name: ((slots, batch_size, *each.shape), each.dtype) for name, each in fields.items()}
 
 
 def start_source(
-    dataset: Dataset,
-    *,
-    skip_unreadable: bool = False,
-    smaller: Mapping[int, Dataset] | None = None,
-    **layout: int,
+    dataset: Dataset, *, batch_size: int, slots: int, skip_unreadable: bool = False
 ) -> Source:
-    """Allocate the ring of a dataset; `layout` as for `buffer_layout`."""
-    shapes = buffer_layout(dataset.fields, **layout)
-    fields, others = ({name: SharedArray(*one) for name, one in each.items()} for each in shapes)
-    buffers: dict[str, Any] = others
-    if "files" in buffers:
-        files, geometry = buffers.pop("files"), buffers.pop("geometry")
-        size = dataset.fields[IMAGE].shape[0]
-        buffers["encoded"] = gpu_part().EncodedRows(files, geometry, size)
-    options: Any = {"skip_unreadable": skip_unreadable, "smaller": smaller or {}}
-    return Source(dataset, fields, **buffers, **options)
+    """Allocate the ring of a dataset."""
+    layout = buffer_layout(dataset.fields, batch_size=batch_size, slots=slots)
+    fields = {name: SharedArray(*one) for name, one in layout.items()}
+    samples = SharedArray((slots, batch_size, 2), np.int64)
+    return Source(dataset, fields, samples, skip_unreadable)
 
 
 def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
@@ -340,8 +298,6 @@ class Loader:
     source: int  # position in the pool
     samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
     in_use: int  # unreleased batches that the consumer may have when it asks for another
-    size: Callable[[int], int] = lambda step: 0  # step -> side of its images, pixels
-    encoded_share: float = 0.0  # of the rows of later batches, that may stay encoded
 
     def __post_init__(self) -> None:
         self.slots, self.batch_size, _ = self.pool.sources[self.source].samples.array.shape
@@ -368,13 +324,12 @@ class Loader:
             step, tasks = self._queue.popleft()
             self.pool.wait(tasks)
             slot = step % self.slots
-            source = self.pool.sources[self.source].of_size(self.size(step))
+            source = self.pool.sources[self.source]
             yield HostBatch(
-                {name: torch.from_numpy(rows) for name, rows in source.batch(slot).items()},
+                {name: torch.from_numpy(rows.array[slot]) for name, rows in source.fields.items()},
                 torch.from_numpy(source.samples.array[slot]),
                 step,
                 slot,
-                None if source.operations is None else source.operations.array[slot],
                 partial(self._copied.__setitem__, slot),
             )
 
@@ -386,24 +341,17 @@ class Loader:
         slot = step % self.slots
         if event := self._copied.pop(slot, None):
             event.synchronize()  # keeps the host only a few batches ahead of the device
-        samples, size = self.samples(step), self.size(step)
-        source = self.pool.sources[self.source]
-        source.samples.array[slot] = EMPTY_ROW
-        if source.encoded is not None:
-            source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
-        tasks = []
-        for row in range(0, len(samples), TASK_ROWS):
-            part = samples[row : row + TASK_ROWS]
-            # The same share of every task: all workers decode equally many rows.
-            encoded = round(self.encoded_share * len(part))
-            tasks.append(self.pool.submit(Task(self.source, slot, row, part, encoded, size)))
-        return tasks
+        samples = self.samples(step)
+        self.pool.sources[self.source].samples.array[slot] = EMPTY_ROW
+        return [
+            self.pool.submit(Task(self.source, slot, row, samples[row : row + TASK_ROWS]))
+            for row in range(0, len(samples), TASK_ROWS)
+        ]
 
     def load_in_process(self, batch: HostBatch) -> None:
-        """Load a batch again into its slot, in this process, and leave no row encoded.
+        """Load a batch again into its slot, in this process.
 
         Raises LoaderError if an image cannot be read, and names it.
         """
-        samples, size = self.samples(batch.step), self.size(batch.step)
-        task = Task(self.source, batch.slot, 0, samples, size=size)
+        task = Task(self.source, batch.slot, 0, self.samples(batch.step))
         self.pool.accept(run_task([task], self.pool.sources))

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.optional import has_part, require_part
 from conf.schema import Config, UserError
-from pipeline import decode, gpu_part, machine
+from pipeline import decode, machine
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import buffer_layout, slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
@@ -19,8 +18,6 @@ FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matt
 # A worker decodes 15,500 files of this size in bytes per second, so that so many of them keep up
 # with ResNet-18 at 32 px on an H200 (62,000 images/s), and measuring takes longer than it can save.
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-# Reading a file and drawing its augmentation takes 0.1 ms: more workers than this are idle.
-READERS = 6
 # Open files of the training process per worker: its pipe, its sentinel and the forkserver's.
 FILES_PER_WORKER = 4
 FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loaded later
@@ -52,14 +49,13 @@ class LoaderPlan:
     processes: int  # workers to start; validation uses all of them
     cores: int  # number of workers that the cores are enough for, regardless of the config
     reason: str  # how `workers` was found
-    decoders: tuple[str, ...]  # to compare; without a measurement, the first one is used
-    engines_unused: str  # why the GPU's JPEG engines are not used, for the console
+    decoder: str  # the CPU decoder of the images; none if the dataset has no files
+    modes: tuple[str, ...]  # of the dataset, to compare; without a measurement, the first is used
+    unused: str  # why other modes are not used, for the console
     measured: bool  # whether loader.workers=auto is measured before the first step
     not_measured: str  # why it is not; "" if it is, or if the user set loader.workers
     ceiling: int  # largest number of workers, for which the buffers are allocated
     slots: int  # batches in each of the two rings of buffers
-    file_bytes: int  # per row of the training ring, for files that the GPU decodes; 0 for none
-    operations: int  # per row of the training ring, that the GPU applies
     buffer_bytes: int  # of both rings, in memory shared with the workers
     worker_bytes: int  # estimated private memory of the worker processes
     free_bytes: int  # free memory of the machine for this rank
@@ -67,28 +63,19 @@ class LoaderPlan:
     channels_last: bool  # of the images on the device
 
     @property
-    def decoder(self) -> str:
-        """The decoder to begin with."""
-        return self.decoders[0]
-
-    @property
     def start_workers(self) -> int:
         """Workers to begin with."""
         return min(PROBE_WORKERS, self.workers) if self.measured else self.workers
-
-    @property
-    def uses_engines(self) -> bool:
-        """Whether the GPU may decode training images."""
-        return any(decoder in decode.ON_GPU for decoder in self.decoders)
 
     def lines(self) -> list[str]:
         """The plan for the console."""
         upto = "up to " if self.measured else ""
         plural = "" if self.workers == 1 else "s"
-        unused = f" ({self.engines_unused})" if self.engines_unused else ""
+        decoder = " or ".join(self.decoder if mode == "cpu" else mode for mode in self.modes)
+        unused = f" ({self.unused})" if self.unused else ""
         return [
             f"loader   {upto}{self.workers} worker{plural} per rank ({self.reason}), "
-            f"decoder {' or '.join(self.decoders)}{unused}",
+            f"decoder {decoder}{unused}",
             f"memory   {self.buffer_bytes / GIB:.2f} GiB of batch buffers ({self.slots} slots for "
             f"each split), workers about {self.worker_bytes / GIB:.2f} GiB; "
             f"{self.free_bytes / GIB:.1f} GiB are free, /dev/shm is not used",
@@ -102,31 +89,28 @@ def plan_loader(
     *,
     dtype: torch.dtype,
     channels_last: bool,
-    stored_pixels: str | None = None,
+    stored_mode: str | None = None,
 ) -> LoaderPlan:
-    """Choose decoder and workers, and check that their memory is free.
+    """Choose modes and workers, and check that their memory is free.
 
-    `stored_pixels`: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
-    without a checkpoint. Raises UserError if the decoder is not available, or files or memory are
-    too few for the workers.
+    `stored_mode`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
+    checkpoint. Raises UserError if the mode is not available, or files or memory are too few for
+    the workers.
     """
-    if config.autotune.refresh:
-        require_part("engine.tune", "autotune.refresh=true")
     train, auto = datasets.train, config.loader.workers == "auto"
     budget, limit = worker_budget(world.local_size)
     not_measured = why_not_measured(config, train, world.device, budget) if auto else ""
     measured = auto and not not_measured
-    decoders, unused = choose_decoders(config, train, world.device, stored_pixels, measured)
-    cores = workers_for(decoders[0], budget)
+    modes, unused = choose_modes(config, train, stored_mode, measured=measured)
+    cores = train.workers_in(modes[0], budget)
     workers = fewest = most = _configured(config, default=cores)
     reason = "as configured"
     if auto:
         # All cores validate, even if few workers read files for the engines. Measured workers may
         # wait for storage, and need no core then.
         fewest, most = min(1, cores), max(budget, 2 * cores if measured else 0)
-        few_readers = decoders[0] == "gpu" and cores < budget
-        reason = "enough to read files for the GPU's JPEG engines" if few_readers else limit
-    buffers = plan_buffers(config, datasets, world, fewest=fewest, most=most, decoder=decoders[-1])
+        reason = limit if cores == budget else f"enough for loader.decoder={modes[0]}"
+    buffers = plan_buffers(config, datasets, world, fewest=fewest, most=most)
     if buffers["ceiling"] < workers:
         workers, reason = buffers["ceiling"], "free memory allows no more"
     return LoaderPlan(
@@ -134,8 +118,9 @@ def plan_loader(
         processes=min(budget, buffers["ceiling"]) if auto else workers,
         cores=cores,
         reason=reason,
-        decoders=decoders,
-        engines_unused=unused,
+        decoder=getattr(train, "decoder", "none"),
+        modes=modes,
+        unused=unused,
         measured=measured,
         not_measured=not_measured,
         dtype=dtype,
@@ -173,98 +158,33 @@ def why_not_measured(config: Config, dataset: Dataset, device: torch.device, wor
     if 0 < dataset.mean_bytes() <= SMALL_FILE and workers >= ENOUGH_WORKERS:
         kilobytes = dataset.mean_bytes() / 1000
         return f"small files ({kilobytes:.1f} kB on average) decode faster than the GPU trains"
-    return "" if has_part("engine.tune") else "this copy has no engine/tune"
+    return ""
 
 
-def choose_decoders(
-    config: Config,
-    dataset: Dataset,
-    device: torch.device,
-    stored_pixels: str | None = None,
-    measured: bool = False,
+def choose_modes(
+    config: Config, dataset: Dataset, stored: str | None = None, *, measured: bool = False
 ) -> tuple[tuple[str, ...], str]:
-    """Resolve loader.decoder on this machine; for `stored_pixels`, see `plan_loader`.
+    """Resolve loader.decoder to modes of a dataset; for `stored`, see `plan_loader`.
 
-    `measured`: whether a measurement can choose between several decoders. Returns the decoders to
-    choose from, the first one to begin with; and why the engines of a GPU are not used, for the
-    console. Raises UserError if the decoder is not installed, or gpu and hybrid find no JPEG
-    engines.
+    `measured`: whether a measurement can choose between several modes. Returns the modes to choose
+    from, the first one to begin with; and why others are not used, for the console. Raises
+    UserError if the machine or the dataset does not have the mode.
     """
-    name = config.loader.decoder
-    if not isinstance(dataset, FolderDataset):
-        return ("none",), ""
-    if name not in ("auto", *decode.ON_GPU):
-        return (decode.resolve(name),), ""
-    on_cpu, missing = decode.resolve("auto"), why_no_engines(device)
-    # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
-    if name == "auto" and stored_pixels in decode.ON_GPU and missing is None:
-        name = stored_pixels
-    if name != "auto":
-        _check_engines(config, name, missing)
-        if unused := _needs_pixels(config, dataset):
-            return (on_cpu,), f"loader.decoder={name} has no effect: {unused}"
+    name, modes = config.loader.decoder, tuple(dataset.modes)
+    # Without the stored mode, auto begins with the default, and the identity check refuses it.
+    if name == "auto" and stored in modes:
+        return (stored,), ""
+    if name in modes:
         return (name,), ""
-    if stored_pixels is not None or device.type != "cuda":
-        return (on_cpu,), ""
-    unused = missing or _needs_pixels(config, dataset)
-    if config.train.deterministic:
-        unused = unused or "train.deterministic=true excludes them"
-    elif not measured:
-        unused = unused or "they are only compared if loader.workers=auto is measured"
-    if unused:
-        return (on_cpu,), f"the GPU's JPEG engines are not used: {unused}"
-    return (on_cpu, *decode.ON_GPU), ""
-
-
-def why_no_engines(device: torch.device) -> str | None:
-    """Why the GPU's JPEG engines cannot be used on this device; None if they can."""
-    if not has_part("pipeline.gpu"):
-        return "this copy has no pipeline/gpu"
-    reason: str | None = gpu_part().why_no_engines(device)
-    return reason
-
-
-def _check_engines(config: Config, decoder: str, missing: str | None) -> None:
-    """Check that gpu or hybrid can be used; `missing` is the result of `why_no_engines`."""
-    require_part("pipeline.gpu", f"loader.decoder={decoder}")
-    if decoder == "hybrid" and config.train.deterministic:
-        raise UserError(
-            "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
-            "run to run; use another decoder with train.deterministic=true"
-        )
-    if missing is not None:
-        raise UserError(
-            f"loader.decoder={decoder}: needs an NVIDIA GPU with JPEG engines and nvJPEG: "
-            f"{missing}; use auto"
-        )
-
-
-def _needs_pixels(config: Config, dataset: FolderDataset) -> str:
-    """Why JPEG engines could decode no image of this training set; "" if they could."""
-    if not dataset.is_plain:
-        return "the dataset makes the images itself"
-    place = gpu_part().first_on_pixels(dataset.transform)
-    if place is None:
-        return ""
-    entry = config.augment.train[place]
-    name = entry if isinstance(entry, str) else next(iter(entry))
-    return f"{name} in augment.train needs decoded pixels"
-
-
-def pixels_of(decoder: str) -> str:
-    """The pixels that a decoder makes: cpu (all CPU decoders agree bit for bit), gpu or hybrid."""
-    return decoder if decoder in decode.ON_GPU else "cpu"
-
-
-def workers_for(decoder: str, cores: int) -> int:
-    """Return how many of the workers for which there are cores to train with.
-
-    A few read files for the engines: at least two, because one reads 6,800 images/s (H200, files in
-    the page cache). With hybrid, another thread of the training process waits for the engines.
-    """
-    if decoder == "gpu":
-        return min(READERS, max(2, cores))
-    return max(1, cores - 1) if decoder == "hybrid" else cores
+    if name not in ("auto", *decode.DECODERS):
+        choice = ", ".join(("auto", *decode.DECODERS, *modes[1:]))
+        raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+    if name != "auto" or stored is not None:
+        return modes[:1], ""
+    if len(modes) > 1 and not measured:
+        others = " and ".join(modes[1:])
+        return modes[:1], f"{others} are only compared if loader.workers=auto is measured"
+    return modes, dataset.no_modes
 
 
 def worker_limit() -> int:
@@ -287,7 +207,7 @@ def worker_budget(local_size: int = 1) -> tuple[int, str]:
 
 
 def plan_buffers(
-    config: Config, datasets: Datasets, world: Place, *, fewest: int, most: int, decoder: str
+    config: Config, datasets: Datasets, world: Place, *, fewest: int, most: int
 ) -> dict[str, Any]:
     """Estimate the memory that `open_feed` allocates, for as many workers from `most` on as fit.
 
@@ -296,14 +216,10 @@ def plan_buffers(
     """
     loader, train = config.loader, datasets.train
     share = loader.batch_size // world.size
-    extra = {"file_bytes": 0, "operations": 0}
-    if decoder in decode.ON_GPU:
-        extra["file_bytes"] = gpu_part().file_bytes_per_row(train.mean_bytes())
-    if train.operations and has_part("pipeline.gpu") and gpu_part().has_kernels(world.device):
-        extra["operations"] = train.operations  # that the workers sample and the GPU applies
-    train_slot = buffer_layout(train.fields, batch_size=share, slots=1, **extra)
-    val_slot = buffer_layout(datasets.val.fields, batch_size=share, slots=1)
-    arrays = [array for buffers in (*train_slot, *val_slot) for array in buffers.values()]
+    layouts = [
+        buffer_layout(each.fields, batch_size=share, slots=1) for each in (train, datasets.val)
+    ]
+    arrays = [array for layout in layouts for array in layout.values()]
     slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size
@@ -318,7 +234,7 @@ def plan_buffers(
         }
         needed = found["buffer_bytes"] + found["worker_bytes"]
         if needed <= free:
-            return {**found, **extra}
+            return found
     each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
     raise UserError(
         f"loader.batch_size={loader.batch_size}: the loader needs at least {needed / GIB:.2f} GiB "

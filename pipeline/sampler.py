@@ -11,7 +11,7 @@ With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as w
 its images several times, each time with another augmentation.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
@@ -81,23 +81,6 @@ class ValSampler:
         """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
         indices = self._mine[step * self._share : (step + 1) * self._share]
         return np.stack([np.zeros_like(indices), indices], axis=1)
-
-
-class SizeSchedule:
-    """The side of the training images: that of the epoch of the first sample of a step.
-
-    `sizes`: epoch -> side in pixels from then on; both increase, from epoch 0. Attribute `starts`:
-    (first step, side), in order.
-    """
-
-    def __init__(self, sizes: Mapping[int, int], *, num_samples: int, batch_size: int) -> None:
-        self.starts = [
-            (-(-epoch * num_samples // batch_size), size) for epoch, size in sizes.items()
-        ]
-
-    def at(self, step: int) -> int:
-        """Return the side of the images of a step in pixels; 0 if there are no sizes."""
-        return max((size for first, size in self.starts if first <= step), default=0)
 
 
 def scattered(count: int) -> Iterator[int]:

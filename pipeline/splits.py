@@ -1,19 +1,17 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
-import fnmatch
 import os
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from conf.files import read_text
-from conf.schema import Data, UserError, did_you_mean, show
-from pipeline.index import Index, find_storage, joined, load_index
+from conf.schema import Data, UserError
+from pipeline.index import Index, find_storage, load_index
 
 # A folder with one of these words in its name may be a split.
 SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
@@ -40,15 +38,14 @@ def held_out(data: Data) -> HeldOut | None:
     return None
 
 
-def roots_of(data: Data) -> list[str]:
-    """Return the folders of data.root, which may be a list."""
-    roots = data.root if isinstance(data.root, list) else [data.root or ""]
-    return [os.path.expanduser(root) for root in roots]
+def root_of(data: Data) -> str:
+    """Return the folder of data.root."""
+    return os.path.expanduser(data.root or "")
 
 
-def _holds(split: str, *roots: str | Path) -> bool:
-    """Return whether one of the folders holds a split, as a folder or in any other form."""
-    return any(find_storage(os.path.join(root, split)) for root in roots)
+def _holds(split: str, root: str | Path) -> bool:
+    """Return whether a folder holds a split, as a folder or in any other form."""
+    return bool(find_storage(os.path.join(root, split)))
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -59,10 +56,11 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     if data.root is None or data.source == "fake":
         return
     splits = [data.train, data.val]
-    if held_out(data) and not _holds(data.train, *roots_of(data)):
+    root = root_of(data)
+    if held_out(data) and not _holds(data.train, root):
         splits.append("")  # the root itself holds the class folders
     inner = Path(output).resolve()
-    for place in (Path(root, split).resolve() for root in roots_of(data) for split in splits):
+    for place in (Path(root, split).resolve() for split in splits):
         if inner.is_relative_to(place):
             raise UserError(
                 f"{given}: is inside {place}, where every folder is a class of images; "
@@ -73,21 +71,17 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
 def load_splits(data: Data) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 
-    With several roots, a split has the images of all roots that hold it, ordered by class, root and
-    path; a class may be in any of them. If data.train equals data.val, one split is needed only.
-    Raises UserError if a folder or its content is wrong.
+    If data.train equals data.val, one split is needed only. Raises UserError if the folder or its
+    content is wrong.
     """
-    roots = roots_of(data)
+    root = root_of(data)
     if part := held_out(data):
-        return hold_out(_with_val(roots, data, part.given), part)
-    for root in roots:
-        if not _holds(data.train, root) and not _holds(data.val, root):
-            raise UserError(_missing(root, data.train, data))
+        return hold_out(_with_val(root, data, part.given), part)
     for split in (data.train, data.val):
-        if not _holds(split, *roots):
-            raise UserError(_missing(roots[0], split, data))
+        if not _holds(split, root):
+            raise UserError(_missing(root, split, data))
     train, val = (
-        _of_classes(_united([os.path.join(root, split) for root in roots], key), data.classes)
+        load_index(os.path.join(root, split), key=key)
         for key, split in (("data.train", data.train), ("data.val", data.val))
     )
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
@@ -100,20 +94,17 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     return train, val
 
 
-def _with_val(roots: Sequence[str], data: Data, given: str) -> Index:
+def _with_val(root: str, data: Data, given: str) -> Index:
     """Scan all images, of which some are to be held out for validation."""
-    places = []
-    for root in roots:
-        if _holds(data.val, root):
-            raise UserError(
-                f"{given}: there is a validation split, {os.path.join(root, data.val)}; leave out "
-                "this key to use it, or move it away"
-            )
-        if _holds(data.train, root):
-            places.append(os.path.join(root, data.train))
-        else:  # with a slash, a folder, even if there is a tar of the same name
-            places.append(root if os.path.isfile(root) else os.path.join(root, ""))
-    index = _united(places, "data.root")
+    if _holds(data.val, root):
+        raise UserError(
+            f"{given}: there is a validation split, {os.path.join(root, data.val)}; leave out "
+            "this key to use it, or move it away"
+        )
+    place = root if os.path.isfile(root) else os.path.join(root, "")
+    if _holds(data.train, root):
+        place = os.path.join(root, data.train)
+    index = load_index(place, key="data.root")
     for label, name in enumerate(index.classes):
         first = index.name(int(np.searchsorted(index.labels.array, label)))
         if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
@@ -122,7 +113,7 @@ def _with_val(roots: Sequence[str], data: Data, given: str) -> Index:
                 "are in folders inside it; write data.train=FOLDER and, if there is a validation "
                 "split, data.val=FOLDER"
             )
-    return _of_classes(index, data.classes)
+    return index
 
 
 def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
@@ -138,14 +129,11 @@ def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
         if stop - first < part.fewest:
             raise UserError(
                 f"{part.given}: class {name} has {stop - first} of the {part.fewest} images that "
-                "it needs; add images, or leave the class out with data.classes"
+                "it needs; add images, or remove the class"
             )
         names = [index.name(row) for row in range(first, stop)]
         is_val[first + np.array(chosen(names, part.stop, start=part.start))] = True
-    train, val = (
-        joined([index], index.classes, rows, labels[rows])
-        for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val))
-    )
+    train, val = (index.rows(rows) for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val)))
     return train, val
 
 
@@ -167,61 +155,6 @@ def chosen(names: Sequence[str], stop: float, *, start: float = 0) -> list[int]:
     if first == 0:
         last = min(max(1, last), len(names) - 1)
     return sorted(range(len(names)), key=digest)[first:last]
-
-
-def _united(places: Sequence[str], key: str) -> Index:
-    """Scan a split in all places that hold it, of which there is at least one."""
-    # Each place once: an absolute path is the same below each root, and a root may be a link.
-    wanted = list({os.path.realpath(place): place for place in places}.values())
-    found = [place for place in wanted if find_storage(place)] or wanted[:1]
-    indexes = [load_index(place, key=key) for place in found]
-    if len(indexes) == 1:
-        return indexes[0]
-    names = sorted({name for index in indexes for name in index.classes}, key=os.fsencode)
-    position = {name: label for label, name in enumerate(names)}
-    labels = np.concatenate(
-        [np.array([position[n] for n in index.classes])[index.labels.array] for index in indexes]
-    )
-    rows = np.argsort(labels, kind="stable")
-    return joined(indexes, tuple(names), rows, labels[rows])
-
-
-def _of_classes(index: Index, classes: Any) -> Index:
-    """Keep the images of the classes in data.classes, all if it is null; number the labels anew."""
-    if classes is None:
-        return index
-    kept = set()
-    for word in _class_names(classes, index):
-        found = {word} & set(index.classes) or set(fnmatch.filter(index.classes, word))
-        if not found:
-            raise UserError(
-                f"data.classes={show(classes)}: there is no class or file {word}: {index.root} "
-                f"holds {len(index.classes)} classes, such as {index.classes[0]}"
-                f"{did_you_mean(word, index.classes)}"
-            )
-        kept |= found
-    if not kept:
-        raise UserError(f"data.classes={classes}: is empty; write one class per line")
-    names = [name for name in index.classes if name in kept]
-    positions = np.array([names.index(name) if name in kept else -1 for name in index.classes])
-    labels = positions[index.labels.array]
-    rows = np.flatnonzero(labels >= 0)
-    return joined([index], tuple(names), rows, labels[rows])
-
-
-def _class_names(classes: str | list[str], index: Index) -> list[str]:
-    """Return names and patterns of classes from a list, a pattern, or a file with one per line.
-
-    In a file, anything may follow the name, such as a description.
-    """
-    if isinstance(classes, list):
-        return classes
-    path = Path(classes).expanduser()
-    if not path.is_file():
-        return [classes]
-    lines = read_text(path, errors="surrogateescape").splitlines()
-    lines = [line for line in map(str.strip, lines) if line and line[0] != "#"]
-    return [line if line in index.classes else line.split()[0] for line in lines]
 
 
 def _missing(root: str, split: str, data: Data) -> str:

@@ -4,12 +4,10 @@ torchvision takes a second to import, so it is imported only if a config names o
 training process to check the parameters, and in a worker at its first image.
 """
 
-import copy
 import random
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from conf.packages import import_torchvision
@@ -23,7 +21,7 @@ NAMES = (
     *("RandomInvert", "RandomPerspective", "RandomPhotometricDistort", "RandomPosterize"),
     *("RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"),
 )
-# Those that move pixels.
+# Those that move pixels; see `augment.follow`.
 MOVING = (
     *("ElasticTransform", "RandomAffine", "RandomPerspective", "AugMix", "RandomRotation"),
     *("RandomVerticalFlip", "AutoAugment", "RandAugment", "TrivialAugmentWide"),
@@ -44,22 +42,8 @@ class TorchvisionTransform:
         pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
         pixels, seed = pixels.clone(memory_format=torch.contiguous_format), rng.getrandbits(63)
         pixels = seeded(self._transform, pixels, seed)
-        moves = [partial(self._move, seed)] if self.name in MOVING else []
-        return Picture(pixels.permute(1, 2, 0).numpy(), origin=(picture, moves))
-
-    def _move(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """Move int32 [H, W] as the image of this seed; a function of the kind `decode.Move`.
-
-        Raises TypeError if torchvision does not move masks so: AugMix, AutoAugment and their like.
-        """
-        from torchvision import tv_tensors
-
-        transform = copy.copy(self._transform)
-        transform._fill = {"others": 0}  # not that of the image
-        # torchvision computes with float32, which is exact up to 2**24: move the bytes in halves.
-        halves = tv_tensors.Mask(torch.from_numpy(np.stack([places >> 16, places & 0xFFFF])))
-        high, low = seeded(transform, halves, seed).numpy()
-        return high << 16 | low
+        moved = self.name in MOVING
+        return Picture(pixels.permute(1, 2, 0).numpy(), origin=picture, moved=moved)
 
     @cached_property
     def _transform(self) -> Any:

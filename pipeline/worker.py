@@ -4,7 +4,6 @@ Journey of a batch, 2 to 4 happen here. torch runs in one thread.
 """
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -13,8 +12,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from multiprocessing import connection, forkserver, parent_process, resource_tracker
@@ -25,10 +24,9 @@ import numpy as np
 import torch
 
 from conf.schema import RunError
-from pipeline import gpu_part, machine
-from pipeline.augment import as_rows
+from pipeline import machine
 from pipeline.clock import waited_for_core
-from pipeline.dataset import IMAGE, READ_AHEAD, BadImageError, Dataset
+from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
@@ -39,8 +37,8 @@ STOP_SECONDS = 1.0
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
 # about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 5e-4
-# Modules that the forkserver imports once for all workers. It ignores those that are missing.
-PRELOAD = ["pipeline.worker", "pipeline.gpu"]
+# What the forkserver imports once for all workers.
+PRELOAD = ["pipeline.worker"]
 MOST_TRIED = 100  # samples in place of an unreadable one
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -59,34 +57,11 @@ class Source:
     # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the task's
     # if the sample was unreadable and another one replaced it.
     samples: SharedArray
-    encoded: Any = None  # pipeline.gpu.EncodedRows for rows that the GPU decodes, if there are any
-    # float64 [slots, B, count, 4] as of `augment.as_rows`: operations that the GPU applies. None if
-    # the workers apply them.
-    operations: SharedArray | None = None
     skip_unreadable: bool = False  # replace an unreadable sample instead of failing
-    smaller: Mapping[int, Dataset] = field(default_factory=dict)  # side -> the same samples
-
-    def of_size(self, side: int) -> "Source":
-        """This source with images of one of the sizes of `smaller`; itself for any other size."""
-        if side not in self.smaller:
-            return self
-        encoded = self.encoded and replace(self.encoded, size=side)
-        return replace(self, dataset=self.smaller[side], encoded=encoded)
-
-    def batch(self, slot: int) -> dict[str, np.ndarray]:
-        """Memory of the fields of a batch, [B, *shape]; smaller images use the front of a slot."""
-        found = {}
-        for name, stated in self.dataset.fields.items():
-            memory = self.fields[name].array[slot]
-            shape = (len(memory), *stated.shape)
-            found[name] = memory.reshape(-1)[: math.prod(shape)].reshape(shape)
-        return found
 
     @property
     def buffers(self) -> list[SharedArray]:
-        encoded = [] if self.encoded is None else [self.encoded.files, self.encoded.geometry]
-        operations = [] if self.operations is None else [self.operations]
-        return [*self.fields.values(), self.samples, *encoded, *operations]
+        return [*self.fields.values(), self.samples]
 
 
 @dataclass(eq=False)
@@ -97,8 +72,6 @@ class Task:
     slot: int  # of the ring
     row: int  # the first row
     samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
-    encoded: int = 0  # the first rows stay encoded if the GPU's JPEG engines support the file
-    size: int = 0  # of the images, for `Source.of_size`
     done: bool = False
     deaths: int = 0  # of workers that worked on it
 
@@ -112,7 +85,6 @@ class Reply:
     cpu_seconds: float = 0.0
     core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
     slowest: tuple[float, int] = (0.0, -1)  # seconds of the slowest sample and its index
-    decoded: int = 0  # rows decoded by the worker; the GPU decodes the others
     skipped: list[tuple[int, str]] = field(default_factory=list)  # index and message
     error: str | None = None  # why the task failed
     trace: str = ""  # of an error that is not about a file
@@ -126,11 +98,12 @@ def run_task(tasks: list[Task], sources: Sequence[Source], pipe: Any = None) -> 
     """
     task = tasks[0]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
-    source = sources[task.source].of_size(task.size)
+    source = sources[task.source]
     rows = range(task.row, task.row + len(task.samples))
-    files = source.encoded and gpu_part().FileWriter(source, task.slot, rows)
     # The views of a batch are made once for a task: they take longer than a copy of an image.
-    write = partial(_write_sample, source, source.batch(task.slot), task.slot)
+    batch = {name: memory.array[task.slot] for name, memory in source.fields.items()}
+    partials = {name for name, each in source.dataset.fields.items() if each.partial}
+    write = partial(_write_sample, source.dataset, batch, partials)
     skipped: list[tuple[int, str]] = []
     slowest = (0.0, -1)
     try:
@@ -139,11 +112,12 @@ def run_task(tasks: list[Task], sources: Sequence[Source], pipe: Any = None) -> 
             if pipe is not None:
                 if len(tasks) == 1 and done + READ_AHEAD > len(rows) and pipe.poll():
                     tasks.append(pipe.recv())
-                same = [t.samples for t in tasks if (t.source, t.size) == (task.source, task.size)]
+                same = [t.samples for t in tasks if t.source == task.source]
                 ahead = np.concatenate(same)[done : done + READ_AHEAD, 1]
                 source.dataset.read_ahead(ahead.tolist())
-            writer = files if row < task.row + task.encoded else None
-            skipped += _fill_row(source, partial(write, writer, row, epoch), index)
+            unreadable, found = _fill_row(source, partial(write, row, epoch), index)
+            source.samples.array[task.slot, row] = epoch, found  # last: the row is complete
+            skipped += unreadable
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(error=str(error))
@@ -155,17 +129,19 @@ def run_task(tasks: list[Task], sources: Sequence[Source], pipe: Any = None) -> 
         cpu_seconds=time.thread_time() - computed,
         core_seconds=waited_for_core() - queued,
         slowest=slowest,
-        decoded=len(rows) - (0 if files is None else files.count),
         skipped=skipped,
     )
 
 
-def _fill_row(source: Source, write: Callable[[int], None], index: int) -> list[tuple[int, str]]:
+def _fill_row(
+    source: Source, write: Callable[[int], None], index: int
+) -> tuple[list[tuple[int, str]], int]:
     """Fill a row with a sample or, with `skip_unreadable`, with its first readable replacement.
 
     `write`: writes the sample of an index into the row. Returns the unreadable samples that were
-    replaced, with their messages. Raises BadImageError if the sample and its replacements cannot be
-    read, and LoaderError if a transform or the dataset failed; the cause is its exception.
+    replaced, with their messages, and the index that the row holds. Raises BadImageError if the
+    sample and its replacements cannot be read, and LoaderError if a transform or the dataset
+    failed; the cause is its exception.
     """
     others = source.dataset.replacements(index) if source.skip_unreadable else []
     unreadable: list[tuple[int, str]] = []
@@ -180,49 +156,35 @@ def _fill_row(source: Source, write: Callable[[int], None], index: int) -> list[
                 "or the dataset failed, see the traceback above"
             ) from error
         else:
-            return unreadable
+            return unreadable, found
     none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
     raise BadImageError(f"{unreadable[0][1]}; {none if source.skip_unreadable else REMEDY}")
 
 
 def _write_sample(
-    source: Source,
+    dataset: Dataset,
     batch: Mapping[str, np.ndarray],
-    slot: int,
-    files: Any,
+    partials: Container[str],
     row: int,
     epoch: int,
     index: int,
 ) -> None:
-    """Write a sample into a row: its image as a file or as pixels, its other fields as they are.
-
-    `batch` is `source.batch(slot)`. `files` writes the image as a file if the GPU supports it; None
-    to decode.
-    """
-    sample = None if files is None else files.write(row, epoch, index)
-    is_file = sample is not None
-    if sample is None:
-        if source.operations is None:
-            sample = source.dataset.load(epoch, index)
-        else:
-            sample, operations = source.dataset.load_for_gpu(epoch, index)
-            source.operations.array[slot, row] = as_rows(operations)
-        if source.encoded is not None:
-            source.encoded.mark_as_pixels(slot, row)
+    """Write the fields of a sample into a row of a batch; `partials`: which may be shorter."""
+    sample = dataset.load(epoch, index)
     for name, rows in batch.items():
-        if is_file and name == IMAGE:
+        if name not in sample and name in partials:
             continue
         if name not in sample:
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
-        value, stated = np.asarray(sample[name]), rows.dtype
-        is_cut = value.dtype.kind == "f" and stated.kind != "f"  # numbers in [0, 1] would become 0
-        if value.shape != rows.shape[1:] or is_cut:
+        value, shape = np.asarray(sample[name]), rows.shape[1:]
+        place = (row, slice(len(value))) if name in partials else row
+        is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
+        if value.shape != rows[place].shape or is_cut:
             raise ValueError(
-                f"the field {name} is {value.dtype} {value.shape}, and the dataset states {stated} "
-                f"{rows.shape[1:]} in `fields`"
+                f"the field {name} is {value.dtype} {value.shape}, and the dataset states "
+                f"{rows.dtype} {shape} in `fields`"
             )
-        rows[row] = value
-    source.samples.array[slot, row] = epoch, index  # last: the row is complete
+        rows[place] = value
 
 
 def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:

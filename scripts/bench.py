@@ -39,6 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, cycle
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,11 +52,10 @@ from engine.distributed import World, join_world
 from engine.log.measurements import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
+from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
-from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
 
@@ -85,7 +85,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
     with join_world(config.train.device) as world:
         config, datasets, plan = prepare(config, world)
         found: list[Stage] = []
-        if isinstance(datasets.train, FolderDataset):
+        if hasattr(datasets.train, "read"):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
@@ -144,9 +144,10 @@ def compare_workers(
 
 def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
     config = train.resolve_config(config, world)
-    datasets = build_datasets(config)
+    datasets = build_datasets(config, world.device)
     datasets.prepare()
-    plan = train.fit_memory(plan_of(config, datasets, world), world, resumed=False)
+    plan = plan_of(config, datasets, world)
+    plan = train.fit_memory(plan, world, train.build_state, train.training_loss, resumed=False)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     return config, datasets, plan
 
@@ -186,7 +187,7 @@ def windows(
     return rates
 
 
-def measure_read(dataset: FolderDataset, seconds: float) -> Stage:
+def measure_read(dataset: Any, seconds: float) -> Stage:
     """Read whole files one after another, spread over the dataset, from page cache or disk."""
     sizes: list[int] = []
     places = scattered(len(dataset))
@@ -201,14 +202,12 @@ def measure_read(dataset: FolderDataset, seconds: float) -> Stage:
     return Stage("read", rates, f"one process, {speed}")
 
 
-def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Stage:
+def measure_decode(dataset: Any, seconds: float, plan: Plan) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
-    # The GPU applies the operations of RandAugment.
-    load = dataset.load_for_gpu if plan.loader.operations else dataset.load
 
     def decode() -> int:
-        load(0, next(places))
+        dataset.load(0, next(places))
         return 1
 
     threads = torch.get_num_threads()

@@ -7,10 +7,9 @@
 data.root needs no training split. The classes of the images are found by name, so data.val may hold
 some of them.
 
-Prints the values of a validation: of a classifier loss, top-1 and top-5, macro precision, recall
-(balanced accuracy) and F1, the expected calibration error (15 bins), and for two classes the area
-under the ROC curve. Writes evaluation.json, CSV files and pictures to --out, by default
-evaluation/<name of the checkpoint> in the current folder, with data.val=test
+Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
+accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
+--out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
 evaluation/<name>,test. Earlier files are replaced.
 
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
@@ -57,29 +56,27 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf import escape, strict_json
+from conf import strict_json
 from conf.launch import exit_with
+from conf.named import named, split_entry
 from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
-from engine.log.runlog import predictions_of
+from engine.log.runlog import OBSERVERS
 from engine.plan import check_batch, micro_batches
-from engine.scores import shown
-from engine.validation import evaluate
+from engine.scores import add_values, shown
+from engine.validation import Rows, evaluate
+from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
-from pipeline.class_names import readable
-from pipeline.dataset import LABEL, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
-from pipeline.prefetcher import Batch
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
-from pipeline.table import TableDataset
 from pipeline.worker import start_forkserver
 from scripts.lib.trained import Trained, exit_status, open_trained
 
-WORST = 100  # images in worst.csv
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 # Largest relative difference of a repeated validation on a GPU on which cuDNN chooses its
 # algorithms by their measured time: two starts may round differently.
@@ -91,7 +88,7 @@ DIFFERS = "DIFFERS"
 class Evaluated:
     trained: Trained
     values: dict[str, float]
-    predictions: Any  # classification.Predictions on rank 0; None for another task
+    rows: Rows  # of all images, on rank 0
     datasets: Datasets
     classes: tuple[str, ...]  # of the model; a label is a position in it
     summary: dict[str, Any]  # what is printed, and written to evaluation.json
@@ -121,6 +118,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     read.
     """
     config, device = trained.config, world.device
+    add_values(config.log.values)
     check_batch(config, config.loader.batch_size, world)
     precision = trained.precision(device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
@@ -160,7 +158,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "classes": len(datasets.classes),
         "seconds": round(seconds, 3),
     }
-    return Evaluated(trained, values, predictions_of(rows), datasets, classes, summary)
+    return Evaluated(trained, values, rows, datasets, classes, summary)
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
@@ -181,8 +179,6 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         data = replace(data, root=str(Path(data.val).parent))
     if "data.val" in typed_keys(overrides):  # other images than the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
-    if data.classes is not None and "data.classes" not in typed_keys(overrides) and trained.classes:
-        data = replace(data, classes=list(trained.classes))  # its file may be on another machine
     augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
 
@@ -197,7 +193,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
     if val.fields.get("label") != LABEL:
-        if known and known != found and isinstance(val, TableDataset):
+        if known and known != found and hasattr(val, "columns"):  # of numbers
             raise UserError(
                 f"data.val={trained.config.data.val}: has the columns {', '.join(found)}, the "
                 f"model was trained on {', '.join(known)}; give these, in this order"
@@ -283,37 +279,13 @@ def self_check(found: Evaluated, world: World) -> list[str]:
 
 
 def write(found: Evaluated, folder: Path) -> None:
-    classes, p, val = found.classes, found.predictions, found.datasets.val
+    """Write evaluation.json and the files of the observers."""
     content = {**found.summary, "made_by": provenance()}
-    if p is not None:
-        content["calibration"] = p.calibration()
+    for entry in found.trained.config.log.observers:
+        observer = named(split_entry(entry, OBSERVERS)[0], OBSERVERS)
+        added = observer.evaluated(folder, found.rows, found.classes, found.datasets.val)
+        content.update(added or {})
     write_json(folder / "evaluation.json", content)
-    if p is None:
-        return
-    table = p.per_class(classes)
-    write_csv(folder / "per_class.csv", ",".join(table[0]), [[*row.values()] for row in table])
-    names = [readable(name) for name in classes]
-    rows: list[list[Any]] = [
-        [classes[i], classes[j], images, names[i], names[j]]
-        for i, j, images in p.confusions(len(classes))
-    ]
-    write_csv(folder / "confusion.csv", "class,prediction,images,name,prediction_name", rows)
-    rows = []
-    for row in p.worst(WORST):
-        i, j, values = p.labels[row], p.predictions[row], (p.confidences[row], p.losses[row])
-        rows.append(
-            [val.name(row), classes[i], classes[j], *map(float, values), names[i], names[j]]
-        )
-    header = "path,class,prediction,confidence,loss,name,prediction_name"
-    write_csv(folder / "worst.csv", header, rows)
-    for tag, picture in p.draw(classes, val).items():
-        name = tag.removeprefix("val/")
-        picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
-
-
-def write_csv(path: Path, header: str, rows: list[list[Any]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        escape.write_csv(file, [header.split(","), *rows])
 
 
 def name_of(trained: Trained) -> str:

@@ -28,7 +28,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.files import open_regular
 from conf.schema import RunError, UserError, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
@@ -80,11 +79,11 @@ import models
 from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
+from pipeline.batch import IMAGE, LABEL, Field, ImageFormat
 from pipeline.build import build_transform, build_val
-from pipeline.dataset import IMAGE, LABEL, Field, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.decode import describe
 from pipeline.machine import cores
-from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
@@ -336,7 +335,7 @@ def validation_files(trained: Trained) -> FolderDataset:
     """Return the validation split. Raises UserError: its images are not those of files."""
     loader = replace(trained.config.loader, decoder="pillow")
     datasets = build_val(replace(trained.config, loader=loader))
-    if not isinstance(datasets.val, FolderDataset) or not datasets.val.is_plain:
+    if not isinstance(datasets.val, FolderDataset):
         raise UserError(
             "--self-check: the dataset makes its images, from no image files; leave it out"
         )
@@ -374,7 +373,7 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
             ) from None
         if files is not None:
             lines += self_check(job, predict, texts, files)
-        with open_regular(temporary) as file:
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]

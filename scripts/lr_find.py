@@ -39,7 +39,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 import train
 from conf import cli
@@ -47,7 +47,6 @@ from conf.launch import exit_with
 from conf.schema import Config
 from engine.checkpoint import write_json
 from engine.distributed import join_world
-from engine.log.pictures import BLUE, GREY, SMALL, font, sheet
 from engine.optim import Curve
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
@@ -143,7 +142,9 @@ def suggest(losses: Sequence[float], lrs: Sequence[float], steps: int) -> float 
 
 def picture(losses: Sequence[float], lrs: Sequence[float], steps: int, title: str) -> Image.Image:
     """Draw the losses (points) and the smoothed curve over the learning rate, logarithmically."""
-    image, draw = sheet(900, 480, title)
+    image = Image.new("RGB", (900, 480), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
+    draw.text((16, 14), title, "black", ImageFont.load_default(18))
     smooth = smoothed(losses, steps)
     # A diverged loss would leave the rest of the curve flat.
     least, most = min(losses), smooth[0] + 0.5 * (smooth[0] - smooth.min()) + 1e-6
@@ -153,12 +154,12 @@ def picture(losses: Sequence[float], lrs: Sequence[float], steps: int, title: st
         return (60 + 360 * (most - np.fmin(loss, most)) / (most - least)).tolist()
 
     for x, y in zip(across, down(np.asarray(losses)), strict=True):
-        draw.ellipse((x - 2, y - 2, x + 2, y + 2), GREY)
-    draw.line(list(zip(across, down(smooth), strict=False)), BLUE, 3)
+        draw.ellipse((x - 2, y - 2, x + 2, y + 2), "#808080")
+    draw.line(list(zip(across, down(smooth), strict=False)), "#4c72b0", 3)
     for x, lr in list(zip(across, lrs, strict=True))[:: max(1, len(lrs) // 8)]:
-        draw.text((x, 430), f"{lr:.2g}", "black", font(SMALL), "ma")
+        draw.text((x, 430), f"{lr:.2g}", "black", font, "ma")
     for y, loss in ((420, least), (60, most)):
-        draw.text((62, y), f"{loss:.2f}", "black", font(SMALL), "rm")
+        draw.text((62, y), f"{loss:.2f}", "black", font, "rm")
     return image
 
 

@@ -84,7 +84,6 @@ from torch import Tensor, nn
 import train
 from conf import cli, strict_json
 from conf.escape import printable, write_csv
-from conf.files import LARGEST_IMAGE, read_bytes
 from conf.schema import UserError, typed_keys
 from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
@@ -92,12 +91,11 @@ from engine.scores import shown
 from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
+from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.class_names import readable
-from pipeline.dataset import Field
 from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
-from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
@@ -165,7 +163,8 @@ class Predictor:
         if len(trained.image_shape) > 3:
             shape = [*trained.image_shape]
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
-        self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
+        on_cpu = loader.decoder in decode.DECODERS
+        self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
         self.seed, self.top = config.train.seed, top
         self.max_pixels, self.exif_orientation = data.max_pixels, data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
@@ -208,7 +207,7 @@ class Predictor:
     def load(self, path: str, number: int) -> Loaded:
         """Read, decode and transform an image; `number` seeds random transforms."""
         try:
-            content = read_bytes(path, LARGEST_IMAGE)
+            content = Path(path).read_bytes()
             picture = decode.open_picture(
                 content, self.decoder, self.max_pixels, exif_orientation=self.exif_orientation
             )

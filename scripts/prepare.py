@@ -1,4 +1,4 @@
-"""Convert a dataset for training: to folders train/<class>/ and val/<class>/, or tar or zip files.
+"""Convert a dataset for training: to folders train/<class>/ and val/<class>/, or tar files.
 
     python scripts/prepare.py /downloads --to /imagenet
     python scripts/prepare.py imagenet-object-localization-challenge.zip --to /imagenet --format tar
@@ -23,8 +23,8 @@ data.val_fraction. A test split is only used if there is no validation split.
 
 In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
 on the same file system. Otherwise, images are copied byte for byte; those of CIFAR become PPM
-files, which are lossless. --format tar writes train.tar and val.tar, --format zip train.zip and
-val.zip (stored, not deflated), with the members <class>/<name>. data.root takes these files as it
+files, which are lossless. --format tar writes train.tar and val.tar, with the members
+<class>/<name>. data.root takes these files as it
 takes folders.
 
 --side N makes images smaller, so that they are faster to read and decode: files named .jpg or .jpeg
@@ -35,7 +35,7 @@ compares sizes.
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
 status is 1. To resume an interrupted run, run the same command again: folders keep what is
-complete, a tar or zip file is written anew. prepare.json contains the settings and the totals.
+complete, a tar file is written anew. prepare.json contains the settings and the totals.
 
 Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong arguments or a SOURCE that
 cannot be used (nothing is created); 130 interrupted.
@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conf.schema import MAX_PIXELS, UserError
 from scripts.lib.options import Parser
 
-FORMATS = ("folder", "tar", "zip")
+FORMATS = ("folder", "tar")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -59,7 +59,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
     add("--to", required=True, help="output folder: new, empty, or started by the same command")
-    add("--format", default="folder", choices=FORMATS, help="folder, tar or zip")
+    add("--format", default="folder", choices=FORMATS, help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image ({MAX_PIXELS:,})")
     add("--val-fraction", type=float, help="validation part of each class (0.1)")
@@ -114,7 +114,7 @@ class Result(NamedTuple):
     """What became of an image."""
 
     outcome: str  # one of OUTCOMES
-    data: bytes = b""  # what is to be added to a tar or zip file
+    data: bytes = b""  # what is to be added to a tar file
     size: int = 0  # bytes that were written
     problem: str = ""  # why it is unreadable
 
@@ -149,7 +149,7 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
         picture = picture.resized((side * width // short, side * height // short))
     made, buffer = picture.pillow(), io.BytesIO()
     exif = made.getexif()
-    if (orientation := decode.orientation_in(image.info.get("exif", b""))) > 1:
+    if (orientation := decode.orientation_of(image)) > 1:
         exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
     # optimize=True would save 3 % of the bytes for 25 % more time
     options = {"exif": exif} if exif else {}
@@ -170,8 +170,6 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
         if os.path.exists(target) and os.path.getsize(target) > 0:
             return Result("done_earlier")
     try:
-        if options.format == "zip":
-            member.encode()  # fails if the name is not UTF-8
         data = output = read(sample.place)
         if options.side is None:
             check_image(data, options.max_pixels)

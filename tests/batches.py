@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from engine.losses import Criterion
 from engine.scores import class_means, class_values
 from engine.step_graph import Values
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 
 
 def batch_of(step: int = 0, samples: Tensor | None = None, **fields: Tensor) -> Batch:

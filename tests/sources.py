@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("conf", "pipeline", "models", "engine", "train", "scripts", "extras", "tests")
+PARTS = ("conf", "pipeline", "models", "engine", "extras", "train", "scripts", "tests")
 
 
 @cache

@@ -1,9 +1,8 @@
-"""The images of conftest.image_root as tar files, shards, zip files and lists."""
+"""The images of conftest.image_root as tar files, shards and lists."""
 
 import csv
 import shutil
 import tarfile
-import zipfile
 from pathlib import Path
 
 
@@ -25,12 +24,6 @@ def as_shards(split: Path, target: Path) -> None:
         with tarfile.open(target.with_name(f"{target.stem}-{number:05d}.tar"), "w") as tar:
             for path in images[number::3]:
                 tar.add(path, str(path.relative_to(split)))
-
-
-def as_zip(split: Path, target: Path, compression: int = zipfile.ZIP_STORED) -> None:
-    with zipfile.ZipFile(target, "w", compression) as archive:
-        for path in reversed(images_of(split)):
-            archive.write(path, path.relative_to(split))
 
 
 def as_list(split: Path, target: Path) -> None:

@@ -51,7 +51,7 @@ def test_average_and_raw_model_are_validated(
     assert [event.value for event in events.Scalars("val/top1_raw")] == pytest.approx(
         [found["top1_raw"] for found in rows(tmp_path, "val")]
     )
-    assert {"val/loss_raw", "val/macro_f1_raw"} <= set(events.Tags()["scalars"])
+    assert {"val/loss_raw", "val/macro_recall_raw"} <= set(events.Tags()["scalars"])
     console = capsys.readouterr().out
     assert console.count(f"; raw model: top1 {row['top1_raw']:.2f} %") >= 2  # and in the result
     assert json.loads((tmp_path / "summary.json").read_text())["top1_raw"] == summary["top1_raw"]

@@ -11,7 +11,7 @@ from torch import nn
 import train
 from engine.log import runlog
 from engine.state import TrainState
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 from tests.results import strictly_parsed
 from tests.small_run import compose, run
 

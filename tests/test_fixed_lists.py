@@ -35,7 +35,7 @@ def test_measured_values_become_valid_json() -> None:
         "engine.heartbeat",
         "engine.tune.autotune",
         "models.weights",
-        "pipeline.demo.images",
+        "extras.demo",
         "scripts.export",
     }
 
@@ -85,8 +85,7 @@ KEYS_BY_SECTION = {
     ),
     "checkpoint": "every_steps keep resume accept_changes",
     "run": "name dir",
-    "log": "every_steps trackers",
-    "profile": "steps",
+    "log": "every_steps trackers values observers",
 }
 
 
@@ -102,7 +101,7 @@ def test_what_each_key_affects() -> None:
         what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
         for what in (NOTHING, SPEED)
     }
-    sections = {"checkpoint", "run", "log", "profile", "autotune"}
+    sections = {"checkpoint", "run", "log", "autotune"}
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
         *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
@@ -126,14 +125,14 @@ def test_what_each_key_affects() -> None:
 JOURNEY = [
     *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
     *("parameters", "torchvision_transforms", "augment", "batch_augment"),
-    *("dataset", "table", "build"),
+    *("dataset", "build"),
     *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
 ]
 
 
 def test_pipeline_is_read_in_one_direction() -> None:
     found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
-    assert found - {"gpu", "demo"} == set(JOURNEY)
+    assert found - {"gpu"} == set(JOURNEY)
     for place, name in enumerate(JOURNEY):
         later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
         wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]

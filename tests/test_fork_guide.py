@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.forks import Fork, check_applies, check_lint, copy_tree, read_guide, weights
 from tests.results import rows, stored
 
+pytest.importorskip("extras.demo")
 MOST_LINES = 30
 IMAGES, VAL_IMAGES = 160, 40
 # Only keys that do not affect the result, so that the names of the runs are those of the guide.
@@ -28,13 +29,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tracked files, a smaller demo dataset, and `python` as a command."""
     root = tmp_path_factory.mktemp("fork") / "tree"
     copy_tree(root)
-    source = root / "pipeline" / "demo" / "images.py"
+    source = root / "extras" / "demo.py"
     counts = 'COUNTS = {{"train": {}, "val": {}}}'
     text = source.read_text()
     assert counts.format(2000, 500) in text
     source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
     (root / "data").mkdir()
-    draw = "from pathlib import Path; from pipeline.demo.images import draw_dataset as draw; "
+    draw = "from pathlib import Path; from extras.demo import draw_dataset as draw; "
     subprocess.run([sys.executable, "-c", f"{draw}draw(Path('data/demo'))"], cwd=root, check=True)
     return root
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from conf import cli
+from tests.conf.refused import offered
 from tests.results import rows
 
 RECIPES = [
@@ -37,7 +37,7 @@ def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
         "train.max_steps=2",
         "train.device=cpu",
     ]
-    config = cli.load(overrides)
+    config = offered(overrides)
     summary = train.train(config)
     assert summary["step"] == 2
     found = rows(tmp_path / "run", "train")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train
-from conf import cli
 from engine.log.runlog import RunLog
+from tests.conf.refused import offered
 from tests.small_run import run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
@@ -58,7 +58,7 @@ def test_later_sizes_are_compiled_before_the_first_step(
 
 def test_fast_recipe_is_that_of_its_source() -> None:
     """FFCV's rn50_16_epochs.yaml: resolution by epoch, and 7/8 of the short side at 256 px."""
-    config = cli.load(["recipe=imagenet_rn50_fast", "data.root=/nowhere"])
+    config = offered(["recipe=imagenet_rn50_fast", "data.root=/nowhere"])
     start, end, low, high = 11, 13, 160, 192
     theirs = {}
     for epoch in range(16):

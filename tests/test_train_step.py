@@ -14,7 +14,7 @@ from conf.schema import Optim, Train
 from engine.losses import build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
 from tests.pipeline.loaders import SIZE, crops, loaded
 

@@ -70,9 +70,9 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
         f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",
         f"result    {_result(summary)}",
     ]
-    if compared := summary["expectation"]:  # the run is its recipe
-        name = compared["value"]
-        lines.append(f"recipe    {shown(name, summary[name])}: {_comparison(compared)}")
+    # What an observer adds to the summary may have a line to print.
+    added = [value for value in summary.values() if isinstance(value, dict)]
+    lines += [value["line"] for value in added if "line" in value]
     rate = f"{summary['images_per_second']:,.0f}"
     overall = f"{summary['images_per_second_with_first_epoch']:,.0f}"
     slower = "" if overall == rate else f"; {overall} with the first epoch"
@@ -112,18 +112,6 @@ def _result(summary: Mapping[str, Any]) -> str:
         text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
     raw = f"; raw model: {shown(by, summary[f'{by}_raw'])}" if f"{by}_raw" in summary else ""
     return text + raw
-
-
-def _comparison(compared: Mapping[str, Any]) -> str:
-    """Return how a run compares with its recipe: `within 75.76 +/- 0.73 (published, source)`."""
-    verdict, difference = compared["verdict"], compared["difference"]
-    expected = f"{compared[compared['value']]:g}"
-    source = f"{compared['status']}, {compared['source']}"
-    if verdict is None:
-        return f"{difference:+.4g} against {expected} ({source}, spread unknown)"
-    if verdict != "within":
-        verdict = f"{abs(difference):.4g} {verdict}"
-    return f"{verdict} {expected} +/- {compared['spread']:.2g} ({source})"
 
 
 def duration(seconds: float) -> str:

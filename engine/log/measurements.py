@@ -21,7 +21,7 @@ LOGGED = (
     *("copy_ms", "step_ms", "step_worst_ms"),
 )
 TIME = ("data_wait_fraction", "ranks_wait_fraction", *LOGGED)  # TensorBoard's group `time`
-LOST = ("validation", "checkpoint", "start", "profile")  # kinds of seconds that are not training
+LOST = ("validation", "checkpoint", "start", "observers")  # kinds of seconds that are not training
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def train_row(interval: Interval, timing: Timing, plan: Plan) -> dict[str, Any]:
     peak = peak_rate(
         plan.device,
         precision=plan.precision,
-        flops_per_image=plan.flops(step - 1),
+        flops_per_image=plan.flops,
         ranks=plan.world_size,
     )
     if peak:
@@ -157,7 +157,7 @@ class RunTimes:
         self._count(self._kind)
         kinds = ("later", "first epoch", "starting")
         seconds = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
-        lost = {kind: value for kind, value in seconds.items() if value or kind != "profile"}
+        lost = {kind: value for kind, value in seconds.items() if value or kind != "observers"}
         training = self._totals.get("training", 0.0)
         total = training + sum(lost.values())
         return {

@@ -1,29 +1,53 @@
 """What `log.observers` names: objects that are told what a run does, and that it does not need."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from pipeline.dataset import Dataset
 
 
 class Observer:
     """Does nothing; a subclass overrides what it is interested in. Only rank 0 has observers.
 
-    A subclass is made with the RunLog, then the parameters of its entry in `log.observers`.
+    A subclass is made with the engine.log.runlog.RunLog, whose parts it may use, and the parameters
+    of its entry in `log.observers`. A UserError that this raises ends the run before the first
+    step. After any other exception, also of a method, there is one warning, and the run continues
+    without the observer.
     """
 
-    def step(self, step: int, row: Mapping[str, Any] | None) -> None:
-        """Observe the end of an optimiser step. `step`: how many are done.
+    def __init__(self, log: Any) -> None:
+        self.log = log
 
-        `row`: the log row that was written since the last call, in host numbers, or None.
-        """
+    def begin_step(self, step: int) -> None:
+        """Observe the beginning of an optimiser step. `step`: how many were done before."""
+
+    def end_step(self, step: int) -> None:
+        """Observe the end of a step, whose kernels may still run. `step`: how many are done."""
+
+    def logged(self, row: Mapping[str, Any]) -> None:
+        """Observe a row of metrics.jsonl, of training steps or of a validation."""
 
     def validated(self, row: Mapping[str, Any], rows: Any) -> Mapping[str, Any] | None:
-        """Observe a validation; what is returned is added to its row, and to later observers'.
+        """Observe a validation; what is returned is added to its row.
 
         `rows`: what `validation_values` gave for every sample, as of engine.validation.Rows.
         """
 
     def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Observe the end of a run without an error; what is returned is added to summary.json."""
+        """Observe the end of a run without an error; what is returned is added to summary.json.
+
+        The console shows the `line` of an added mapping that has one.
+        """
 
     def close(self) -> None:
-        """Free what the observer holds; also called after an error."""
+        """Free what the observer holds; also called after an error of the run."""
+
+    @staticmethod
+    def evaluated(
+        folder: Path, rows: Any, classes: Sequence[str], dataset: Dataset
+    ) -> Mapping[str, Any] | None:
+        """Write files about what scripts/evaluate.py found; return additions to evaluation.json.
+
+        `rows`: as of `validated`; a label is a position in `classes`.
+        """

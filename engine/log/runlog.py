@@ -1,65 +1,58 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, observers.
 
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Literal
 
-from PIL import Image
 from torch import Tensor
 
 from conf import strict_json
 from conf.compose import to_yaml
-from conf.optional import has_part, require_part
+from conf.named import named, split_entry
 from conf.schema import Config, UserError
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
-from engine.log.pictures import tiles
+from engine.log.observer import Observer
+from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
-from engine.scores import shown
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
-from pipeline.class_names import readable
-from pipeline.dataset import IMAGE
+from pipeline.batch import Batch
 from pipeline.feed import Feed
 from pipeline.loader import Loader
-from pipeline.prefetcher import Batch, ImageFormat
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
-SHOWN_IMAGES = 16  # of the first batch
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
+OBSERVERS = "log.observers"
 NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
 def check_log(config: Config) -> None:
-    """Raise UserError for what this copy of the program cannot report."""
-    if "wandb" in (trackers := config.log.trackers):
-        asked_for = f"log.trackers=[{','.join(trackers)}]"
-        require_part("engine.log.wandb_board", asked_for)
-        spec = find_spec("wandb")
-        if spec is None or spec.origin is None:  # a folder called wandb is no package
-            remedy = "run `pip install wandb`, or leave it out"
-            raise UserError(f"{asked_for}: wandb is not installed for {sys.executable}; {remedy}")
-    if steps := config.profile.steps:
-        require_part("engine.extras.profiler", f"profile.steps={steps}")
+    """Raise UserError for observers that do not exist, or do not take their parameters."""
+    for entry in config.log.observers:
+        name, parameters = split_entry(entry, OBSERVERS)
+        try:
+            signature(named(name, OBSERVERS)).bind(None, **parameters)
+        except TypeError as error:
+            raise UserError(f"{OBSERVERS}: {name}: {error}") from None
 
 
 def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
@@ -97,7 +90,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
-        config, self.world = self.plan.config, self.run.world
+        self.world = self.run.world
         self.meter = Meter(self.world)
         self.times = RunTimes(self.state.totals, began=self.started)
         self.monitor = GpuMonitor(self.world.device)
@@ -105,17 +98,22 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
         self.bad_files = BadFiles(self.feed.train.loader, self.run, self.tracker)
-        self.expectation: Any = None
-        if config.expect is not None and has_part("engine.extras.expectation"):
-            from engine.extras.expectation import Expectation
+        self.observers: list[tuple[str, Observer]] = []
+        self.world.broadcast(self._add_observers)
 
-            image, continues = self.feed.train.loader.dataset.name(0), bool(self.state.history)
-            self.expectation = Expectation(self.plan, image=image, continues=continues)
-        self.profiler: Any = None
-        if config.profile.steps and self.world.is_main:
-            from engine.extras.profiler import StepProfiler
+    def _add_observers(self) -> None:
+        for entry in self.plan.config.log.observers:
+            name, parameters = split_entry(entry, OBSERVERS)
+            observer = self.tracker.guard(name, partial(named(name, OBSERVERS), self, **parameters))
+            if observer is not None:
+                self.observers.append((name, observer))
 
-            self.profiler = StepProfiler(self.plan, self.run.path / "profile", self.tracker)
+    def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
+        """Call a method of each observer; return what they add, all together."""
+        found: dict[str, Any] = {}
+        for name, observer in self.observers:
+            found.update(self.tracker.guard(name, event, observer) or {})
+        return found
 
     def __enter__(self) -> "RunLog":
         self._stack.enter_context(self.monitor)
@@ -131,22 +129,18 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, *_: object) -> None:
         # After an error, others may end while rank 0 still writes.
         self.world.set_section(None)
-        if self.profiler is not None:
-            self.profiler.close()
+        self._tell(lambda observer: observer.close())
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
-        """Start the profiler or draw the run's first batch, if either is due."""
+        """Draw the run's first batch."""
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
-        if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.times.lost("profile"):
-                self.profiler.start(batch.step)
-            train.clock.skip()
         if self.run.is_first_start and batch.step == self._first_step:
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
-            self.tracker.pictures(draw, batch.step + 1)
+            self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
+        self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
@@ -168,9 +162,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         self.times.end_step()
-        if self.profiler is not None and self.profiler.ends(step):
-            with self.pause("profile"):
-                self.profiler.stop()
+        self._tell(lambda observer: observer.end_step(step))
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
@@ -198,19 +190,11 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
-        self,
-        row: dict[str, Any],
-        names: Iterable[str],
-        rows: Rows,
-        *,
-        best: bool,
-        previous: Mapping[str, float],
+        self, row: dict[str, Any], names: Iterable[str], rows: Rows, *, best: bool
     ) -> None:
-        """Report a validation, and warn if the run falls behind its recipe.
+        """Report a validation: the values that have these names in its row.
 
-        Args:
-            names: of the values in the row; `previous` is the row of the validation before.
-            rows: of all samples, on rank 0.
+        `rows`: of all samples, on rank 0.
         """
         about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
         row = row | about
@@ -218,24 +202,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
-        guessing, warnings = math.log(max(2, self.plan.num_classes)), []
+        guessing = math.log(max(2, self.plan.num_classes))
         if "top1" in row and row["loss"] > GUESSING * guessing:
-            warnings.append(
-                f"the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, which "
-                "guessing gives; lower optim.lr, or train for more steps"
+            self.tracker.print(
+                f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
+                "which guessing gives; lower optim.lr, or train for more steps"
             )
-        if self.expectation is not None:
-            columns, warning = self.expectation.judge(row, previous)
-            row = row | columns
-            warnings.append(warning)
-        self.tracker.print(*(f"warning  {text}" for text in warnings if text))
-        self.tracker.row(row)
-        if (found := predictions_of(rows)) is not None:
-            classes, step = self.plan.classes, self.state.step
-            content = {"step": step, "classes": found.per_class(classes)}
-            self.tracker.record("per_class.json", content)
-            dataset = self.feed.val.loader.dataset
-            self.tracker.pictures(partial(found.draw, classes, dataset), step)
+        row |= self._tell(lambda observer: observer.validated(row, rows))
+        self._write(row)
 
     def _report(self, *, last: bool = False) -> None:
         """Write a log row if an interval of steps was sent, or with `last` if there were steps.
@@ -277,10 +251,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
                 row["data/unreadable_images"] = len(self.bad_files.listed)
-            self.tracker.row(row)
+            self._write(row)
         epochs = plan.config.train.epochs
         self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
         return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.tracker.row(row)
+        self._tell(lambda observer: observer.logged(row))
 
     def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""
@@ -295,7 +273,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         it could not be written, or if too many images are bad.
         """
         state, plan, run = self.state, self.plan, self.run
-        # Not what follows: wandb may take longer than the disk.
         with stop.saving(run.path, state_bytes(state)):
             self._report(last=True)
             with self.times.lost("checkpoint"):
@@ -305,13 +282,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             summary = {
                 "status": "interrupted" if stop else "finished",
                 "signal": stop.number,  # the exit status follows from it
-                **results(state, plan, self.expectation),
+                **results(state, plan),
                 "seconds": time.monotonic() - self.started,
                 **self.times.summary(),
                 "workers": self.feed.train.loader.pool.active,
                 "verdict": self._verdict("run"),
                 "unreadable_images": len(self.bad_files.listed),
             }
+            summary |= self._tell(lambda observer: observer.finish(summary))
             if self.world.is_main:
                 run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         dataset = self.feed.train.loader.dataset
@@ -323,15 +301,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         resumes = plan.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
-
-
-def predictions_of(rows: Rows) -> Any:
-    """Return a classifier's Predictions; None for another task, and without that part."""
-    if not has_part("engine.classification"):
-        return None
-    from engine.classification.predictions import Predictions
-
-    return Predictions.of(rows)
 
 
 def describe_divergence(
@@ -349,12 +318,12 @@ def describe_divergence(
     if bad:
         what = f"the loss is {bad[0]['loss']}"
     images = [f"{one['index']} ({one['path']})" for rank in bad or ranks for one in rank["samples"]]
-    lr, named = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
-    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {named}"
+    lr, examples = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
+    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {examples}"
     return {"step": step, "lr": lr, "ranks": bad or ranks}, reason
 
 
-def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
+def results(state: TrainState, plan: Plan) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
     last, best_step, by = state.last, int(state.best.get("step", 0)), plan.best_by
     values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
@@ -363,7 +332,6 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
         "epoch": round(plan.epoch(state.step), 4),
         **values,
         "values": [name for name in values if not name.endswith("_raw")],
-        "expectation": None if expectation is None else expectation.compare(last),
         "best_by": plan.config.train.best_by,
         f"best_{by.name}": state.best.get(by.name),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
@@ -371,16 +339,3 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
         "history": state.history,
         "params_sha256": params_sha256(state.model),
     }
-
-
-def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
-    """Draw the first images of a batch, without normalisation; waits for the device."""
-    levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    images = (levels / format.highest).movedim(-3, -1).cpu().numpy()
-    captions: list[list[tuple[str, str]]] = [[] for _ in images]
-    for name, column in batch.fields.items():
-        numbers = column[:SHOWN_IMAGES].tolist() if column.ndim == 1 else ()
-        for lines, number in zip(captions, numbers, strict=False):
-            is_class = name == "label" and isinstance(number, int)
-            lines.append((readable(classes[number]) if is_class else shown(name, number), "black"))
-    return {"train/images": tiles("input of the first step", list(images), captions)}

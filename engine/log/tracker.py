@@ -17,7 +17,7 @@ from PIL import Image
 
 from conf import strict_json
 from conf.files import read_text
-from conf.schema import Config
+from conf.schema import Config, UserError
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
 from engine.log.measurements import TIME
@@ -29,6 +29,15 @@ logger = logging.getLogger(__name__)
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
 TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
+
+
+def curves(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row by the tag of their curve. A key with / is its own tag."""
+    return {
+        key if "/" in key else TAGS.get(key, f"{row['split']}/{key}"): value
+        for key, value in row.items()
+        if key not in NO_CURVE
+    }
 
 
 def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
@@ -50,7 +59,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.
-        config: log.trackers says what to write; wandb reads what is written for TensorBoard.
+        config: log.trackers says what to write.
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
             and TensorBoard hides the later values of earlier starts: no step has two.
     """
@@ -64,15 +73,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._best_by = BestBy.of(config.train.best_by)
         if folder is None:
             return
-        trackers = config.log.trackers
-        self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
-        if "wandb" in trackers:
-            from engine.log.wandb_board import open_wandb
-
-            if close := self._guard("Weights & Biases", open_wandb, folder, config):
-                self._open.callback(self._guard, "Weights & Biases", close)
-        if trackers:
-            self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
+        self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
+        if config.log.trackers:
+            self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
         if path.exists():
@@ -84,7 +87,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by __exit__
-        self._open.callback(self._guard, "metrics.jsonl", self._rows.close)
+        self._open.callback(self.guard, "metrics.jsonl", self._rows.close)
 
     def _open_board(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -101,7 +104,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         threading.excepthook = without_traceback
         self._open.callback(setattr, threading, "excepthook", default_hook)
-        self._open.callback(self._guard, "TensorBoard", board.close)
+        self._open.callback(self.guard, "TensorBoard", board.close)
         self._board = board
 
     def print(self, *lines: str) -> None:
@@ -110,19 +113,17 @@ class Tracker(AbstractContextManager["Tracker"]):
             print_lines(*lines)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Write a row. A key with / is a tag of TensorBoard; metrics.jsonl has _ instead."""
+        """Write a row, to metrics.jsonl with _ in place of / in its keys."""
         if self._rows is not None:
             rounded = {
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in row.items()
             }
-            self._guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
+            self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
 
         def add_curves(board: Any) -> None:
-            for key, value in row.items():
-                if key not in NO_CURVE:
-                    tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
-                    board.add_scalar(tag, value, row["step"])
+            for tag, value in curves(row).items():
+                board.add_scalar(tag, value, row["step"])
 
         self._to_board(add_curves)
 
@@ -130,8 +131,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Write a text for TensorBoard."""
         self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
-    def pictures(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
-        """Draw pictures for TensorBoard, if it is in use; `draw` returns tag -> picture."""
+    def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
+        """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
 
         def add(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -151,7 +152,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 board.file_writer.add_summary(summary, step)
 
         if self._board is not None and "TensorBoard" not in self._failed:
-            self._guard("pictures", add, self._board)
+            self.guard("images", add, self._board)
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
@@ -160,11 +161,32 @@ class Tracker(AbstractContextManager["Tracker"]):
     def write(self, name: str, text: str) -> None:
         """Write a text file into the run directory."""
         if self.folder is not None:
-            self._guard(name, replace_file, self.folder / name, text)
+            self.guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
         self._to_board(lambda board: board.flush())
+
+    def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a writer. After its first failure, warn, and do not call it again.
+
+        A UserError is raised.
+        """
+        if name in self._failed:
+            return None
+        try:
+            return call(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            remedy = f"; pip install {missing}" if missing else ""
+            what = f"{type(error).__name__}: {error}"
+            text = "%s: %s; training continues without it%s"
+            is_bug = not (missing or isinstance(error, OSError))
+            logger.warning(text, name, what, remedy, exc_info=is_bug)
+        self._failed.add(name)
+        return None
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -172,20 +194,4 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _to_board(self, call: Callable[[Any], None]) -> None:
         """Call a function with the SummaryWriter, if there is one."""
         if self._board is not None:
-            self._guard("TensorBoard", call, self._board)
-
-    def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a writer. After its first failure, warn, and do not call it again."""
-        if name in self._failed:
-            return None
-        try:
-            return call(*arguments)
-        except Exception as error:
-            missing = isinstance(error, ModuleNotFoundError) and error.name
-            remedy = f"; pip install {missing}" if missing else ""
-            what = f"{type(error).__name__}: {error}"
-            text = "%s cannot be written (%s); training continues without it%s"
-            is_bug = not (missing or isinstance(error, OSError))
-            logger.warning(text, name, what, remedy, exc_info=is_bug)
-        self._failed.add(name)
-        return None
+            self.guard("TensorBoard", call, self._board)

@@ -17,13 +17,12 @@ import math
 import platform
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from conf.files import default_cache_dir, read_bytes
+from conf.files import default_cache_dir
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine import checkpoint
 from engine.distributed import World
@@ -35,16 +34,14 @@ from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.tune.benchmark import Benchmark, StoppedError
 from engine.tune.measured import Measured, figures_of
-from engine.tune.prices import find_remedies
 from engine.tune.search import best_setting, search
 from engine.tune.verdict import Verdict, judge
-from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
-from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, pixels_of
+from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9  # of the measurement; results of another version are not reused
+VERSION = 10  # of the measurement; results of another version are not reused
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
 # times as long per image in the run as in the trial.
@@ -56,14 +53,14 @@ LATE_SECONDS = 15.0  # no trial begins after this time
 class Tuned:
     """The loader's settings and their trial; kept with the run and in the user's cache."""
 
-    decoder: str  # of the training images
+    mode: str  # of the training images
     workers: int
     prefetch_factor: int
     pin_memory: bool
     demand: float  # images/s of the step, per rank
     rate: float  # images/s of a rank with the loader
     wait_fraction: float  # share of the time in which a rank waits for the loader
-    alternatives: dict[str, float]  # the best images/s of all ranks, for each decoder tried
+    alternatives: dict[str, float]  # the best images/s of all ranks, for each mode tried
     seconds: float  # of the measurement, without the first steps, which compile
     lines: list[str]  # the result for a reader
 
@@ -91,16 +88,14 @@ def tune_loader(
                 benchmark = Benchmark(feed, step, plan, run.world, stop, state.step)
                 tuned, lines = remember_or_measure(benchmark)
             step.reset()
-            run.set_pixels(pixels_of(feed.decoder))
+            run.set_pixels(feed.mode)
         except StoppedError:
             lines = ["not measured: interrupted by a signal"]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
     if tuned is not None:
         tracker.record("autotune.json", asdict(tuned))
         tracker.text("autotune", "\n".join(lines))
-    # Progressive sizes change the rate of the step.
-    alone = 0.0 if tuned is None or plan.config.data.sizes else tuned.demand
-    return Verdict(plan, feed, step, run.world, stop, alone)
+    return Verdict(plan, feed, step, run.world, 0.0 if tuned is None else tuned.demand)
 
 
 def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
@@ -111,19 +106,19 @@ def remember_or_measure(benchmark: Benchmark) -> tuple[Tuned | None, list[str]]:
     """
     plan, world, pool = benchmark.plan, benchmark.world, benchmark.loader.pool
     fingerprint = benchmark.loader.dataset.fingerprint()
-    question = tuning_question(plan, world, fingerprint, benchmark.next_step)
+    question = tuning_question(plan, world, fingerprint)
     refresh = plan.config.autotune.refresh
     tuned = world.broadcast(lambda: None if refresh else load_result(question))
     if tuned is not None:
         pool.prefetch_factor = tuned.prefetch_factor
-        benchmark.configure(tuned.decoder, tuned.workers, tuned.demand)
+        benchmark.configure(tuned.mode, tuned.workers, tuned.demand)
         tuned = replace(tuned, workers=pool.active)  # less memory may be free than before
         note = f"remembered, with {tuned.workers} workers; autotune.refresh=true measures again"
         return tuned, [*tuned.lines, note]
     steps = plan.stop_step - benchmark.next_step
     if steps < FEWEST_BATCHES:
-        decoder = plan.loader.decoder
-        benchmark.configure(decoder, benchmark.max_workers(decoder), math.inf)
+        mode = plan.loader.modes[0]
+        benchmark.configure(mode, benchmark.max_workers(mode), math.inf)
         few = f"{steps} steps are over before it matters"
         return None, [f"not measured, workers={pool.active}: {few}"]
     tuned = measure(benchmark)
@@ -139,23 +134,23 @@ def measure(benchmark: Benchmark) -> Tuned:
     for _ in range(FIRST_STEPS):
         benchmark.step(resident)
     began = time.perf_counter()
-    alone = benchmark.measure_worker(encoded=float(plan.loader.decoder == "gpu"))
+    alone = benchmark.measure_worker("gpu" if plan.loader.modes[0] == "gpu" else "cpu")
     demand = benchmark.measure_step(resident)
     factor = plan.config.loader.prefetch_factor
     if factor == "auto":  # enough tasks that a slow one does not hold up the batches
         factor = min(MAX_PREFETCH_FACTOR, max(2, math.ceil(alone.spread) + 1))
     benchmark.loader.pool.prefetch_factor = factor
     trials, tried = search(benchmark, demand, alone, began + LATE_SECONDS)
-    decoder, fewest = best_setting(trials)
-    trial, workers = trials[decoder][fewest], fewest
-    if benchmark.world.size > 1 and decoder not in ON_GPU and not trial.slowed:
-        workers = max(fewest, min(benchmark.max_workers(decoder), math.ceil(RESERVE * fewest)))
-    benchmark.configure(decoder, workers, demand)
+    mode, fewest = best_setting(trials)
+    trial, workers = trials[mode][fewest], fewest
+    if benchmark.world.size > 1 and mode == "cpu" and not trial.slowed:
+        workers = max(fewest, min(benchmark.max_workers(mode), math.ceil(RESERVE * fewest)))
+    benchmark.configure(mode, workers, demand)
     if tried and feed.train.cuda:  # a GPU that has become warm lowers its clock
         demand = benchmark.measure_step(resident, rounds=2)
     trial = replace(trial, workers=workers, step_alone=demand)
     tuned = Tuned(
-        decoder=decoder,
+        mode=mode,
         workers=workers,
         prefetch_factor=factor,
         pin_memory=feed.page_locked,
@@ -180,37 +175,34 @@ def lines_of(
     The trial was measured if `tried`, else it is expected.
     """
     batch_size, demand = benchmark.loader.batch_size, tuned.demand
-    others = [f"{name} {rate:,.0f} img/s" for name, rate in tuned.alternatives.items()]
-    find = partial(find_remedies, benchmark.feed, benchmark.plan, benchmark.stop)
+    names = {"cpu": benchmark.plan.loader.decoder}
+    decoder = names.get(tuned.mode, tuned.mode)
+    rates = tuned.alternatives.items()
+    others = [f"{names.get(name, name)} {rate:,.0f} img/s" for name, rate in rates]
     return [
         f"the step takes {demand:,.0f} img/s ({batch_size} x {1e3 * batch_size / demand:.1f} ms, "
         "measured on a batch on the device)",
         f"one worker gives {alone.per_worker:,.0f} img/s ({alone.cpu_ms:.2f} ms CPU, "
         f"{alone.storage_ms:.2f} ms waiting); there are cores for "
-        f"{benchmark.max_workers(tuned.decoder)}",
-        f"decoder={tuned.decoder} workers={tuned.workers} "
+        f"{benchmark.max_workers(tuned.mode)}",
+        f"decoder={decoder} workers={tuned.workers} "
         f"pin_memory={'on' if tuned.pin_memory else 'off'} "
         f"prefetch_factor={tuned.prefetch_factor}   {'with the step' if tried else 'expected'} "
         f"{tuned.rate:,.0f} img/s, {tuned.wait_fraction:.1%} waiting",
         *([f"each decoder, at its best: {', '.join(others)}"] if len(others) > 1 else []),
-        *judge(figures_of([trial]), find),
+        *judge(figures_of([trial])),
     ]
 
 
-def tuning_question(
-    plan: Plan, world: World, train_fingerprint: str, step: int = 0
-) -> dict[str, Any]:
-    """Return what the result of loader.workers=auto depends on, with the image size of a step."""
+def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[str, Any]:
+    """Return what the result of loader.workers=auto depends on."""
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
-    sizes = keys.pop("data.sizes")
-    if sizes:  # a list, because JSON has no keys that are numbers
-        keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]
     loader = plan.loader
     return {
         "keys": keys,
         "data": [train_fingerprint, plan.num_classes],
         "plan": [plan.precision, plan.compile, plan.channels_last],
-        "decoders": list(loader.decoders),
+        "modes": list(loader.modes),
         "machine": [plan.device, platform.node(), loader.processes, world.size, world.local_size],
         "versions": [torch.__version__, VERSION],
     }
@@ -219,7 +211,7 @@ def tuning_question(
 def load_result(question: dict[str, Any]) -> Tuned | None:
     """Return the remembered result; None if there is none or it cannot be read."""
     try:
-        stored = json.loads(read_bytes(_cache_file(question)))
+        stored = json.loads(Path(_cache_file(question)).read_bytes())
         return Tuned(**stored["result"]) if stored["question"] == question else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -228,10 +220,10 @@ def load_result(question: dict[str, Any]) -> Tuned | None:
 def save_result(question: dict[str, Any], result: Tuned) -> None:
     """Keep a result in the user's cache; when that fails, the next start measures again.
 
-    It also answers the question of a resumed run, which keeps the decoder.
+    It also answers the question of a resumed run, which keeps the mode.
     """
-    for decoders in (question["decoders"], [result.decoder]):
-        asked = {**question, "decoders": decoders}
+    for modes in (question["modes"], [result.mode]):
+        asked = {**question, "modes": modes}
         path = _cache_file(asked)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

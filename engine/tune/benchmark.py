@@ -1,5 +1,6 @@
 """Measurements for `loader.workers=auto`: the step alone, a worker alone, and both together."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,11 +14,10 @@ from engine.distributed import World
 from engine.plan import Plan
 from engine.stop_signal import StopSignal
 from engine.tune.measured import Measured, summarize, worker_times
-from pipeline.decode import ON_GPU, describe
+from pipeline.batch import Batch
+from pipeline.decode import describe
 from pipeline.feed import Feed
 from pipeline.loader import Loader
-from pipeline.loader_plan import workers_for
-from pipeline.prefetcher import Batch
 from pipeline.worker import LoaderError
 
 T = TypeVar("T")
@@ -26,10 +26,9 @@ MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A pro
 MOST_STEPS = 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up the engines
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
-# With hybrid, workers and engines supply this many times the demand. It exceeds search.MARGIN
-# because it costs little: moving another 10 % of the images to an H200's engines slows ResNet-50
-# by 0.4 %.
-ENGINE_MARGIN = 1.25
+# Supply over demand where workers share a batch with a GPU. It exceeds search.MARGIN because it
+# costs little: moving another 10 % of the images to an H200's engines slows ResNet-50 by 0.4 %.
+MARGIN = 1.25
 
 
 class StoppedError(RuntimeError):
@@ -56,17 +55,16 @@ class Benchmark:
     def loader(self) -> Loader:
         return self.feed.train.loader
 
-    def max_workers(self, decoder: str) -> int:
+    def max_workers(self, mode: str) -> int:
         """Number of workers of this rank for which there are cores and memory."""
         loader = self.plan.loader
         most = min(loader.cores, loader.ceiling)
-        return most if decoder == loader.decoder else workers_for(decoder, most)
+        return most if mode == loader.modes[0] else self.loader.dataset.workers_in(mode, most)
 
-    def configure(self, decoder: str, workers: int, demand: float) -> None:
+    def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with as many workers as memory allows."""
-        # First the workers: the share of hybrid depends on their number.
         self.loader.pool.activate(min(workers, self.plan.loader.ceiling))
-        self.feed.decode_with(decoder, enough=ENGINE_MARGIN * demand)
+        self.feed.set_mode(mode, demand=MARGIN * demand)
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yield the next batches, as many on all ranks."""
@@ -102,46 +100,43 @@ class Benchmark:
         seconds = median(seconds_of(steps) for _ in range(rounds))
         return self.loader.batch_size / max(self.world.all_gather(seconds))
 
-    def measure_worker(self, *, encoded: float) -> Measured:
-        """Times of a worker whose batches nothing uses. It only reads if `encoded` is 1."""
-        results = self.on_all_ranks(lambda: time_worker(self.loader, self.next_step, encoded))
+    def measure_worker(self, mode: str) -> Measured:
+        """Times of a worker whose batches nothing uses."""
+        results = self.on_all_ranks(lambda: time_worker(self.feed, self.next_step, mode))
         self.next_step = max(step for _, step in results)  # earlier files are in memory now
         return min((times for times, _ in results), key=lambda times: times.per_worker)
 
-    def try_engines(self) -> str | None:
-        """Decode some batches with the GPU's JPEG engines; return why they fail, or None.
+    def try_mode(self, mode: str) -> str | None:
+        """Make some batches in a mode; return why it fails, or None.
 
-        This compiles the crop kernel and measures their rate.
+        This compiles kernels, and measures `device_rate`.
         """
-        failures = self.on_all_ranks(self._engines_fail)
-        self.feed.decode_with(self.plan.loader.decoder)
+        failures = self.on_all_ranks(lambda: self._failure(mode))
+        self.feed.set_mode(self.plan.loader.modes[0])
         return next(filter(None, failures), None)
 
-    def _engines_fail(self) -> str | None:
-        feed, first = self.feed, self.next_step
-        taken = feed.engines.taken
-        feed.decode_with("gpu")
+    def _failure(self, mode: str) -> str | None:
+        first = self.next_step
+        self.feed.set_mode(mode)
         try:
-            deque(feed.train.batches(first, first + WARM_BATCHES), maxlen=0)
+            deque(self.feed.train.batches(first, first + WARM_BATCHES), maxlen=0)
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             return describe(error)
-        if feed.engines.taken == taken:
-            return str(feed.engines.refused)
-        measured = feed.engines.decoder.seconds_per_image
-        return None if measured else "augment.train or the files need the CPU"
+        is_known = self.loader.dataset.device_rate < math.inf
+        return None if is_known else "augment.train or the files need the CPU"
 
-    def engine_rate(self) -> float:
-        """Images/s of the JPEG engines, after `try_engines`."""
-        return 1 / max(*self.world.all_gather(self.feed.engines.decoder.seconds_per_image), 1e-9)
+    def device_rate(self) -> float:
+        """Images/s of `Dataset.on_device`, after `try_mode`."""
+        return min(self.world.all_gather(self.loader.dataset.device_rate))
 
-    def trial(self, decoder: str, workers: int, steps: int, demand: float) -> Measured:
-        """Train with a decoder and a number of workers, for a step of `demand` images/s alone."""
-        self.configure(decoder, workers, demand)
+    def trial(self, mode: str, workers: int, steps: int, demand: float) -> Measured:
+        """Train with a mode and a number of workers, for a step of `demand` images/s alone."""
+        self.configure(mode, workers, demand)
         # The share of hybrid is right after the batches that are begun with the first guess.
         ahead: int = max(self.world.all_gather(self.loader.ahead))
-        warm = WARM_BATCHES + (ahead if decoder == "hybrid" else 0)
+        warm = WARM_BATCHES + (ahead if mode == "hybrid" else 0)
         clock = self.feed.train.clock
         for position, batch in enumerate(self.batches(warm + steps)):
             if position == warm:
@@ -157,7 +152,7 @@ class Benchmark:
         slow = min(ranks, key=lambda rank: rank.per_worker)
         rate = min(rank.rate for rank in ranks)
         # Fewer workers do not give back the part of the GPU that its engines take.
-        slowed = decoder not in ON_GPU and rate < SLOWED * demand * (1 - waiting.wait_fraction)
+        slowed = mode == "cpu" and rate < SLOWED * demand * (1 - waiting.wait_fraction)
         return replace(
             waiting,
             rate=rate,
@@ -168,19 +163,20 @@ class Benchmark:
         )
 
 
-def time_worker(loader: Loader, step: int, encoded: float = 0.0) -> tuple[Measured, int]:
-    """Let the active workers make batches that nothing uses; `encoded`: the share only to read.
+def time_worker(feed: Feed, step: int, mode: str) -> tuple[Measured, int]:
+    """Let the active workers make batches in a mode that nothing uses.
 
     Return the times of a worker, and the first step whose files have not been read.
     """
-    loader.encoded_share = encoded
+    feed.set_mode(mode)
+    loader = feed.train.loader
     recent = loader.pool.recent[loader.source]
     began = time.perf_counter()
     for batch in loader.batches(step, step + MOST_STEPS):
         batch.release(None)
         if batch.step == step:  # every worker has begun
             recent.clear()
-        elif time.perf_counter() - began > MEASURE_SECONDS / (4 if encoded else 2):
+        elif time.perf_counter() - began > MEASURE_SECONDS / (2 if mode == "cpu" else 4):
             break
     return Measured(**worker_times(recent)), batch.step + 1 + loader.ahead
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from engine.plan import Plan
 from pipeline.clock import Timing
-from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 from pipeline.worker import Reply
 
@@ -47,9 +46,11 @@ class Measured:
     storage_ms: float = 0.0
     core_ms: float = 0.0
     spread: float = 1.0  # 95th percentile of the time of a worker's task, relative to the median
-    decoded: float = 1.0  # share of the images that workers decode; JPEG engines decode the others
     slow_files: str = ""  # names of single files that take most of the workers' time
-    decoder: str = "none"
+    decoder: str = "none"  # of the CPU; none if the dataset has no files
+    mode: str = "cpu"  # of the dataset
+    mean_bytes: float = 0.0  # of the files; 0 if there are none
+    auto: bool = True  # loader.workers and loader.decoder are
     workers: int = 0  # with 0, the training process decodes
     slowed: bool = False  # of a trial: the step took longer than alone, as it lacks a CPU core
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
@@ -73,7 +74,7 @@ class Measured:
     @property
     def busy_fraction(self) -> float:
         """Share of the time in which the workers or the JPEG engines are busy."""
-        engines = self.copy_fraction if self.decoder in ON_GPU else 0.0
+        engines = self.copy_fraction if self.mode != "cpu" else 0.0
         workers = self.rate / (self.workers * self.per_worker) if self.workers else 0.0
         return max(engines, workers)
 
@@ -89,7 +90,10 @@ def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) 
     return Measured(
         rate=batches * loader.batch_size / seconds,
         period_ms=1e3 * seconds / batches,
-        decoder=feed.decoder,
+        decoder=plan.loader.decoder,
+        mode=feed.mode,
+        mean_bytes=loader.dataset.mean_bytes(),
+        auto={plan.config.loader.workers, plan.config.loader.decoder} == {"auto"},
         workers=loader.pool.active,
         slow_files=", ".join(names) if share > SLOW_FILES else "",
         on_gpu=plan.device_type == "cuda",
@@ -115,7 +119,6 @@ def worker_times(replies: Sequence[Reply]) -> dict[str, Any]:
         "storage_ms": max(0.0, all_ms - cpu_ms - core_ms),
         "core_ms": core_ms,
         "spread": float(np.quantile(seconds, 0.95)) / max(median(seconds), 1e-9),
-        "decoded": sum(reply.decoded for reply in replies) / images,
     }
 
 

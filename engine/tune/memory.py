@@ -13,8 +13,8 @@ from engine.compute import OUT_OF_MEMORY, RECOMPUTE_NEEDS, dtype_of
 from engine.distributed import World
 from engine.plan import SMALL_BATCH, Plan, micro_batches
 from engine.state import TrainingError, TrainState, state_bytes, tensors, trained_bytes
+from pipeline.batch import Batch
 from pipeline.machine import free_memory
-from pipeline.prefetcher import Batch
 
 GIB = 2**30
 # Share of the memory: blocks leave gaps, and cuDNN needs workspaces. With 0.9, ResNet-18 at 224 px

@@ -1,7 +1,7 @@
-"""The search of `loader.workers=auto`: try decoders and numbers of workers until one is enough.
+"""The search of `loader.workers=auto`: try modes and numbers of workers until one is enough.
 
 It begins with the smallest number of workers whose supply is MARGIN times the demand. With JPEG
-engines, it also tries hybrid and gpu if they could be faster than the CPU decoder. What is tried
+engines, it also tries hybrid and gpu if they could be faster than the CPU mode. What is tried
 next, and what is chosen, are pure functions of the trials so far.
 """
 
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from engine.tune.benchmark import MEASURE_SECONDS, MOST_STEPS, Benchmark
 from engine.tune.measured import Measured
-from pipeline.decode import ON_GPU
 
 logger = logging.getLogger(__name__)
 
@@ -28,46 +27,46 @@ FEWEST_STEPS = 4  # of a trial
 
 
 class Candidate(NamedTuple):
-    """A decoder to try."""
+    """A mode to try."""
 
     # The number of workers to begin with, and the largest number
     first: int
     cap: int
     per_worker: float  # expected images/s per worker, with the share of the JPEG engines
-    bound: float  # images/s that the decoder cannot exceed
+    bound: float  # images/s that the mode cannot exceed
 
     def expected_rate(self, workers: int, demand: float) -> float:
         """Images/s to expect of a trial, for a step of `demand` images/s."""
         return min(demand, workers * self.per_worker, self.bound)
 
 
-Trials = dict[str, dict[int, Measured]]  # decoder -> number of workers -> what the trial measured
-Candidates = dict[str, Candidate]  # by decoder, in the order of their first trials
+Trials = dict[str, dict[int, Measured]]  # mode -> number of workers -> what the trial measured
+Candidates = dict[str, Candidate]  # by mode, in the order of their first trials
 
 
 def search(
     benchmark: Benchmark, demand: float, alone: Measured, deadline: float
 ) -> tuple[Trials, bool]:
-    """Try decoders and numbers of workers until another trial would not help.
+    """Try modes and numbers of workers until another trial would not help.
 
     Returns the trials, and whether there were any: for very long steps, the figures are estimates.
 
     Args:
         demand: images/s of the step.
-        alone: a worker that decodes, or only reads if the decoder is gpu.
+        alone: a worker that decodes, or only reads if the mode is gpu.
         deadline: no trial begins after this time, in seconds of time.perf_counter().
     """
     plan, world = benchmark.plan.loader, benchmark.world
-    own = worker_candidate(benchmark, plan.decoder, demand, alone)
-    try_engines = all(world.all_gather(plan.uses_engines))
+    own = worker_candidate(benchmark, plan.modes[0], demand, alone)
+    try_engines = all(world.all_gather(plan.modes != ("cpu",)))
     expected = demand if try_engines else own.expected_rate(own.first, demand)
     steps = MEASURE_SECONDS * expected / benchmark.loader.batch_size
     if world.broadcast(lambda: steps < FEWEST_STEPS):
         guess = replace(alone, rate=expected, wait_fraction=1 - expected / demand)
-        return {plan.decoder: {own.first: guess}}, False
+        return {plan.modes[0]: {own.first: guess}}, False
 
     trials: Trials = {}
-    on_cpu: Candidates = {} if plan.decoder in ON_GPU else {plan.decoder: own}
+    on_cpu: Candidates = {} if plan.modes[0] != "cpu" else {plan.modes[0]: own}
     supply = own.cap * own.per_worker
     if not try_engines or supply >= MISJUDGED * MARGIN * demand:
         run_trials(benchmark, on_cpu, trials, demand, deadline)
@@ -92,20 +91,18 @@ def run_trials(
         return *setting, max(FEWEST_STEPS, min(MOST_STEPS, steps))
 
     while (setting := benchmark.world.broadcast(following)) is not None:
-        decoder, workers, steps = setting
-        trial = benchmark.trial(decoder, workers, steps, demand)
-        trials.setdefault(decoder, {})[workers] = trial
+        mode, workers, steps = setting
+        trial = benchmark.trial(mode, workers, steps, demand)
+        trials.setdefault(mode, {})[workers] = trial
 
 
-def worker_candidate(
-    benchmark: Benchmark, decoder: str, demand: float, alone: Measured
-) -> Candidate:
-    """Return the candidate for a decoder whose rate is that of its workers.
+def worker_candidate(benchmark: Benchmark, mode: str, demand: float, alone: Measured) -> Candidate:
+    """Return the candidate for a mode whose rate is that of its workers.
 
     Workers that wait for storage leave their core to others.
     """
     waiting = 1 + alone.storage_ms / max(alone.cpu_ms, 1e-6)
-    most = math.floor(benchmark.max_workers(decoder) * waiting)
+    most = math.floor(benchmark.max_workers(mode) * waiting)
     cap = max(1, min(benchmark.plan.loader.ceiling, most))
     first = min(cap, math.ceil(MARGIN * demand / alone.per_worker))
     return Candidate(first, cap, alone.per_worker, MISJUDGED * cap * alone.per_worker)
@@ -114,14 +111,14 @@ def worker_candidate(
 def engine_candidates(
     benchmark: Benchmark, own: Candidate, demand: float, alone: Measured
 ) -> Candidates:
-    """Return candidates for the decoders that use the engines; none if the engines fail."""
-    decoder, decoders = benchmark.plan.loader.decoder, benchmark.plan.loader.decoders
-    refused = benchmark.try_engines()
-    if refused is not None and decoder not in ON_GPU:
+    """Return candidates for the modes that use the engines; none if the engines fail."""
+    mode, modes = benchmark.plan.loader.modes[0], benchmark.plan.loader.modes
+    refused = benchmark.try_mode("gpu")
+    if refused is not None and mode == "cpu":
         logger.warning("loader.decoder=auto: the GPU's JPEG engines are not used: %s", refused)
         return {}
-    engines = benchmark.engine_rate()
-    reading = alone if decoder == "gpu" else benchmark.measure_worker(encoded=1.0)
+    engines = benchmark.device_rate()
+    reading = alone if mode == "gpu" else benchmark.measure_worker("gpu")
     cap = worker_candidate(benchmark, "hybrid", demand, alone).cap
     if benchmark.world.size == 1:
         # Whether the host thread that waits for the engines needs a core depends on the host. With
@@ -134,22 +131,22 @@ def engine_candidates(
         "hybrid": Candidate(first, cap, most / cap, MISJUDGED * most),
         "gpu": worker_candidate(benchmark, "gpu", demand, reading)._replace(bound=engines),
     }
-    return {name: each for name, each in candidates.items() if name in decoders}
+    return {name: each for name, each in candidates.items() if name in modes}
 
 
 def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple[str, int] | None:
-    """Return the decoder and number of workers to try next; None if no other would help."""
+    """Return the mode and number of workers to try next; None if no other would help."""
     if sum(map(len, trials.values())) >= ROUNDS:
         return None
-    for decoder, candidate in candidates.items():
+    for mode, candidate in candidates.items():
         if not could_win(candidate.bound, trials, demand):
             continue
-        if decoder not in trials:
-            return decoder, candidate.first
-        tried = trials[decoder]
-        workers = next_number(decoder, tried, demand, candidate.cap)
-        if workers not in tried and could_become_fastest(decoder, tried, workers):
-            return decoder, workers
+        if mode not in trials:
+            return mode, candidate.first
+        tried = trials[mode]
+        workers = next_number(mode, tried, demand, candidate.cap)
+        if workers not in tried and could_become_fastest(mode, tried, workers):
+            return mode, workers
     if not trials:
         return None
     best, _ = best_setting(trials)
@@ -157,67 +154,67 @@ def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple
     return None if workers in trials[best] else (best, workers)
 
 
-def could_become_fastest(decoder: str, tried: dict[int, Measured], workers: int) -> bool:
-    """Whether this decoder could become the fastest with another number of workers."""
-    if workers > max(tried):  # a CPU decoder lacks workers: it is preferred
-        return decoder not in ON_GPU
-    trial = tried[best_number(decoder, tried)]
+def could_become_fastest(mode: str, tried: dict[int, Measured], workers: int) -> bool:
+    """Whether this mode could become the fastest with another number of workers."""
+    if workers > max(tried):  # a CPU mode lacks workers: it is preferred
+        return mode == "cpu"
+    trial = tried[best_number(mode, tried)]
     return trial.slowed and trial.wait_fraction <= TOLERANCE  # the step only lacks cores
 
 
 def could_win(bound: float, trials: Trials, demand: float) -> bool:
-    """Whether a decoder of at most `bound` images/s could be faster than all that were tried.
+    """Whether a mode of at most `bound` images/s could be faster than all that were tried.
 
-    A CPU decoder that is enough is preferred: its pixels are the exact ones.
+    A CPU mode that is enough is preferred: its pixels are the exact ones.
     """
     top = max((trial.rate for tried in trials.values() for trial in tried.values()), default=0.0)
     return not is_enough(trials) and min(bound, demand) > PAYS * top
 
 
 def is_enough(trials: Trials) -> bool:
-    """Whether a CPU decoder keeps the step busy, without taking the cores that the step needs."""
+    """Whether a CPU mode keeps the step busy, without taking the cores that the step needs."""
     return any(
         trial.wait_fraction <= TOLERANCE
         and not trial.slowed
         and workers * trial.per_worker >= SPARE * trial.rate
-        for decoder, tried in trials.items()
+        for mode, tried in trials.items()
         for workers, trial in tried.items()
-        if decoder not in ON_GPU
+        if mode == "cpu"
     )
 
 
 def best_setting(trials: Trials) -> tuple[str, int]:
-    """Return the fastest decoder, and its number of workers.
+    """Return the fastest mode, and its number of workers.
 
-    Among decoders that are as fast, a CPU decoder if it is enough, because its pixels are exact;
+    Among modes that are as fast, a CPU mode if it is enough, because its pixels are exact;
     otherwise one with engines, because workers that only just suffice may not do so for long.
     """
     rates = {name: max(trial.rate for trial in tried.values()) for name, tried in trials.items()}
     enough = is_enough(trials)
     least = max(rates.values()) / (PAYS if enough else FASTER)
-    near = [name for name in rates if (name not in ON_GPU) == enough and rates[name] >= least]
-    decoder = max(near or rates, key=lambda name: rates[name])
-    return decoder, best_number(decoder, trials[decoder])
+    near = [name for name in rates if (name == "cpu") == enough and rates[name] >= least]
+    mode = max(near or rates, key=lambda name: rates[name])
+    return mode, best_number(mode, trials[mode])
 
 
-def best_number(decoder: str, tried: dict[int, Measured]) -> int:
+def best_number(mode: str, tried: dict[int, Measured]) -> int:
     """Return the number of workers to use: with hybrid, the fastest, since fewer take more GPU.
 
     Otherwise, the fewest within PAYS of the best rate and TOLERANCE of its waiting.
     """
     top = max(tried, key=lambda workers: tried[workers].rate)
-    if decoder == "hybrid":
+    if mode == "hybrid":
         return top
     waits = tried[top].wait_fraction + TOLERANCE
     near = (workers for workers, trial in tried.items() if trial.rate * PAYS >= tried[top].rate)
     return min(workers for workers in near if tried[workers].wait_fraction <= waits)
 
 
-def next_number(decoder: str, tried: dict[int, Measured], demand: float, cap: int) -> int:
+def next_number(mode: str, tried: dict[int, Measured], demand: float, cap: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
-    best = best_number(decoder, tried)
+    best = best_number(mode, tried)
     trial = tried[best]
-    if decoder != "hybrid" or trial.slowed:
+    if mode != "hybrid" or trial.slowed:
         return _next_without_engines(tried, demand, cap)
     if trial.wait_fraction > TOLERANCE:  # a worker more or less: 4 % on some hosts
         near = (workers for workers in (best + 1, best - 1) if 1 <= workers <= cap)
@@ -228,7 +225,7 @@ def next_number(decoder: str, tried: dict[int, Measured], demand: float, cap: in
 
 
 def _next_without_engines(tried: dict[int, Measured], demand: float, cap: int) -> int:
-    """Return the next number for a decoder whose rate is that of its workers."""
+    """Return the next number for a mode whose rate is that of its workers."""
     best = best_number("", tried)
     trial = tried[best]
     below = max((workers for workers in tried if workers < best), default=0)

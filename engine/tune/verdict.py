@@ -6,28 +6,25 @@ ranks (a straggler, the exchange of gradients), a function for each. The thresho
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Literal
 
 from engine.distributed import World
 from engine.plan import Plan
 from engine.step_graph import StepGraph
-from engine.stop_signal import StopSignal
 from engine.tune.measured import (
     SATURATED,
     VARIES_ON_CPU,
     WAITS,
     Figures,
+    Measured,
     figures_of,
     parts_of_steps,
     summarize,
 )
-from engine.tune.prices import Remedy, find_remedies, more_cores, priced
 from pipeline.clock import Timing
-from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
@@ -43,9 +40,11 @@ ENGINES = "the GPU's JPEG engines"
 MORE_CORES = "use a machine with more CPU cores"
 END_OTHERS = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
 
+# Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
+LARGE_FILES = 80_000
+
 Period = Literal["epoch", "run"]
-Finder = Callable[[], Sequence[Remedy]]  # reads files, so it is called only if images limit
-Cause = Callable[[Figures, Finder], tuple[str, list[str]]]  # what limits, and the remedies
+Cause = Callable[[Figures], tuple[str, list[str]]]  # what limits, and the remedies
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Verdict:
     feed: Feed
     step: StepGraph
     world: World
-    stop: StopSignal
     step_alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
     timings: dict[Period, list[Timing]] = field(default_factory=lambda: {"epoch": [], "run": []})
 
@@ -91,14 +89,14 @@ class Verdict:
             self.timings["epoch"] = []
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
-            return judge(figures_of(ranks), partial(find_remedies, self.feed, self.plan, self.stop))
+            return judge(figures_of(ranks))
         few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
         return [few] if period == "run" else []
 
 
-def judge(figures: Figures, find: Finder = lambda: ()) -> list[str]:
+def judge(figures: Figures) -> list[str]:
     """Name the cause that costs most, with its figures, and what to change."""
-    finding, remedies = cause_of(figures)(figures, find)
+    finding, remedies = cause_of(figures)(figures)
     return [f"{finding}.", *([f"Remedies: {'; '.join(remedies)}."] if remedies else [])]
 
 
@@ -116,7 +114,7 @@ def cause_of(figures: Figures) -> Cause:
     cause = max(lost, key=lambda each: lost[each])
     if cause is input_bound and lost[cause] >= WAITS:
         busy = on_gpu and rank.copy_fraction >= _copies(figures)
-        return copy_bound if busy and rank.decoder not in ON_GPU else input_bound
+        return copy_bound if busy and rank.mode == "cpu" else input_bound
     if cause is not launch_bound and lost[cause] >= WAITS:
         return cause
     if _launches_wait_for_core(figures) or _workers_take_cores(figures):
@@ -125,7 +123,7 @@ def cause_of(figures: Figures) -> Cause:
     return launch_bound if on_gpu and idle else compute_bound
 
 
-def input_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def input_bound(figures: Figures) -> tuple[str, list[str]]:
     """The device waits for images, and neither copies nor launches explain it."""
     rank, stage = figures.slowest, _input_stage(figures)
     finding = f"input-bound by {stage}: {_waited(figures)}; {_step_could(figures)}"
@@ -144,27 +142,34 @@ def input_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
             f"; per image, {workers} computes {rank.cpu_ms:.1f} ms, and waits "
             f"{rank.storage_ms:.1f} ms for storage and {rank.core_ms:.1f} ms for a core"
         )
-    if stage == "storage":
-        # Without waits for storage, only as many workers as there are cores make progress.
-        working = min(1.0, rank.cores / max(1, rank.workers))
-        faster = Remedy("move the images to faster storage", {"storage": 0.0, "workers": working})
-        smaller = [remedy for remedy in find() if "storage" in remedy.effect]
-        return finding, priced(figures, [faster, *smaller]) or [faster.text]
-    if stage == "CPU cores" and rank.workers <= rank.cores:
-        return finding, [END_OTHERS, *priced(figures, find())]
-    return finding, [*priced(figures, find()), *more_cores(figures)] or [MORE_CORES]
+    first = {"storage": "move the images to faster storage", "CPU cores": END_OTHERS}.get(stage)
+    if stage == ENGINES or (stage == "CPU cores" and rank.workers > rank.cores):
+        first = None
+    return finding, [*([first] if first else []), *_faster_input(rank)]
 
 
-def copy_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def _faster_input(rank: Measured) -> list[str]:
+    """What makes images faster, as far as it applies to this run."""
+    remedies = []
+    if not rank.auto:
+        remedies.append("set loader.workers=auto and loader.decoder=auto in a new run")
+    elif rank.decoder == "pillow":
+        remedies.append("install a C compiler for loader.decoder=region")
+    if rank.mean_bytes > LARGE_FILES:
+        remedies.append("re-encode the images once with scripts/prepare.py --side 352")
+    return [*remedies, MORE_CORES]
+
+
+def copy_bound(figures: Figures) -> tuple[str, list[str]]:
     """Copies to the GPU take so long that the step no longer hides them."""
     rank = figures.slowest
     took = f"copying a batch takes {rank.copy_ms:.1f} ms"
     return f"copy-bound: {took}; {_step_could(figures)}", ["use more PCIe lanes"]
 
 
-def core_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def core_bound(figures: Figures) -> tuple[str, list[str]]:
     """The training processes lack CPU cores, to compute or to launch kernels."""
-    remedies = priced(figures, find()) or [MORE_CORES]
+    remedies = _faster_input(figures.slowest)
     if figures.slowest.on_gpu and not _launches_wait_for_core(figures):
         return f"core-bound: {_slower_than_alone(figures)}; {_waited(figures)}", remedies
     rank = max(figures.ranks, key=lambda each: each.core_fraction)
@@ -175,7 +180,7 @@ def core_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     ), [END_OTHERS, *remedies]
 
 
-def launch_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def launch_bound(figures: Figures) -> tuple[str, list[str]]:
     """The GPU is idle although its images are ready: the host launches kernels too late."""
     rank, remedies = figures.slowest, ["raise loader.batch_size"]
     if rank.graph_refused:
@@ -187,7 +192,7 @@ def launch_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
     ), remedies
 
 
-def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def compute_bound(figures: Figures) -> tuple[str, list[str]]:
     """The step itself limits; it may be slower than it was before the workers ran."""
     rank, slowed = figures.slowest, [each for each in figures.ranks if each.slowdowns]
     cool = "check cooling and power of the GPU of {0.place}, which lowered its clock: {0.slowdowns}"
@@ -199,12 +204,12 @@ def compute_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
             "would not help"
         ), [*cures, *([f"set model.compile={faster}"] if faster else [])]
     finding = f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}"
-    if rank.decoder in ON_GPU:
+    if rank.mode != "cpu":
         return f"{finding}; decoding uses a part of the GPU", cures
     return finding, [*cures, "check the GPUs' clocks and links, and what else runs on them"]
 
 
-def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def slowed_by_straggler(figures: Figures) -> tuple[str, list[str]]:
     """All ranks wait until one of them has computed its gradients."""
     slow, lost = figures.straggler, figures.straggling
     others_ms = median(rank.own_ms for rank in figures.ranks if rank is not slow)
@@ -214,13 +219,10 @@ def slowed_by_straggler(figures: Figures, find: Finder) -> tuple[str, list[str]]
         f"slowed by a straggler: {slow.place} needs {slow.own_ms:.1f} ms to compute its gradients, "
         f"the other ranks {others_ms:.1f} ms, and they wait for it {lost:.0%} of the time; "
         f"all ranks together processed {figures.rate:,.0f} img/s{clock}"
-    ), [
-        f"check the clock and cooling of its {device} and which other processes use it "
-        f"(about {figures.without(lost):,.0f} img/s)"
-    ]
+    ), [f"check the clock and cooling of its {device}, and which other processes use it"]
 
 
-def communication_bound(figures: Figures, find: Finder) -> tuple[str, list[str]]:
+def communication_bound(figures: Figures) -> tuple[str, list[str]]:
     """Averaging the gradients takes a large share of a step."""
     share, period = figures.exchange, figures.ranks[0].period_ms
     return (
@@ -261,12 +263,12 @@ def _copies(figures: Figures) -> float:
 def _input_stage(figures: Figures) -> str:
     """The stage of the input that limits, as the name after "input-bound by"."""
     rank = figures.slowest
-    if rank.on_gpu and rank.decoder in ON_GPU and rank.copy_fraction >= _copies(figures):
+    if rank.on_gpu and rank.mode != "cpu" and rank.copy_fraction >= _copies(figures):
         return ENGINES  # decoding takes the place of the copy
     if rank.slow_files:
         return "single files"
     if rank.workers * rank.per_worker > SPARE * rank.rate:
-        return ENGINES if rank.decoder == "gpu" else "the hand-off"
+        return ENGINES if rank.mode == "gpu" else "the hand-off"
     if rank.storage_ms > rank.cpu_ms:
         return "storage"
     if rank.on_gpu and rank.workers and rank.core_ms > rank.cpu_ms:
@@ -284,7 +286,7 @@ def _workers_take_cores(figures: Figures) -> bool:
     late = sum(rank.late_fraction for rank in figures.ranks)  # one rank's delay delays all
     drained = sum(rank.drained_fraction for rank in figures.ranks)
     late_host = late >= WAITS or drained >= DRAINED_BY_WORKERS
-    return _is_slower(figures) and figures.slowest.decoder != "gpu" and late_host
+    return _is_slower(figures) and figures.slowest.mode != "gpu" and late_host
 
 
 def _launches_wait_for_core(figures: Figures) -> bool:

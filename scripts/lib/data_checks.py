@@ -141,7 +141,7 @@ def oddities(image: Image.Image) -> Iterator[str]:
         yield "progressive"
     if image.width * image.height > LARGE:
         yield "very large"
-    if decode.orientation_in(image.info.get("exif", b"")) > 1:
+    if decode.orientation_of(image) > 1:
         yield TURNED
 
 

@@ -1,4 +1,4 @@
-"""The output of scripts/prepare.py: folders, tar files or zip files.
+"""The output of scripts/prepare.py: folders or tar files.
 
 A run that is killed at any time leaves a destination that the same command completes. A marker, a
 JSON file, contains the settings of the run. A file gets its name when it is complete.
@@ -9,7 +9,6 @@ import io
 import json
 import os
 import tarfile
-import zipfile
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -19,7 +18,7 @@ from conf.schema import UserError
 
 
 class Container:
-    """A tar or zip file to which members are added; <path>.partial until it is complete.
+    """A tar file to which members are added; <path>.partial until it is complete.
 
     Members have no owner and no time, so equal images give equal files. Raises OSError: it cannot
     be created or written.
@@ -28,22 +27,13 @@ class Container:
     def __init__(self, path: str) -> None:
         self.path, self.partial = path, f"{path}.partial"
         self.file = new_file(self.partial)
-        self.archive: tarfile.TarFile | zipfile.ZipFile
-        if path.endswith(".tar"):
-            self.archive = tarfile.TarFile(fileobj=self.file, mode="w", format=tarfile.PAX_FORMAT)
-        else:
-            self.archive = zipfile.ZipFile(self.file, "w")
+        self.archive = tarfile.TarFile(fileobj=self.file, mode="w", format=tarfile.PAX_FORMAT)
 
     def add(self, name: str, data: bytes) -> None:
-        if isinstance(self.archive, tarfile.TarFile):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            self.archive.addfile(member, io.BytesIO(data))
-            self.archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
-        else:
-            info = zipfile.ZipInfo(name)
-            info.external_attr = 0o100644 << 16
-            self.archive.writestr(info, data)
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        self.archive.addfile(member, io.BytesIO(data))
+        self.archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
 
     def finish(self) -> None:
         """Write the end of the container and give it its name."""

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 import train
-from conf.files import LARGEST_IMAGE, open_regular
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import make_plan
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.containers import LARGEST, Container
-from pipeline.decode import ON_GPU, describe
+from pipeline.containers import Container
+from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
 from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, spread, warn
@@ -146,7 +145,7 @@ def cores(case: Case) -> Iterator[Row]:
     else:
         yield ok(text)
     have, chosen = decode.installed(), case.config.loader.decoder
-    best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
+    best = decode.resolve(chosen) if chosen in DECODERS else have[0]
     text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
     cure = "install a C compiler (loader.decoder=region says what is missing): it is faster"
     yield ok(text) if best == next(iter(decode.DECODERS)) else warn(text, cure)
@@ -235,8 +234,8 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
             return 0
         source, start, length = index.place(row)
         stored = isinstance(source, Container)
-        path, largest = (source.path, LARGEST) if stored else (index.path(row), LARGEST_IMAGE)
-        with suppress(OSError), open_regular(path, largest, buffering=0) as file:
+        path = source.path if stored else index.path(row)
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))

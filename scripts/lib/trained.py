@@ -20,7 +20,8 @@ from conf import cli
 from conf.compose import load
 from conf.files import read_text
 from conf.named import named
-from conf.schema import Config, Model, UserError, typed_keys
+from conf.overrides import read_yaml
+from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
@@ -28,8 +29,9 @@ from models.weights import head_of
 from models.zoo import RGB
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "optim", "checkpoint", "run", "profile"}  # except for loader.batch_size
+SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
 KEYS = {"augment.train", "augment.batch", "model.weights", "model.freeze", "train.device"}
+KEYS |= {"train.prepare"}  # may name what is only in another copy
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -171,8 +173,9 @@ def _open_ours(
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
-    if values.get("data.source") == "demo":
-        values["data.source"] = "folder"  # only `data=demo` as typed may draw images
+    file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
+    if file.is_file():  # earlier versions stored the name of the group
+        values["data.source"] = read_yaml(file)["source"]
     config = load(overrides, stored=values)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):

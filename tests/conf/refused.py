@@ -1,8 +1,9 @@
-"""The answer of the command line to a mistake."""
+"""The answer of the command line to a mistake, and configs that may need more than the core."""
 
 import pytest
 
 from conf import cli
+from conf.schema import Config, UserError
 
 DATA = "data.root=/nowhere"  # composing does not read it
 
@@ -16,3 +17,13 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert err.count("\n") == 1 and err.endswith("\n")
     assert err.startswith("train.py: ") and "Traceback" not in err
     return err.removeprefix("train.py: ").rstrip("\n")
+
+
+def offered(words: list[str]) -> Config:
+    """Compose a config; skip the test if this copy of the program lacks what it names."""
+    try:
+        return cli.load(words)
+    except UserError as error:
+        if str(error).endswith("only its files are run"):
+            pytest.skip(str(error))
+        raise

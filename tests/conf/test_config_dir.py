@@ -17,7 +17,8 @@ from tests.small_run import SMALL_RUN
 RECIPE = """\
 # @package _global_
 defaults:
-  - demo
+  - cifar10
+  - override /data: fake
   - override /model: wide
 optim: {lr: 0.05}
 train: {epochs: 2}
@@ -45,7 +46,7 @@ def test_recipe_and_group(option: list[str], folder: Path, monkeypatch: pytest.M
     words = [word.format(folder.name) for word in option]
     config = cli.parse(["recipe=mine", *words], script="train.py", purpose="")
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
-    assert (config.schedule.name, config.schedule.warmup_epochs) == ("cosine", 0.5)
+    assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
     assert sorted(config.typed) == sorted([f"--config-dir={folder}", "recipe=mine"])
     other = cli.parse([*words, DATA, "model=wide", "optim.lr=1"], script="train.py", purpose="")
     assert (other.model.name, other.optim.lr) == ("resnet50", 1)

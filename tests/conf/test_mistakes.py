@@ -15,7 +15,6 @@ import torch
 
 import train
 from conf import cli
-from pipeline import machine
 from tests.processes import descendants
 from tests.results import tree
 
@@ -121,13 +120,6 @@ def test_folders(
     assert found.startswith(says.replace("{}", str(images)))
 
 
-def test_own_images_with_the_recipe_of_the_demo(refusal: Refusal, image_root: Path) -> None:
-    assert refusal("recipe=demo", f"data.root={image_root}") == (
-        f"data.root={image_root}: holds files that the demo did not draw; to train on your own "
-        "images write data=folder, or pass another data.root\n"
-    )
-
-
 TRANSFORMS = {
     "augment.batch=[mixupp]": "did you mean mixup?",
     "augment.train=[]": "does not end in images of one size",
@@ -181,29 +173,6 @@ def test_mistakes_that_composing_does_not_find(
     assert refusal(f"data.root={image_root}", *words).startswith(LINES[typed])
 
 
-def test_mistakes_are_found_before_the_demo_is_drawn(
-    refusal: Refusal, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workplace / "photos").mkdir()
-    (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
-    for override, line in {
-        "model.name=nope": "model.name=nope: no such model",
-        "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",
-        "loader.batch_size=2001": "loader.batch_size=2001: larger than the training split (2000 im",
-        "loader.decoder=gpu": "loader.decoder=gpu: needs an NVIDIA GPU",
-        "run.dir=photos": "run.dir=photos: holds files that are not of a run",
-        "data.root=photos": "data.root=",
-    }.items():
-        assert refusal("data=demo", "train.device=cpu", override).startswith(line)
-    with monkeypatch.context() as low:
-        low.setattr(machine, "free_memory", lambda: 1 << 10)
-        assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
-    monkeypatch.setattr("pipeline.demo.images.COUNTS", {"train": 40, "val": 20})
-    for steps in (1, 2):  # the first start draws it, the second resumes the first
-        words = [*SMALL, "data=demo", "run.dir=run", f"train.max_steps={steps}"]
-        assert train.main(cli.load(words)) == 0
-
-
 def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path) -> None:
     """A link with a plain name leads to it."""
     place = workplace / os.fsdecode(b"im\xe9")
@@ -219,7 +188,7 @@ def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path)
 def test_spaces_of_other_scripts_in_a_path() -> None:
     """The names of macOS's screenshots hold U+202F."""
     path = "/Screenshot 9.41\u202fAM\xa0(1)"
-    assert cli.load(["recipe=demo", f"data.root={path}"]).data.root == path
+    assert cli.load([f"data.root={path}"]).data.root == path
 
 
 def test_line_break_in_the_name_of_a_file(

@@ -74,7 +74,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_windows_is_refused(tmp_path: Path) -> None:
     """On Linux, without what Windows lacks."""
-    line = ["-c", WINDOWS, ROOT / "train.py", "recipe=demo"]
+    line = ["-c", WINDOWS, ROOT / "train.py", "data=fake"]
     done = run_python(*line, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

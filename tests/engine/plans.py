@@ -10,7 +10,7 @@ from engine.distributed import World
 from engine.optim import Curve
 from engine.plan import Plan, count_steps
 from engine.scores import BestBy
-from pipeline.dataset import LABEL, image_field
+from pipeline.batch import LABEL, image_field
 from pipeline.loader_plan import LoaderPlan
 from pipeline.sampler import SizeSchedule
 

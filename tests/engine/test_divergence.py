@@ -15,7 +15,7 @@ from engine.divergence import FIRST_SCALE, GOOD_STEPS, Divergence
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
 from tests.optimizers import OPTIMIZERS
 

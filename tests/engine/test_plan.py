@@ -231,11 +231,6 @@ def test_a_small_network_for_few_images_on_a_cpu(
         assert not [each for each in (*notes, *again) if "too few to train" in each]
 
 
-def test_profile_after_the_end() -> None:
-    with pytest.raises(UserError, match=r"^profile\.steps=\[15, 17\]: the run ends after 15 steps"):
-        planned("profile.steps=[15,17]")
-
-
 @pytest.mark.parametrize(
     ("seconds", "known", "repeatable", "mode"),
     [

@@ -14,9 +14,9 @@ from engine.log.measurements import step_points
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.clock import Marks, StepClock
-from pipeline.prefetcher import Batch
 from tests.batches import batch_of, on_device, toy_loss
 from tests.optimizers import OPTIMIZERS
 

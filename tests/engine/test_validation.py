@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.scores import accuracy
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
-from pipeline.prefetcher import Batch
+from pipeline.batch import Batch
 from pipeline.worker import EMPTY_ROW
 from tests.batches import batch_of, on_device
 from tests.batches import toy_values as measure

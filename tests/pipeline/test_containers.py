@@ -1,4 +1,4 @@
-"""Images in tar files, zip files and lists are those of the same folder, in the same order."""
+"""Images in tar files and lists are those of the same folder, in the same order."""
 
 import dataclasses
 import io
@@ -7,18 +7,16 @@ import pickle
 import resource
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conf.schema import UserError
 from pipeline.index import Index, load_index
 from tests.limits import soft_limit
-from tests.stored import as_list, as_shards, as_tar, as_zip
+from tests.stored import as_list, as_shards, as_tar
 
 JPEG = b"\xff\xd8 content"
 
@@ -59,7 +57,7 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("pack", "suffix"),
-    [(as_tar, ".tar"), (as_shards, ".tar"), (as_zip, ".zip"), (as_list, ".csv")],
+    [(as_tar, ".tar"), (as_shards, ".tar"), (as_list, ".csv")],
 )
 def test_the_table_is_that_of_the_folder(
     image_root: Path, tmp_path: Path, pack: Callable[[Path, Path], None], suffix: str
@@ -98,8 +96,6 @@ def test_unusual_members(tmp_path: Path, format: int) -> None:
         "loose.jpg",
         long,
         "b/\udcff\xe9.png",
-        link("b/hard.jpg", "./a/1.jpg", tarfile.LNKTYPE),
-        link("b/soft.jpg", "../a/1.jpg", tarfile.SYMTYPE),
         link("b/pipe.jpg", "", tarfile.FIFOTYPE),
         format=format,
     )
@@ -108,8 +104,6 @@ def test_unusual_members(tmp_path: Path, format: int) -> None:
         "a/1.jpg": one,
         long: long.encode(),
         "b/\udcff\xe9.png": b"b/\xff\xc3\xa9.png",
-        "b/hard.jpg": one,
-        "b/soft.jpg": one,
     }
 
 
@@ -120,16 +114,6 @@ def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) ->
     write_tar(tmp_path / "val-0.tar", "val/1.jpg")  # a class with the name of the split
     write_tar(tmp_path / "val-1.tar", "bus/1.jpg")
     assert [name for name, _ in content(tmp_path / "val")] == ["bus/1.jpg", "val/1.jpg"]
-
-
-def test_zip64_and_names(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
-        with archive.open("a/caf\xe9.jpg", "w", force_zip64=True) as member:
-            member.write(JPEG)
-        archive.writestr("b/1.jpg", JPEG * 2)
-        archive.writestr("__MACOSX/b/._1.jpg", b"attributes")
-        archive.writestr("b/notes.txt", b"x" * 100, zipfile.ZIP_DEFLATED)
-    assert content(tmp_path / "train") == [("a/caf\xe9.jpg", JPEG), ("b/1.jpg", JPEG * 2)]
 
 
 # Reading.
@@ -189,82 +173,13 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
     assert f"damaged at byte {second:,}" in refusal(tmp_path / "train")
     damaged.write_bytes(b"\x1f\x8b" + bytes(2000))
     assert "it may be damaged or compressed" in refusal(damaged)
-    as_zip(image_root / "train", path := tmp_path / "val.zip")
-    whole = path.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        assert "val.zip: is damaged: File is not a zip file" in refusal(tmp_path / "val")
-    as_zip(image_root / "train", path, zipfile.ZIP_DEFLATED)
-    assert "is compressed; it may be" in refusal(tmp_path / "val")
-
-
-def header(
-    name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None
-) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.type, info.pax_headers = size, kind, pax or {}
-    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
-
-
-END = bytes(1024)
-# tarfile would read some of these for ever, or ends in an error of another kind.
-DAMAGED_TARS = {
-    "a negative size": header("a/2.jpg", -1536) + END,
-    "a negative size of a name": header("././@LongLink", -512, tarfile.GNUTYPE_LONGNAME) + END,
-    "a negative size in a PAX header": header("a/2.jpg", pax={"size": "-1536"}) + END,
-    "a size of 2**63 - 1": header("a/2.jpg", 2**63 - 1) + END,
-    "a size of 2**61": header("a/2.jpg", 2**61) + END,
-    "a name of 2**61 bytes": header("././@LongLink", 2**61, tarfile.GNUTYPE_LONGNAME) + END,
-    "3,000 long names": 3000 * (header("x", 1, tarfile.GNUTYPE_LONGNAME) + b"y".ljust(512)) + END,
-    "a sparse member without end": header("a/2.jpg", 0, tarfile.GNUTYPE_SPARSE)[:482] + b"\1" * 30,
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED_TARS)
-def test_damaged_numbers_of_a_tar_file(tmp_path: Path, kind: str) -> None:
-    path = write_tar(tmp_path / "train.tar", "a/1.jpg")
-    path.write_bytes(path.read_bytes()[:1024] + DAMAGED_TARS[kind])
-    assert "train.tar: is damaged at byte 1,024: " in refusal(path)
-
-
-def test_the_root_and_the_size_of_a_link_are_no_damage(tmp_path: Path) -> None:
-    """Some programs write the size of its target into a hard link, which has no content."""
-    path, hard = write_tar(tmp_path / "train.tar", "a/1.jpg"), link("a/2.jpg", "a/1.jpg", b"1")
-    hard.size = 2**20
-    root = header("/", kind=tarfile.DIRTYPE)
-    path.write_bytes(path.read_bytes()[:1024] + root + hard.tobuf(tarfile.GNU_FORMAT) + END)
-    assert content(path) == [(name, b"a/1.jpg") for name in ("a/1.jpg", "a/2.jpg")]
-
-
-# What is written into the directory of a zip file with the member a/1.jpg.
-DAMAGED_ZIPS: dict[str, Callable[[zipfile.ZipInfo], Any]] = {
-    "an empty name": lambda info: setattr(info, "filename", ""),
-    "NUL at the start of a name": lambda info: setattr(info, "filename", "\0a/1.jpg"),
-    "an offset outside the file": lambda info: setattr(info, "header_offset", 2**62),
-    "an offset of something else": lambda info: setattr(info, "header_offset", 5),
-    "another size": lambda info: setattr(info, "file_size", 2**62),
-    "an end outside the file": lambda info: [  # of 122 bytes
-        setattr(info, name, 100) for name in ("compress_size", "file_size")
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", [*DAMAGED_ZIPS, "a name that is not UTF-8"])
-def test_damaged_numbers_of_a_zip_file(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "train.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/1.jp\u20ac", JPEG) if kind not in DAMAGED_ZIPS else None
-        archive.writestr("a/2.jpg", JPEG)
-        if kind in DAMAGED_ZIPS:
-            DAMAGED_ZIPS[kind](archive.infolist()[0])
-    path.write_bytes(path.read_bytes().replace("\u20ac".encode(), b"\xff" * 3))
-    assert "train.zip: is damaged" in refusal(path)
 
 
 def test_refused_members(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
-    write_tar(path, "a/1.jpg", link("a/2.jpg", "/data/2.jpg", tarfile.SYMTYPE))
-    assert "a/2.jpg is a link to data/2.jpg, which is not in it" in refusal(path)
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+        write_tar(path, "a/1.jpg", link("a/2.jpg", "a/1.jpg", kind))
+        assert "a/2.jpg is a link; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
     assert "holds no images in class folders; each" in refusal(path)
     for number in (0, 1):

@@ -5,7 +5,6 @@ import errno
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +19,10 @@ from conf.schema import Config, Data, UserError
 from pipeline import gpu_part
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.build import DATASETS, Datasets, Splits, build_datasets
+from pipeline.batch import LABEL, Field, image_field
+from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import LABEL, BadImageError, Dataset, Field, FolderDataset, image_field
+from pipeline.dataset import BadImageError, Dataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import load_index
@@ -30,7 +30,7 @@ from pipeline.loader_plan import choose_decoders
 from pipeline.shared import SharedArray
 from pipeline.worker import Source
 from tests.loader_plans import loader_plan, world_of
-from tests.stored import as_shards, as_tar, as_zip
+from tests.stored import as_shards, as_tar
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) ->
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
     assert open_dataset(changeable).fingerprint() == before
-    for pack, name in ((as_tar, "a.tar"), (as_zip, "b.zip"), (as_shards, "c.tar")):
+    for pack, name in ((as_tar, "a.tar"), (as_shards, "c.tar")):
         pack(changeable, tmp_path / name)
         assert open_dataset(tmp_path / name.split(".")[0]).fingerprint() == before
 
@@ -281,48 +281,3 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     assert datasets.train[3]["image"].max() == 3
     datasets.train.set_epoch(2)
     assert datasets.train[3]["image"].max() == 203
-
-
-# Numbers in a CSV file.
-
-
-def load_table(root: Path, **splits: str) -> Datasets:
-    for name, text in splits.items():
-        (root / f"{name}.csv").write_text(text)
-    return build_datasets(cli.load(["data=table", f"data.root={root}", "data.image_size=16"]))
-
-
-def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
-    a, b = sorted((image_root / "train").glob("dots/*.jpg"))[:2]
-    shutil.copy(b, tmp_path / "b.jpg")
-    text = f"path,width,height\n{a},1.5,-2\n\nb.jpg,0,3e4\n"
-    found = load_table(tmp_path, train=text, val=text)
-    dataset = found.train
-    assert found.classes == ("width", "height") and dataset.labels is None
-    assert dataset.fields["numbers"] == Field(np.float32, (2,))
-    assert [dataset.load(0, i)["numbers"].tolist() for i in (0, 1)] == [[1.5, -2], [0, 30000]]
-    assert dataset.name(1) == str(tmp_path / "b.jpg")
-    assert list(dataset.replacements(0)) == [1]
-    # The numbers and the names of the columns are part of the run's identity.
-    changed = [text.replace("-2", "2"), text.replace("width", "length")]
-    found_prints = {load_table(tmp_path, train=t, val=t).train.fingerprint() for t in changed}
-    assert len(found_prints | {dataset.fingerprint()}) == 3
-
-
-@pytest.mark.parametrize(
-    ("val", "says"),
-    [
-        ("path,a\n1.jpg,1,2\n", "1.jpg: 1,2: give 1 finite number"),
-        ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat: give 1 finite number"),
-        ("path,a\n1.jpg,nan\n", "1.jpg: nan: give 1 finite number"),
-        ("path,a\n", "write path,NAME,... into the first line"),
-        ("1.jpg,1\n", "write path,NAME,... into the first line"),
-        ("", "write path,NAME,... into the first line"),
-        ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
-    ],
-)
-def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
-    with pytest.raises(UserError, match=re.escape(says)):
-        load_table(tmp_path, train="path,a\n1.jpg,1\n", val=val)
-    with pytest.raises(OSError, match="No such file"):
-        load_table(tmp_path / "none")

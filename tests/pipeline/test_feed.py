@@ -16,11 +16,11 @@ from torch import Tensor
 
 from conf import cli
 from pipeline.augment import apply_operations
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture, installed
 from pipeline.feed import Feed, open_feed
-from pipeline.prefetcher import Batch
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

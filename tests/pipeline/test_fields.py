@@ -11,11 +11,11 @@ import torch
 from conf import cli
 from conf.schema import UserError
 from pipeline.augment import build
+from pipeline.batch import Batch, Field, channels_first, image_field
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, Field, image_field
+from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.prefetcher import Batch, channels_first
 from pipeline.worker import LoaderError
 from tests.batches import batch_of
 from tests.loader_plans import loader_plan, world_of

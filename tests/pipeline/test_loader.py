@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from pipeline.augment import Compose
+from pipeline.batch import HostBatch
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
+from pipeline.loader import Loader, WorkerPool, slots_needed, start_source
 from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task, start_worker
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (

@@ -18,19 +18,13 @@ from torch import Tensor
 
 from pipeline import gpu_part
 from pipeline.augment import build
+from pipeline.batch import Batch, DeviceSlot, HostBatch, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.loader import HostBatch, slots_needed
-from pipeline.prefetcher import (
-    Batch,
-    DeviceSlot,
-    ImageFormat,
-    Mixing,
-    Prefetcher,
-    channels_first,
-)
+from pipeline.loader import slots_needed
+from pipeline.prefetcher import Mixing, Prefetcher
 from tests.conftest import Clock
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 

@@ -108,14 +108,6 @@ def progressive(scan: int, share: float) -> bytes:
     return data[: start + int(share * (14 + end - start))] + b"\xff\xd9"
 
 
-def many_scans(count: int) -> bytes:
-    """A progressive file that repeats its last scan, with no data in it."""
-    data = jpeg(progressive=True)
-    last = data.rindex(b"\xff\xda")
-    header = data[last : last + 2 + int.from_bytes(data[last + 2 : last + 4], "big")]
-    return data[:-2] + count * (header + b"\0") + b"\xff\xd9"
-
-
 def huge_png() -> bytes:
     header = b"IHDR" + struct.pack(">IIBBBBB", 65500, 65500, 8, 2, 0, 0, 0)
     return patched(png(), 12, header + struct.pack(">I", zlib.crc32(header)))
@@ -166,8 +158,6 @@ def exif(orientation: int) -> Image.Exif:
 
 # The size of the image if it is trained, or a part of the message.
 Verdict = tuple[int, int] | str
-SHORT = "the file ends before the image does"
-SEARCH = "more than 65,536 bytes outside the segments of its header"
 PIXELS = "more than data.max_pixels=4000000"
 NO_IMAGE = "cannot identify image file"
 KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
@@ -192,28 +182,26 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "jpeg ends before its scan": (lambda: ended_before(0xDA), ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], "truncated"),
     "jpeg lacks its end marker": (lambda: jpeg()[:-2], "truncated"),
-    "jpeg has half of its data and an end marker": (lambda: half_scan(jpeg()), SHORT),
-    "jpeg grey with half of its data": (lambda: half_scan(jpeg("L")), SHORT),
-    "jpeg claims twice its height": (lambda: claiming(jpeg(), WIDTH, 2 * HEIGHT), SHORT),
-    "jpeg claims twice its width": (lambda: claiming(jpeg(), 2 * WIDTH, HEIGHT), SHORT),
+    "jpeg has half of its data and an end marker": (lambda: half_scan(jpeg()), SIZE),
+    "jpeg grey with half of its data": (lambda: half_scan(jpeg("L")), SIZE),
+    "jpeg claims twice its height": (
+        lambda: claiming(jpeg(), WIDTH, 2 * HEIGHT),
+        (WIDTH, 2 * HEIGHT),
+    ),
+    "jpeg claims twice its width": (
+        lambda: claiming(jpeg(), 2 * WIDTH, HEIGHT),
+        (2 * WIDTH, HEIGHT),
+    ),
     "jpeg claims 65,500 x 65,500 pixels": (lambda: claiming(jpeg(), 65500, 65500), PIXELS),
     "jpeg grey claims 65,500 x 65,500": (lambda: claiming(jpeg("L"), 65500, 65500), PIXELS),
-    "jpeg without data": (lambda: jpeg()[: segments(jpeg())[-1][1]] + b"\xff\xd9", SHORT),
+    "jpeg without data": (lambda: jpeg()[: segments(jpeg())[-1][1]] + b"\xff\xd9", SIZE),
     "jpeg without quantisation": (lambda: ended_before(0xDB) + jpeg()[frame(jpeg()) :], ""),
     "jpeg garbage between segments": (lambda: jpeg()[:2] + b"garbage" + jpeg()[2:], NO_IMAGE),
     "jpeg garbage before its frame": (lambda: before_frame(b"garbage"), SIZE),
-    "jpeg, 1 MB of fill bytes": (lambda: before_frame(b"\xff" * 2**20), SEARCH),
-    "jpeg, 1 MB of escaped fill bytes": (lambda: before_frame(b"\xff\x00" * 2**19), SEARCH),
-    "jpeg, 1 MB of bytes that are no segment": (
-        lambda: before_frame(b"\xff\x00" + bytes(2**20)),
-        SEARCH,
-    ),
-    "jpeg, 1 MB without a marker": (lambda: ended_before(0xC0) + bytes(2**20), SEARCH),
     "jpeg, 60 KB of fill bytes": (lambda: before_frame(b"\xff" * 60_000), SIZE),
-    "jpeg progressive, cut in its first scan": (lambda: progressive(0, 0.5), SHORT),
+    "jpeg progressive, cut in its first scan": (lambda: progressive(0, 0.5), SIZE),
     "jpeg progressive, cut in a later scan": (lambda: progressive(5, 0.5), SIZE),
     "jpeg progressive without scans": (lambda: progressive(0, 0), ""),
-    "jpeg progressive with 100,000 scans": (lambda: many_scans(100_000), "scans"),
     # PNG.
     "png": (png, SIZE),
     "png bilevel": (lambda: png("1"), SIZE),
@@ -384,7 +372,7 @@ def load_mutated(
     """Load a region of each of many damaged JPEGs with each decoder, and count what happens.
 
     Raises:
-        AssertionError: the region differs from Pillow's, or has what libjpeg makes of missing data.
+        AssertionError: the region differs from Pillow's.
     """
     counts: dict[str, Counter[str]] = {name: Counter() for name in decoders}
     for number in numbers:
@@ -404,8 +392,6 @@ def judge(made: np.ndarray | str, pillows: np.ndarray | str, what: str) -> str:
     if isinstance(made, str):
         assert isinstance(pillows, str) and "\n" not in made, f"{what}: {made}"
         return "named"
-    end = made[-8:, -8:]  # libjpeg makes missing blocks grey
-    assert min(end.shape[:2]) < 4 or (end != 128).any(), f"{what}: grey: {end}"
     if isinstance(pillows, str):
         assert what.endswith("region"), f"{what}: {pillows}"
         return "trained, damaged below the region"  # which this decoder does not read

@@ -68,18 +68,10 @@ def cut_off(content: Content, path: Path) -> None:
     os.truncate(path, 5000)
 
 
-def larger_than_memory(_: Content, path: Path) -> None:
-    path.touch()
-    os.truncate(path, 10**13)
-
-
 # Nothing here is a checkpoint or a file with weights.
 FILES: dict[str, Make] = {
-    "fifo": lambda _, path: os.mkfifo(path),
-    "device": lambda _, path: path.symlink_to("/dev/zero"),
     "directory": lambda _, path: path.mkdir(),
     "dangling link": lambda _, path: path.symlink_to("gone"),
-    "larger than memory": larger_than_memory,
     "empty": written(b""),
     "text": written(b"step: 5\n" * 1000),
     "zip without a pickle": pickled(b""),

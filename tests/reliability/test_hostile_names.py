@@ -47,7 +47,7 @@ NAMES = (
     "\udcff\udcfe",
     "x" * 251,
 )
-RECIPE = "# @package _global_\ndefaults:\n  - demo\n  - _self_\n"
+RECIPE = "# @package _global_\ndefaults:\n  - cifar10\n  - override /data: fake\n  - _self_\n"
 # Words of a command line, and the end of the recipe that they name.
 CONFIGS = {
     "python tag": (

@@ -17,7 +17,7 @@ from engine import checkpoint
 from tests.figures import Record
 from tests.results import rows, same, stored
 from tests.small_run import run
-from tests.stored import as_list, as_shards, as_tar, as_zip
+from tests.stored import as_list, as_shards, as_tar
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("toy_runs", "own_logging")]
 # 36 images in batches of 8: 27 steps, validated after steps 9, 18 and 27.
@@ -32,10 +32,9 @@ RUN = [
 PACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "tar": (as_tar, ".tar"),
     "shards": (as_shards, ".tar"),
-    "zip": (as_zip, ".zip"),
     "list": (as_list, ".csv"),
 }
-DECODERS = ("pillow", "simplejpeg", "region")
+DECODERS = ("pillow", "region")
 LOADERS = (
     ["loader.workers=0"],
     ["loader.workers=1", "loader.prefetch_factor=3"],
@@ -76,7 +75,6 @@ def test_chained_resumes(
     part: int, roots: dict[str, Path], whole: Path, tmp_path: Path, figure: Record
 ) -> None:
     """Each storage with each decoder and number of workers, in random order."""
-    pytest.importorskip("simplejpeg")
     chosen = random.Random(0)
     starts = chosen.sample(STARTS, len(STARTS))[part::PARTS]
     left, equal, differ = starts[:], 0, []

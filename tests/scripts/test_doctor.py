@@ -104,7 +104,9 @@ def test_a_fault_is_a_row_and_status_1(ranks: Ranks, root: Path) -> None:
 def test_data_without_files(tmp_path: Path) -> None:
     found = look(tmp_path / "none", "data=fake")
     assert {row.status for name, rows in found.items() for row in rows if name in TWICE} == {"ok"}
-    assert only(found["duplicates"]).found == "not checked: data=fake has no files of its own"
+    assert (
+        only(found["duplicates"]).found == "not checked: data.source=fake has no files of its own"
+    )
     assert only(found["plan"]).status == "ok"
 
 

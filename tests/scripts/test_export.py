@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from conf.schema import UserError
 from models.vit import VisionTransformer
-from pipeline.dataset import Field, FolderDataset
+from pipeline.batch import Field
+from pipeline.dataset import FolderDataset
 from scripts import export
 from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained

@@ -5,14 +5,14 @@ import os
 import re
 import zipfile
 import zlib
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from conf.files import LARGEST_IMAGE, open_regular
 from conf.schema import UserError
-from pipeline.containers import LARGEST, DamagedError, tar_members, zip_headers
+from pipeline.containers import DamagedError, tar_members
 from pipeline.index import EXTENSIONS
 
 IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
@@ -20,6 +20,7 @@ IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
 SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 WHOLE = -1
+LARGEST_IMAGE = 2**29  # bytes
 LARGEST_LABEL = 2**26  # bytes of a file of labels; all those of ImageNet have 2 MB
 LARGEST_INFLATED = 2**28  # bytes of a .tar.gz file that is inflated; those of CIFAR have 186 MB
 # zipfile inflates as much as it is asked for, but of LZMA and bzip2 all that it reads: PIECE bytes.
@@ -99,8 +100,27 @@ def tree_of_file(path: str) -> Tree:
     return {name: place for name, place in sorted(found.items()) if not is_hidden(name)}
 
 
+def zip_headers(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
+    """Yield the entries of a zip file's directory; their numbers and names are checked.
+
+    Raises DamagedError if it is damaged, and OSError if it cannot be read.
+    """
+    end = os.fstat(file.fileno()).st_size
+    try:
+        for info in zipfile.ZipFile(file).infolist():
+            if not 0 <= info.header_offset <= end - info.compress_size:
+                raise ValueError(f"byte {info.header_offset:,} is outside the file")
+            if not info.filename or "\0" in info.orig_filename:
+                raise ValueError(f"the name {info.orig_filename!r} at byte {info.header_offset:,}")
+            yield info
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds: UnicodeDecodeError, struct.error, ...
+        raise DamagedError(f"is damaged: {error}") from None
+
+
 def tree_of_zip(path: str) -> Tree:
-    with open_regular(path, LARGEST) as file:
+    with open(path, "rb") as file:
         return {
             os.path.normpath(info.filename).lstrip("/"): Place(
                 path, 0, info.file_size, info.filename
@@ -112,7 +132,7 @@ def tree_of_zip(path: str) -> Tree:
 
 def tree_of_tar(path: str, start: int = 0) -> Tree:
     """List the files in the tar file at byte `start` of a file; tar files in it are folders."""
-    with open_regular(path, LARGEST) as file:
+    with open(path, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
             path = os.path.join(inflated(path).name, "tar")
     members = tar_members(path, lambda name: True, start)
@@ -134,7 +154,7 @@ def inflated(path: str) -> TemporaryDirectory[str]:
     Raises UserError: it is damaged, or too large.
     """
     try:
-        with open_regular(path, LARGEST) as file, gzip.open(file) as content:
+        with open(path, "rb") as file, gzip.open(file) as content:
             data = content.read(LARGEST_INFLATED + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(path, error) from None
@@ -148,7 +168,7 @@ def inflated(path: str) -> TemporaryDirectory[str]:
 @cache
 def open_zip(path: str) -> zipfile.ZipFile:
     """Open a zip file, which remains open: several threads may read from it."""
-    return zipfile.ZipFile(open_regular(path, LARGEST))
+    return zipfile.ZipFile(open(path, "rb"))
 
 
 def size_of(place: Place) -> int:
@@ -174,7 +194,7 @@ def read_place(place: Place, largest: int = LARGEST_IMAGE) -> bytes:
             with archive.open(place.member) as member:
                 data = b"".join(iter(partial(member.read, size if quick else PIECE), b""))
         else:
-            with open_regular(place.file, LARGEST) as file:
+            with open(place.file, "rb") as file:
                 file.seek(place.start)
                 data = file.read(size)
     except OSError:

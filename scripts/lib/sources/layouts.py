@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from conf.schema import UserError, refuse_address
+from conf.schema import UserError
 from pipeline.splits import chosen
 from scripts.lib.sources.cifar import Planes, cifar_samples, ppm
 from scripts.lib.sources.files import (
@@ -56,7 +56,6 @@ def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Samp
     Raises UserError: the format is unknown, ambiguous or incomplete, or a file is damaged; OSError:
     a folder or a file cannot be read.
     """
-    refuse_address("", source)
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
     if not os.path.isfile(source) and not os.path.isdir(source):

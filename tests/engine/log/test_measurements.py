@@ -106,12 +106,12 @@ def test_row_of_an_interval() -> None:
 
 
 def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
-    """A validation or a profile before the first step counts once."""
+    """A validation or an observer before the first step counts once."""
     totals: dict[str, float] = {}
     for _ in range(2):
         times = RunTimes(totals, began=clock.now)
         clock.now += 3.0
-        with times.lost("profile"):
+        with times.lost("observers"):
             clock.now += 1.0
         clock.now += 2.0
         times.end_step()
@@ -122,7 +122,7 @@ def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
             clock.now += 2.0
         clock.now += 8.0
         summary = times.summary()
-    lost = {"validation": 20.0, "checkpoint": 4.0, "start": 10.0, "profile": 2.0}
+    lost = {"validation": 20.0, "checkpoint": 4.0, "start": 10.0, "observers": 2.0}
     assert summary["seconds_lost"] == lost
     assert summary["effective_time"] == pytest.approx(76 / 112)
     assert (summary["starts"], summary["total_seconds"]) == (2, 112)

@@ -17,13 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import load
-from engine.log.runlog import draw_batch
+from engine.log.sheet import draw_batch
 from engine.log.tracker import Tracker
-from pipeline.prefetcher import ImageFormat
+from pipeline.batch import ImageFormat
 from tests.batches import batch_of
 from tests.limits import file_size_limit
 
-CONFIG = load(["recipe=demo"])
+CONFIG = load(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
 FIGURES = {"gpu/power_watts": 600.0, "memory/allocated_gib": 10.0, "memory/alloc_retries": 0}
 TAGS = {
@@ -62,13 +62,13 @@ def start(folder: Path | None, start_step: int, steps: list[int], loss: float = 
         tracker.print("a line")
         if start_step == 0:
             tracker.text("config", f"loss: {loss}")
-            tracker.pictures(drawn("train/images"), 0)
+            tracker.images(drawn("train/images"), 0)
         for step in steps:
             tracker.row(train_row(step, loss))
             if step % 20 == 0:
                 tracker.row(val_row(step, top1=loss))
                 tracker.record("per_class.json", {"step": step})
-                tracker.pictures(drawn("val/worst", "val/confusion"), step)
+                tracker.images(drawn("val/worst", "val/confusion"), step)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def test_rows_are_not_buffered(tmp_path: Path) -> None:
         tracker.row(val_row(1))
         assert rows(tmp_path) == [train, val_row(1)]
         tracker.text("config", "a: 1")
-        tracker.pictures(drawn("train/images"), 0)
+        tracker.images(drawn("train/images"), 0)
         tracker.flush()
     expected = {key.replace("/", "_"): value for key, value in train_row(1).items()}
     assert train == {**expected, "images_per_second": 1234.57}
@@ -133,7 +133,7 @@ def test_tags_and_values(tmp_path: Path) -> None:
     with Tracker(tmp_path, CONFIG) as tracker:
         tracker.row({**train_row(20), "grad_norm": 1.23456789})
         tracker.row({**val_row(20), "ece": 0.25})
-        tracker.pictures(drawn("val/worst"), 3)
+        tracker.images(drawn("val/worst"), 3)
     assert [row.get("grad_norm") for row in rows(tmp_path)] == [1.23457, None]
     events = curves(tmp_path)
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
@@ -177,7 +177,7 @@ def test_output_that_cannot_be_written(
     assert all("training continues without it" in message for message in messages)
     if broken != "run":
         name = {"tensorboard": "TensorBoard"}.get(broken, broken)
-        assert messages[0].startswith(f"{name} cannot be written (")
+        assert messages[0].startswith(f"{name}: ")
         if broken != "metrics.jsonl":
             assert len(rows(folder)) == 6
         if broken != "tensorboard":
@@ -194,12 +194,12 @@ def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         with file_size_limit(10_000):
             for step in range(20, 1000, 10):
                 tracker.row(train_row(step))
-            tracker.pictures(drawn("train/images"), 0)
+            tracker.images(drawn("train/images"), 0)
             for step in range(1000, 1100, 10):
                 tracker.row(train_row(step))
             tracker.__exit__()
     assert 1 <= len(caplog.records) <= 2
-    assert "metrics.jsonl cannot be written" in caplog.text and "File too large" in caplog.text
+    assert "metrics.jsonl: OSError" in caplog.text and "File too large" in caplog.text
     start(tmp_path, 10, [20])  # the next start keeps the complete rows
     assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
 
@@ -211,7 +211,7 @@ def test_tensorboard_is_not_installed(
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     start(tmp_path, 0, [10])
     (record,) = caplog.records
-    assert "TensorBoard cannot be written" in record.getMessage()
+    assert "TensorBoard: " in record.getMessage()
     assert record.getMessage().endswith("training continues without it; pip install tensorboard")
     assert len(rows(tmp_path)) == 1
 
@@ -232,10 +232,10 @@ def test_failure_to_draw_keeps_the_curves(tmp_path: Path, caplog: pytest.LogCapt
 
     with Tracker(tmp_path, CONFIG) as tracker:
         for step in (20, 40):
-            tracker.pictures(fail, step)
+            tracker.images(fail, step)
             tracker.row(val_row(step))
     (record,) = caplog.records
-    assert record.getMessage().startswith("pictures cannot be written (ValueError: image 1 cannot")
+    assert record.getMessage().startswith("images: ValueError: image 1 cannot")
     assert curve(curves(tmp_path), "val/top1") == [(20, 60), (40, 60)]
 
 

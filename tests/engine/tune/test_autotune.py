@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.tune.prices import AUTO_WORKERS, Remedy, find_remedies
 
 from conf import cli
 from engine.distributed import World
@@ -20,13 +21,12 @@ from engine.tune import benchmark, search
 from engine.tune.autotune import Tuned, load_result, measure, save_result
 from engine.tune.benchmark import Benchmark
 from engine.tune.measured import Measured, worker_times
-from engine.tune.prices import AUTO_WORKERS, Remedy, find_remedies
 from pipeline import worker
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import WorkerPool
-from pipeline.prefetcher import Batch
 from pipeline.worker import Reply
 from tests.conftest import Clock
 from tests.engine.tune.tuning import TUNED

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from engine.tune.prices import SHRINK, Remedy
 
 from conf import cli
 from engine.distributed import World, join_world
 from engine.plan import make_plan
 from engine.stop_signal import StopSignal
 from engine.tune.measured import Figures, Measured
-from engine.tune.prices import SHRINK, Remedy
 from engine.tune.verdict import SHORT, Verdict
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.prefetcher import Batch
 from tests.timings import WAITED
 
 

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-
-from conf import cli
-from engine.tune import prices
-from engine.tune.measured import WAITS, Figures, Measured, figures_of
 from engine.tune.prices import (
     SHRINK,
     Remedy,
     measure_remedies,
     predicted_rate,
 )
+from PIL import Image
+
+from conf import cli
+from engine.tune import prices
+from engine.tune.measured import WAITS, Figures, Measured, figures_of
 from pipeline.build import build_datasets
 from pipeline.decode import DECODERS, installed
 from tests.engine.tune.sweeps import SWEEPS

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from engine.tune.prices import AUTO, SHRINK, Remedy
 
 from engine.tune.measured import Measured, figures_of, parts_of_steps
-from engine.tune.prices import AUTO, SHRINK, Remedy
 from engine.tune.verdict import judge
 
 RUNS_WELL = Measured(

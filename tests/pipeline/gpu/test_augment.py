@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
 
 from pipeline.augment import (
     MATRICES,
@@ -25,7 +26,6 @@ from pipeline.augment import (
 )
 from pipeline.augment import apply_operations as apply_on_cpu
 from pipeline.decode import Picture
-from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
 from tests.pipeline.test_augment import TIMM
 
 MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")

@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-from pipeline import augment, decode
-from pipeline.augment import Compose, sample_rng
-from pipeline.dataset import Dataset, FolderDataset
 from pipeline.gpu import geometry
 from pipeline.gpu.decoder import (
     EngineError,
@@ -25,9 +21,14 @@ from pipeline.gpu.decoder import (
 )
 from pipeline.gpu.encoded import first_on_pixels
 from pipeline.gpu.geometry import engines_support, write_geometry
+
+from pipeline import augment, decode
+from pipeline.augment import Compose, sample_rng
+from pipeline.batch import ImageFormat
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import load_index
 from pipeline.loader import Loader, WorkerPool, start_source
-from pipeline.prefetcher import ImageFormat, Prefetcher
+from pipeline.prefetcher import Prefetcher
 from pipeline.shared import Pinned
 from tests.drawings import draw_image
 from tests.engines import PillowEngines

@@ -1,0 +1,62 @@
+"""A sheet of images with captions, drawn with Pillow, and that of the first batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from engine.scores import shown
+from pipeline.batch import IMAGE, Batch, Field, ImageFormat
+from pipeline.class_names import readable
+
+SIDE = 192  # of an image, pixels
+HEIGHT = SIDE + 62  # with its caption
+SHOWN_IMAGES = 16  # of the first batch
+
+
+def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return an image of a dataset, [..., H, W, C] of any dtype, as uint8 [H, W, 3].
+
+    Of several frames, the first; of channels that are not RGB, the first as grey.
+    """
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
+    if pixels.shape[-1] != 3:
+        pixels = pixels[..., :1].repeat(3, axis=-1)
+    if pixels.dtype == np.uint8:
+        return pixels
+    return (pixels * (255 / Field(pixels.dtype).highest)).round().clip(0, 255).astype(np.uint8)
+
+
+def sheet(title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
+    """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines."""
+    drawn = Image.new("RGB", (808, 40 + HEIGHT * -(-len(images) // 4)), "white")
+    ImageDraw.Draw(drawn).text((8, 14), title, "black", ImageFont.load_default(18))
+    font = ImageFont.load_default(14)
+    for i, (pixels, caption) in enumerate(zip(map(rgb, images), captions, strict=True)):
+        tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
+        # The pixels of small images stay visible.
+        filter = Image.Resampling.NEAREST if len(pixels) < SIDE else Image.Resampling.BILINEAR
+        tile.paste(Image.fromarray(pixels).resize((SIDE, SIDE), filter))
+        text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
+        ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
+        drawn.paste(tile, (8 + i % 4 * (SIDE + 8), 40 + i // 4 * HEIGHT))
+    return drawn
+
+
+def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
+    """Draw the first images of a batch, without normalisation; waits for the device."""
+    levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
+    images = (levels / format.highest).movedim(-3, -1).cpu().numpy()
+    columns = {k: v[: len(images)].tolist() for k, v in batch.fields.items() if v.ndim == 1}
+
+    def line(name: str, number: Any) -> str:
+        is_class = name == "label" and isinstance(number, int)
+        return readable(classes[number]) if is_class else shown(name, number)
+
+    captions = [
+        "\n".join(line(name, column[i]) for name, column in columns.items())
+        for i in range(len(images))
+    ]
+    return {"train/images": sheet("input of the first step", list(images), captions)}

@@ -1,0 +1,161 @@
+"""Compare a run with what its recipe is expected to reach, at its end and after each validation.
+
+By default, conf/config.yaml names it: log.observers=[extras.expectation:Expectation]. The node
+`expect` of a recipe's file states what is expected; UserError if an entry is missing:
+
+    top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
+        moving average.
+    std, runs: the standard deviation between runs (of a sample, n - 1), and of how many; null if
+        the source does not state them: then there is no verdict.
+    status: "published" or "reproduced here".
+    source: where the figure is from.
+    classes, train_images, val_images: of the data that it is for.
+    format: "JPEG" or "lossless", of its files. CIFAR-10 as JPEGs costs 3 points (docs/accuracy.md).
+    hardware, time: what a run takes.
+    reference: optional, of several runs here: `runs`, their number, and the means `top1` and the
+        standard deviations `std` of the value after epoch 1, 2, ...
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from conf.schema import UserError
+from engine.log.observer import Observer
+from engine.log.runlog import RunLog
+from engine.scores import VALUES, BestBy, Value, shown
+
+GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
+SIGMAS = 3  # of a validation that is far too low
+# Of the validation before it, which confirms that it is not a single dip: with a high learning
+# rate, single validations of good runs are far below the others.
+CONFIRMING_SIGMAS = 2
+# Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
+# may come from another kind of device.
+LEAST_STD = 0.5
+DATA = ("classes", "train_images", "val_images", "format")
+FACTS = ("std", "runs", "status", "source", *DATA)
+LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+# Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
+# curve: it trains the same model on the same images, and the curve shows a mistake in them.
+OPTIMISER = "optim."
+
+
+class Expectation(Observer):
+    """What the recipe of a run is expected to reach, if the run can be compared with it.
+
+    A run that continues another one, or had other values at first, is not compared.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+        plan, expect = log.plan, log.plan.config.expect
+        if expect is None:
+            expect = dict.fromkeys(FACTS)
+        if missing := [name for name in FACTS if name not in expect]:
+            raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
+        # A typed train.best_by, such as macro_f1, is still a run of the recipe.
+        self._value = plan.best_by if plan.best_by.name in expect else BestBy.of("top1")
+        self._plan, self._changed = plan, plan.config.changed
+        image = log.feed.train.loader.dataset.name(0).lower()
+        format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
+        data = plan.num_classes, plan.train_images, plan.val_images, format
+        same_data = data == tuple(expect[name] for name in DATA)
+        same_norm = plan.fitted_batch is None or not plan.has_batch_norm
+        same_run = same_data and same_norm and not log.state.history and self._value.name in expect
+        tuned = all(key.startswith(OPTIMISER) for key in self._changed)
+        self._curve = expect.get("reference", {}) if same_run and tuned else {}
+        self._final = expect if same_run and not self._changed else None
+        self._warned = False
+        self._last: Mapping[str, Any] = log.state.last  # validation, perhaps of an earlier start
+
+    def validated(self, row: Mapping[str, Any], rows: Any) -> dict[str, float]:
+        """Return the columns to add to a validation's row; perhaps print a warning.
+
+        A start warns once, about a validation worse than the limit for 3 sigma after a previous
+        one worse than that for 2 sigma.
+        """
+        previous, self._last = self._last, row
+        name, side = self._value.name, 2 if self._value.lower else 1
+        band = self._band(row["step"], SIGMAS)
+        if band is None:
+            return {}
+        column, (mean, low, high) = f"reference_{name}", band
+        columns = {column: mean, f"{column}_min": low, f"{column}_max": high}
+        before = self._band(previous.get("step", 0), CONFIRMING_SIGMAS)
+        pairs = ((band, row), (before, previous)) if before and name in previous else ()
+        worse = [self._value.prefers({name: limits[side]}, r) for limits, r in pairs]
+        if self._warned or not worse or not all(worse):
+            return columns
+        self._warned = True
+        epoch = self._plan.epochs_ended(row["step"])
+        changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
+        check = f"the labels and what differs from the recipe ({changed})"
+        if not changed:
+            check = "the labels, the learning rate and your code changes"
+        self.log.tracker.print(
+            f"warning  {shown(name, row[name])} after epoch {epoch} is worse than the {SIGMAS} "
+            f"sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs reached "
+            f"{mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
+            f"validation, {shown(name, previous[name])}: check {check}; training continues, "
+            "Ctrl-C stops it"
+        )
+        return columns
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what summary.json says about the expectation; None if the run is not the recipe.
+
+        The last validation may be that of an earlier epoch than the last one.
+        """
+        row = self._last
+        if self._final is None or row.get("step") != self._plan.schedule_steps:
+            return {"expectation": None}
+        name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
+        expected, difference = self._final[name], round(row[name] - self._final[name], 4)
+        source = f"{self._final['status']}, {self._final['source']}"
+        spread = verdict = None
+        text = f"{difference:+.4g} against {expected:g} ({source}, spread unknown)"
+        if std is not None and runs > 1:
+            spread = round(half_width(std, runs, GOOD_SIGMAS), 4)
+            verdict = "below" if difference < 0 else "above"
+            text = f"{abs(difference):.4g} {verdict} {expected:g} +/- {spread:.2g} ({source})"
+            if abs(difference) <= spread:
+                verdict, text = "within", f"within {expected:g} +/- {spread:.2g} ({source})"
+        facts = {key: value for key, value in self._final.items() if key != "reference"}
+        compared = {"spread": spread, "difference": difference, "verdict": verdict}
+        line = f"recipe    {shown(name, row[name])}: {text}"
+        return {"expectation": {"value": name, **facts, **compared, "line": line}}
+
+    def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
+        """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
+        epoch, means = self._plan.epochs_ended(step), self._curve.get(self._value.name, [])
+        if not self._plan.due(step).epoch or not 1 <= epoch <= len(means):
+            return None
+        mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
+        width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)
+        most = 100.0 if VALUES.get(self._value.name, Value()).unit == " %" else math.inf
+        return mean, max(0.0, mean - width), min(most, mean + width)
+
+
+def half_width(std: float, runs: int, sigmas: float) -> float:
+    """Return how far from the mean of a few runs one more run is expected.
+
+    It is the prediction interval of a normal distribution whose mean and standard deviation are
+    uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20. A good run is
+    below with a probability of 0.13 %.
+    """
+    return std * quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
+
+
+def quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution, for a probability above 0.5.
+
+    With t = sqrt(freedom) * tan(a), the density is proportional to cos(a) ** (freedom - 1).
+    """
+    angles = (np.arange(100_000) + 0.5) * (math.pi / 2 / 100_000)
+    shares = np.cumsum(np.cos(angles) ** (freedom - 1))
+    angle = np.interp(probability - 0.5, 0.5 * shares / shares[-1], angles)
+    return math.sqrt(freedom) * math.tan(float(angle))

@@ -1,0 +1,227 @@
+"""The GPU's JPEG engines decode training images: loader.decoder=gpu or hybrid, or auto.
+
+A worker reads a file, draws its augmentation, and sends the file with the geometry of its crop
+instead of pixels. decoder.py decodes the files of a batch and crops and resizes them in one kernel.
+The engines support baseline YCbCr JPEGs; workers decode other files. The pixels differ a little
+from those of the CPU decoders, so the mode is part of a run's identity.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.schema import Config, UserError
+from extras.gpu_decode.decoder import EngineError, GpuDecoder, why_no_engines
+from extras.gpu_decode.geometry import (
+    COLUMNS,
+    HEIGHT,
+    LENGTH,
+    WIDTH,
+    engines_support,
+    write_geometry,
+    write_pixels,
+)
+from pipeline.augment import Compose, sample_rng
+from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
+from pipeline.dataset import Dataset, FolderDataset, RefusedError
+from pipeline.decode import JpegFile, Picture
+from pipeline.shared import SharedArray
+
+logger = logging.getLogger(__name__)
+
+FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
+CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")
+# Bytes of a row for a file, as a multiple of the mean: 3 % of ImageNet's files are larger, and
+# workers decode them.
+ROOM, LEAST_ROOM = 2.3, 1 << 15
+READERS = 6  # reading a file and drawing its augmentation takes 0.1 ms: more workers are idle
+FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
+MOST_SHARE = 31 / 32  # leaves the workers some images, to time them
+AVERAGED = 500  # images, of a worker's time for each
+# Numbers that all processes share: which of MODES, the share of the images for the engines, a
+# worker's seconds per image that it decodes, and of how many images they are the mean.
+MODE, SHARE, SECONDS, COUNT = range(4)
+
+
+def engines(dataset: Any, config: Config, device: torch.device) -> Any:
+    """Return a dataset that the engines can decode, or the same one: see data.on_device.
+
+    Raises UserError if loader.decoder asks for the engines and they cannot be used.
+    """
+    asked, decoder = config.loader.decoder in MODES[1:], config.loader.decoder
+    if decoder == HYBRID and config.train.deterministic:
+        raise UserError(
+            "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
+            "run to run; use another decoder with train.deterministic=true"
+        )
+    reason = why_no_engines(device) or _needs_pixels(dataset)
+    if config.train.deterministic and not asked:
+        reason = reason or "train.deterministic=true excludes them"
+    if not reason:
+        return EngineDataset(dataset)
+    if asked:
+        raise UserError(f"loader.decoder={decoder}: the GPU's JPEG engines: {reason}; use auto")
+    if device.type == "cuda" and hasattr(dataset, "transform"):
+        dataset.no_modes = f"the GPU's JPEG engines are not used: {reason}"
+    return dataset
+
+
+def _needs_pixels(dataset: Any) -> str:
+    """Why the engines could decode no image of this dataset; an empty string if they could."""
+    is_plain = type(dataset).load is FolderDataset.load
+    if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
+        return "the dataset makes the images itself"
+    image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(COLUMNS)
+    source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
+    transforms = dataset.transform.transforms
+    for place in range(len(transforms)):
+        chain = Compose(transforms[: place + 1])
+        pictures = [chain(source, sample_rng(0, 0, trial)) for trial in range(8)]
+        if not any(write_geometry(picture, row) for picture in pictures):
+            return f"{type(transforms[place]).__name__} in augment.train needs decoded pixels"
+    return ""
+
+
+class EngineDataset:
+    """A FolderDataset whose samples may be files with the geometry of their crop.
+
+    In the mode hybrid, workers decode a share of the images. It is the largest with which they and
+    the engines make `demand` images/s, so that decoding takes as little of the GPU as possible; if
+    that is too much for both, they finish together.
+    """
+
+    modes = MODES
+
+    def __init__(self, dataset: FolderDataset) -> None:
+        self.dataset: Any = dataset
+        self.size = dataset.transform.image_size
+        self.room = max(LEAST_ROOM, int(ROOM * dataset.mean_bytes()))
+        self.shared = SharedArray((4,), np.float64)
+        self.workers, self.demand = 1, math.inf
+        self.engine: GpuDecoder | None = None
+        self._due, self._spent = 0.0, 0.0
+        self._decodes_all = False  # this process makes pixels, whatever the mode
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by pickle, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "engine": None}
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {
+            **self.dataset.fields,
+            IMAGE: Field(np.uint8, (self.size, self.size, 3), image=True, partial=True),
+            FILE: Field(np.uint8, (self.room,), partial=True),
+            GEOMETRY: Field(np.float64, (COLUMNS,), partial=True),
+        }
+
+    @property
+    def mode(self) -> str:
+        return MODES[int(self.shared.array[MODE])]
+
+    @property
+    def device_rate(self) -> float:
+        return 1 / max(self.engine.seconds_per_image, 1e-9) if self.engine else math.inf
+
+    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+        self.workers, self.demand = workers, demand
+        self.shared.array[MODE] = MODES.index(mode)
+        self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
+        self._balance()
+
+    def workers_in(self, mode: str, cores: int) -> int:
+        """A few read files: at least two, because one reads 6,800 images/s (H200, page cache).
+
+        With hybrid, another thread of the training process waits for the engines.
+        """
+        if mode == GPU:
+            return min(READERS, max(2, cores))
+        return max(1, cores - 1) if mode == HYBRID else cores
+
+    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
+        began = time.perf_counter()
+        sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
+        self._spent += time.perf_counter() - began
+        if IMAGE in sample:  # the time includes reading the files before it
+            shared = self.shared.array
+            shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
+            shared[SECONDS] += (self._spent - shared[SECONDS]) / shared[COUNT]
+            self._spent = 0.0
+        return sample
+
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        if self.mode == CPU:
+            return self.dataset.image_fields(picture)
+        row = np.zeros(COLUMNS)
+        self._due = min(self._due + self.shared.array[SHARE], 4.0)
+        if self._due >= 1 and not self._decodes_all and self._can_send(picture, row):
+            assert isinstance(picture.source, JpegFile)
+            self._due -= 1
+            row[[LENGTH, WIDTH, HEIGHT]] = len(picture.source.data), *picture.source.size
+            return {FILE: np.frombuffer(picture.source.data, np.uint8), GEOMETRY: row}
+        row[:] = 0
+        write_pixels(row, self.size)
+        return {**self.dataset.image_fields(picture), GEOMETRY: row}
+
+    def _can_send(self, picture: Picture, row: np.ndarray) -> bool:
+        """Write the geometry of a file that the engines decode; else return False."""
+        source = picture.source
+        if not isinstance(source, JpegFile) or len(source.data) > self.room:
+            return False
+        # Another size is an error that names the file.
+        fits = picture.size == (self.size, self.size)
+        return fits and engines_support(source.data) and write_geometry(picture, row)
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        rest = dict(fields)
+        pixels, files, geometry = rest.pop(IMAGE), rest.pop(FILE), rest.pop(GEOMETRY)
+        self._decodes_all = False
+        if self.mode == CPU:
+            return self.dataset.on_device({IMAGE: pixels, **rest}, slot)
+        image, batch = slot.format, (files, geometry, pixels)
+        scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))
+        if type(self.dataset).on_device is not Dataset.on_device:  # it computes on levels
+            levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
+            ones, zeros = torch.ones_like(scale), torch.zeros_like(shift)
+            self._decode(*batch, channels_first(levels), ones, zeros)
+            return self.dataset.on_device({IMAGE: levels, **rest}, slot)
+        shape = channels_first(pixels).shape
+        if slot.mixed:
+            out = torch.empty(shape, device=image.device, memory_format=image.memory_format)
+        else:  # the kernel writes the images that the step reads
+            out = slot.images(IMAGE, shape)
+        self._decode(*batch, out, scale, shift)
+        return {IMAGE: out, **self.dataset.on_device(rest, slot)}
+
+    def _decode(self, files: Tensor, geometry: Tensor, pixels: Tensor, *out: Tensor) -> None:
+        """Decode and crop a batch, and set the share of the engines in later ones."""
+        try:
+            if self.engine is None:
+                self.engine = GpuDecoder(out[0].device, len(pixels))
+            self.engine.make_batch(files, geometry, pixels, *out)
+        except EngineError as error:
+            logger.warning("%s: the CPU decodes this batch instead", error)
+            self._decodes_all = True
+            raise RefusedError(str(error)) from error
+        self._balance()
+
+    def _balance(self) -> None:
+        """Set the share of hybrid from the measured rates of workers and engines."""
+        seconds = self.shared.array[SECONDS]
+        if self.mode == HYBRID and seconds and self.engine and self.engine.seconds_per_image:
+            workers, rate = self.workers / seconds, self.device_rate
+            needed = max(0.0, 1 - workers / self.demand)
+            self.shared.array[SHARE] = min(rate / (rate + workers), needed, MOST_SHARE)

@@ -1,0 +1,164 @@
+"""One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
+
+Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`. Imported only on a GPU: Triton comes
+with torch's CUDA builds.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from extras.gpu_decode.geometry import COLUMNS
+
+TILE = 16
+
+
+def crop_resize(
+    geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor, *, bicubic: bool
+) -> None:
+    """Launch the kernel on the current stream, for the rows with one of the two interpolations.
+
+    Agrees with `decode.resize` to one level of 255: both use the same filters. For bilinear, this
+    kernel rounds once, `decode.resize` after each direction.
+
+    Args:
+        geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
+        out: float or uint8 [B, 3, S, S], channels_last or contiguous. For uint8, `scale` is 1 and
+            `shift` 0.
+        scale: float32 [3] on the device; a pixel x in 0 ... 255 becomes scale * x + shift.
+        shift: float32 [3] on the device.
+        bicubic: make the rows that are marked as bicubic; else the others.
+    """
+    batch, _, size, _ = out.shape
+    tiles = triton.cdiv(size, TILE)
+    # Without fused multiply-add, normalising gives the bits of the CPU's multiply and add.
+    _crop_resize[(batch, tiles, tiles)](
+        geometry,
+        out,
+        scale,
+        shift,
+        size,
+        *out.stride(),
+        columns=COLUMNS,
+        block=TILE,
+        bicubic=bicubic,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _weights(places, last, centre, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
+    distance = tl.abs(places + 0.5 - centre) / width
+    if bicubic:  # the kernel of Keys (1981) with a = -0.5, as in Pillow
+        near = (1.5 * distance - 2.5) * distance * distance + 1.0
+        far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
+        weights = tl.where(distance < 1.0, near, tl.where(distance < 2.0, far, 0.0))
+    else:
+        weights = tl.maximum(1.0 - distance, 0.0)
+    return tl.where(places < last, weights, 0.0)
+
+
+@triton.jit
+def _add(red, green, blue, weights, pixel, good):  # type: ignore[no-untyped-def]
+    red += weights * tl.load(pixel, mask=good, other=0).to(tl.float32)
+    green += weights * tl.load(pixel + 1, mask=good, other=0).to(tl.float32)
+    blue += weights * tl.load(pixel + 2, mask=good, other=0).to(tl.float32)
+    return red, green, blue
+
+
+@triton.jit
+def _level(values):  # type: ignore[no-untyped-def]
+    """Round to whole levels, like the bytes of the CPU path."""
+    return tl.minimum(tl.maximum(tl.floor(values + 0.5), 0.0), 255.0)
+
+
+@triton.jit
+def _crop_resize(  # type: ignore[no-untyped-def]
+    geometry,
+    out,
+    scale,
+    shift,
+    size,
+    stride_b,
+    stride_c,
+    stride_y,
+    stride_x,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    bicubic: tl.constexpr,
+):
+    image = tl.program_id(0)
+    row = geometry + image * columns  # columns as in geometry.py
+    if (tl.load(row + 15) > 0.5) != bicubic:
+        return
+    clip_left, clip_top = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    clip_right, clip_bottom = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
+    left, top = tl.load(row + 8).to(tl.float32), tl.load(row + 9).to(tl.float32)
+    scale_x, scale_y = tl.load(row + 10).to(tl.float32), tl.load(row + 11).to(tl.float32)
+    mirrored = tl.load(row + 12) > 0.5
+    source = tl.load(row + 13).to(tl.int64).to(tl.pointer_type(tl.uint8))
+    pitch = tl.load(row + 14).to(tl.int64)
+
+    y = tl.program_id(1) * block + tl.arange(0, block)
+    x = tl.program_id(2) * block + tl.arange(0, block)
+    from_x = tl.where(mirrored, size - 1 - x, x)
+    # torch's antialiased filters: a triangle of half-width max(scale, 1) around the source point,
+    # or a cubic of twice that half-width, cut at the clip, with a sum of 1.
+    width_x, width_y = tl.maximum(scale_x, 1.0), tl.maximum(scale_y, 1.0)
+    reach_x, reach_y = width_x, width_y
+    if bicubic:
+        reach_x, reach_y = 2 * width_x, 2 * width_y
+    centre_x = left + scale_x * (from_x.to(tl.float32) + 0.5)
+    centre_y = top + scale_y * (y.to(tl.float32) + 0.5)
+    first_x = tl.maximum((centre_x - reach_x + 0.5).to(tl.int32), clip_left)
+    first_y = tl.maximum((centre_y - reach_y + 0.5).to(tl.int32), clip_top)
+    last_x = tl.minimum((centre_x + reach_x + 0.5).to(tl.int32), clip_right)
+    last_y = tl.minimum((centre_y + reach_y + 0.5).to(tl.int32), clip_bottom)
+    taps_x = tl.ceil(2 * reach_x).to(tl.int32)  # pixels whose centre lies inside the filter
+    taps_y = tl.ceil(2 * reach_y).to(tl.int32)
+
+    red = tl.zeros([block, block], tl.float32)
+    green = tl.zeros([block, block], tl.float32)
+    blue = tl.zeros([block, block], tl.float32)
+    total_y = tl.zeros([block], tl.float32)
+    total_x = tl.zeros([block], tl.float32)
+    for i in range(taps_x):
+        total_x += _weights(first_x + i, last_x, centre_x, width_x, bicubic)
+    norm_x = 1.0 / total_x[None, :]
+    for j in range(taps_y):
+        place_y = first_y + j
+        weight_y = _weights(place_y, last_y, centre_y, width_y, bicubic)
+        total_y += weight_y
+        line = source + place_y.to(tl.int64) * pitch
+        if bicubic:
+            # Weights below 0 overshoot at edges: like the CPU, cut that off after each direction.
+            red_x = tl.zeros([block, block], tl.float32)
+            green_x = tl.zeros([block, block], tl.float32)
+            blue_x = tl.zeros([block, block], tl.float32)
+            for i in range(taps_x):
+                place_x = first_x + i
+                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)[None, :]
+                good = (weight_y != 0.0)[:, None] & (weight_x != 0.0)
+                pixel = line[:, None] + place_x[None, :] * 3
+                red_x, green_x, blue_x = _add(red_x, green_x, blue_x, weight_x, pixel, good)
+            red += weight_y[:, None] * _level(red_x * norm_x)
+            green += weight_y[:, None] * _level(green_x * norm_x)
+            blue += weight_y[:, None] * _level(blue_x * norm_x)
+        else:
+            for i in range(taps_x):
+                place_x = first_x + i
+                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)
+                weight = weight_y[:, None] * weight_x[None, :]
+                pixel = line[:, None] + place_x[None, :] * 3
+                red, green, blue = _add(red, green, blue, weight, pixel, weight > 0.0)
+    if bicubic:
+        norm = 1.0 / total_y[:, None]
+    else:
+        norm = 1.0 / (total_y[:, None] * total_x[None, :])
+    target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
+    inside = (y < size)[:, None] & (x < size)[None, :]
+    red, green, blue = _level(red * norm), _level(green * norm), _level(blue * norm)
+    tl.store(target, red * tl.load(scale) + tl.load(shift), mask=inside)
+    tl.store(target + stride_c, green * tl.load(scale + 1) + tl.load(shift + 1), mask=inside)
+    tl.store(target + 2 * stride_c, blue * tl.load(scale + 2) + tl.load(shift + 2), mask=inside)

@@ -1,0 +1,220 @@
+"""JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
+
+nvJPEG decodes the files of a batch on the hardware engines (14,000 images/s while an H200 also
+trains; one host thread waits without the GIL), and one kernel makes the batch: float [B, 3, S, S].
+
+The engines support baseline YCbCr JPEGs. A worker decodes the other files of a batch, and their
+pixels go through the same kernel.
+"""
+
+import ctypes
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, PITCH, WIDTH
+
+NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
+OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
+ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
+
+
+class EngineError(RuntimeError):
+    """The JPEG engines are missing or reported an error."""
+
+
+class Engines:
+    """nvJPEG's batched decoder on the hardware engines, called through its C interface.
+
+    One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
+    same library create an object per image, which costs milliseconds per batch. `library`: from
+    `find_library`. Raises EngineError if this GPU has no JPEG engines, or the driver does not
+    support them.
+    """
+
+    HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
+    RGB_INTERLEAVED = 5  # NVJPEG_OUTPUT_RGBI
+    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle
+    # H200, 2,200 while training steps queue their kernels. Without it 15,500 and 14,400.
+    NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        major, flags = ctypes.c_int(), ctypes.c_uint(self.NO_PIPELINE)
+        self._call("nvjpegGetProperty", 0, ctypes.byref(major))
+        if major.value < OLDEST:
+            raise EngineError(f"nvJPEG {major.value} is too old; install version {OLDEST}")
+        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        handle, state = ctypes.byref(self._handle), ctypes.byref(self._state)
+        self._call("nvjpegCreateEx", self.HARDWARE_BACKEND, None, None, flags, handle)
+        self._call("nvjpegJpegStateCreate", self._handle, state)
+        self._count = 0  # files of the last batch
+
+    def decode(
+        self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
+    ) -> None:
+        """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
+
+        The engines write at once, even if kernels on `stream` still use the targets
+        (torchcodec#1634). Raises EngineError if a file is damaged or the engines do not support it.
+
+        Args:
+            files: uint64 [n] host addresses of the files.
+            lengths: uint64 [n] bytes.
+            targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
+        """
+        count, both = len(files), (self._handle, self._state)
+        if count != self._count:
+            self._count = 0
+            self._call("nvjpegDecodeBatchedInitialize", *both, count, 1, self.RGB_INTERLEAVED)
+        self._count = 0  # until it has worked
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (files, lengths, targets)]
+        self._call("nvjpegDecodeBatched", *both, *arrays, ctypes.c_void_p(stream.cuda_stream))
+        self._count = count
+
+    def close(self) -> None:
+        """Free the decoder. No decoding may be in progress."""
+        self.library.nvjpegJpegStateDestroy(self._state)
+        self.library.nvjpegDestroy(self._handle)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self.library, name)(*arguments):
+            reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
+            raise EngineError(f"{name} of nvJPEG returned status {status}{reason}")
+
+
+@cache
+def find_library() -> ctypes.CDLL | None:
+    """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
+    packages = Path(torch.__file__).parents[1]
+    names = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
+    for pattern in ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*"):
+        names = [*sorted(map(str, packages.glob(pattern))), *names]
+    for name in names:
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
+
+
+_unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes them: it saves 0.8 s
+
+
+def _open_engines() -> Engines:
+    """Open the engines of the current device, or raise EngineError."""
+    if _unused:
+        return _unused.pop()
+    if (library := find_library()) is None:
+        raise EngineError(
+            "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
+        )
+    return Engines(library)
+
+
+@cache
+def why_no_engines(device: torch.device) -> str | None:
+    """Why GpuDecoder does not work on this device; None if it does."""
+    if device.type != "cuda":
+        return "training does not run on CUDA"
+    try:
+        torch.cuda.init()
+        _unused.append(_open_engines())
+    except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
+        return str(error)
+    return None
+
+
+class GpuDecoder:
+    """Decodes the encoded rows of a batch, then crops and normalises all rows.
+
+    Raises EngineError if nvJPEG or the engines are missing. Attribute `seconds_per_image`: host
+    time of the engines in the newest batch.
+    """
+
+    def __init__(self, device: torch.device, batch_size: int) -> None:
+        self.engines, self.device = _open_engines(), device
+        self.seconds_per_image = 0.0
+        # nvjpegImage_t: four device pointers, four pitches.
+        self._targets = np.zeros((batch_size, 8), np.uint64)
+        # In turns: the engines write into one while the kernel reads the other.
+        self._decoded = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._done = torch.cuda.Event()
+        self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
+
+    def make_batch(
+        self,
+        files: torch.Tensor,
+        geometry: torch.Tensor,
+        pixels: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+    ) -> None:
+        """Enqueue decoding and the kernel on the current stream.
+
+        Waits on the host until the engines have read the files. Raises EngineError if the engines
+        do not support a file.
+
+        Args:
+            files: uint8 [B, bytes] of the slot, in host memory.
+            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
+            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
+            out: float or uint8 [B, 3, S, S] on the device.
+            scale: float32 [3] on the device.
+            shift: float32 [3] on the device.
+        """
+        from extras.gpu_decode.crop_kernel import crop_resize
+
+        table = geometry.numpy()
+        files_here = table[:, LENGTH] > 0
+        if self._raw is None:
+            self._raw = torch.empty_like(pixels, device=self.device)
+        for first, last in _runs(np.flatnonzero(~files_here)):
+            self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
+        row_bytes = pixels[0].nbytes
+        table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
+        table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
+        if files_here.any():
+            address = self._addresses(table[files_here])
+            table[files_here, ADDRESS] = address
+            source = files.data_ptr() + files[0].nbytes * np.flatnonzero(files_here)
+            lengths = table[files_here, LENGTH].astype(np.uint64)
+            # The engines decode one batch at a time; the kernel has read what this one overwrites.
+            self._done.synchronize()
+            targets = self._targets[: len(address)]
+            targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
+            began, stream = time.perf_counter(), torch.cuda.current_stream(self.device)
+            try:
+                self.engines.decode(source.astype(np.uint64), lengths, targets, stream)
+            finally:  # before an error, some files may have been decoded
+                self._done.record()
+                self._decoded.reverse()
+            self.seconds_per_image = (time.perf_counter() - began) / len(source)
+        rows = geometry.to(self.device, non_blocking=True)
+        for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
+            crop_resize(rows, out, scale, shift, bicubic=bool(bicubic))
+
+    def close(self) -> None:
+        """Free the engines' memory. No batch may be in progress."""
+        self.engines.close()
+
+    def _addresses(self, rows: np.ndarray) -> np.ndarray:
+        """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
+        size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        total = int(size.sum())
+        if total > len(self._decoded[0]):
+            self._decoded[0] = self._decoded[0].new_empty(total + total // 4)
+            # Kernels may still use what was there before. It grows only a few times.
+            torch.cuda.current_stream(self.device).synchronize()
+        address: np.ndarray = self._decoded[0].data_ptr() + np.cumsum(size) - size
+        return address
+
+
+def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of consecutive rows as (first, last + 1): one copy per range."""
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]

@@ -1,0 +1,89 @@
+"""The geometry that a worker samples, as numbers for the crop kernel: where each pixel is from.
+
+The transforms and their random numbers are those of the CPU path.
+"""
+
+import numpy as np
+
+from pipeline.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, has_end, segments
+
+# Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
+# The file of the row; LENGTH 0: the row holds pixels. Column 1 is free.
+LENGTH, WIDTH, HEIGHT = 0, 2, 3
+# Source pixels that may be read.
+CLIP_LEFT, CLIP_TOP, CLIP_RIGHT, CLIP_BOTTOM = 4, 5, 6, 7
+# Source point = SOURCE + SCALE * (target pixel + 0.5).
+SOURCE_LEFT, SOURCE_TOP, SCALE_X, SCALE_Y = 8, 9, 10, 11
+MIRRORED = 12
+# Source pixels on the device; written by the training process.
+ADDRESS, PITCH = 13, 14
+BICUBIC = 15  # 0: bilinear
+COLUMNS = 16
+
+# Second bytes of JPEG markers. The last one may say that the components are red, green and blue.
+QUANTISATION, ADOBE = 0xDB, 0xEE
+# Sampling factors of the components that hardware decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0.
+CHROMA = (b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11")
+
+
+def write_geometry(picture: Picture, row: np.ndarray) -> bool:
+    """Write CLIP, SOURCE, SCALE, MIRRORED and BICUBIC into a row, float64 [COLUMNS].
+
+    Returns False if the kernel cannot make this picture: the transforms needed pixels, resized
+    twice, or cropped a region outside the image.
+    """
+    if not isinstance(picture.source, JpegFile):
+        return False
+    width, height = picture.source.size
+    source, clip = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, float(width), float(height))
+    bicubic = mirrored = False
+    for step in picture.geometry:
+        left, top, right, bottom = step.box
+        if left < 0 or top < 0 or right > width or bottom > height:
+            return False  # black borders
+        x, y, scale_x, scale_y = source
+        if step.size != (right - left, bottom - top):
+            if (scale_x, scale_y) != (1.0, 1.0) or mirrored:
+                return False  # two resizes are not equal to one
+            clip = x + left, y + top, x + right, y + bottom
+            bicubic = step.interpolation == "bicubic"
+            scale_x, scale_y = (right - left) / step.size[0], (bottom - top) / step.size[1]
+        elif mirrored:
+            left = width - right
+        source = (x + source[2] * left, y + source[3] * top, scale_x, scale_y)
+        width, height = step.size
+        mirrored ^= step.mirrored
+    row[CLIP_LEFT : CLIP_BOTTOM + 1] = clip
+    row[SOURCE_LEFT : SCALE_Y + 1] = source
+    row[MIRRORED], row[BICUBIC] = mirrored, bicubic
+    return True
+
+
+def write_pixels(row: np.ndarray, size: int) -> None:
+    """Write into a row of zeros that it holds square pixels of this size, and needs no decoding."""
+    row[[CLIP_RIGHT, CLIP_BOTTOM]] = size
+    row[[SCALE_X, SCALE_Y]] = 1.0
+
+
+def engines_support(data: bytes) -> bool:
+    """Whether the JPEG engines decode a colour JPEG: baseline, in one scan, and of a usual kind.
+
+    The engines do not report a truncated file, so this looks for its end marker.
+    """
+    frames = 0
+    for marker, at, end in segments(data):
+        length = end - at - 2
+        if marker == START_OF_SCAN:
+            return frames == 1 and length == 12 and data[at + 4] == 3 and has_end(data)
+        if marker == BASELINE:
+            frames += 1
+            usual = data[at + 11 : at + 18 : 3] in CHROMA
+        elif marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
+            usual = length % 65 == 2 and all(number < 4 for number in data[at + 4 : end : 65])
+        elif marker == ADOBE:
+            usual = data[at + 15 : at + 16] != b"\0"
+        else:
+            usual = marker in SKIPPED
+        if not usual:
+            return False
+    return False

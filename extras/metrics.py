@@ -1,0 +1,79 @@
+"""Values of a validation that are no means over its images: functions of all its rows.
+
+By default, conf/config.yaml names them: log.values=[extras.metrics:VALUES]. Then train.best_by
+takes macro_precision, macro_f1, -ece and, of two classes, auc; scripts/evaluate.py prints them.
+
+All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
+below 0, as of logits that are NaN, is wrong and counts for no class. Means over classes are over
+those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
+"""
+
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.scores import Value
+
+BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
+Rows = npt.ArrayLike  # also a tensor on the CPU
+Counts = npt.NDArray[np.int64]  # [classes]
+
+
+def macro_precision(label: Rows, prediction: Rows) -> float:
+    """Return the mean over classes of the share of correct ones among the class's predictions."""
+    hits, _, predictions = _by_class(label, prediction)
+    return _mean_ratio(hits, predictions)
+
+
+def macro_f1(label: Rows, prediction: Rows) -> float:
+    """Return the mean over classes of the harmonic mean of precision and recall."""
+    hits, images, predictions = _by_class(label, prediction)
+    return _mean_ratio(2 * hits, images + predictions)
+
+
+def roc_auc(label: Rows, score: Rows) -> float:
+    """Return the area under the ROC curve of two classes; NaN if only one of them has images.
+
+    It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
+    higher `score`, float [N] (Mann and Whitney 1947). Equal scores count half; NaN is wrong.
+    """
+    positive, scores = np.asarray(label) == 1, np.asarray(score)
+    scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    rank = (count.cumsum() - (count - 1) / 2)[place]  # from 1; the mean of those of equal scores
+    ones = int(positive.sum())
+    pairs = ones * (len(positive) - ones)
+    return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
+
+
+def calibration_error(top1: Rows, confidence: Rows) -> float:
+    """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
+    place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    images = np.bincount(place, minlength=BINS)
+    percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
+    confidences, hits = (np.bincount(place, x, BINS) / np.maximum(images, 1) for x in percent)
+    return float((np.abs(hits - confidences) * images).sum() / max(1, len(place)))
+
+
+def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:
+    """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
+    labels, predictions = np.asarray(label), np.asarray(prediction)
+    rows = (labels[labels == predictions], labels, predictions[predictions >= 0])
+    most = 1 + max(each.max(initial=0) for each in rows)
+    hits, images, predicted = (np.bincount(each, minlength=most) for each in rows)
+    found = images + predicted > 0
+    return hits[found], images[found], predicted[found]
+
+
+def _mean_ratio(part: Counts, whole: Counts) -> float:
+    return float(100 * (part / np.maximum(whole, 1)).mean())  # `part` is 0 where `whole` is
+
+
+PERCENT = partial(Value, ".2f", " %", console=False)
+VALUES = {
+    "macro_precision": PERCENT(judge=macro_precision, rows=("label", "prediction")),
+    "macro_f1": PERCENT(judge=macro_f1, rows=("label", "prediction")),
+    "ece": PERCENT(judge=calibration_error, rows=("top1", "confidence"), lower=True),
+    "auc": PERCENT(judge=roc_auc, rows=("label", "score")),
+}

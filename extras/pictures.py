@@ -1,0 +1,184 @@
+"""What a classifier gets wrong: a table of its classes, and pictures for TensorBoard.
+
+By default, conf/config.yaml names it: log.observers=[extras.pictures:Pictures]. A validation
+writes per_class.json, and scripts/evaluate.py the same as CSV files and pictures.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from conf.escape import write_csv
+from engine.log.observer import Observer
+from engine.log.sheet import sheet
+from engine.validation import Rows
+from pipeline.batch import IMAGE
+from pipeline.class_names import readable
+from pipeline.dataset import Dataset
+
+COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
+WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss
+CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
+WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
+MOST_BARS, BEST_CLASSES = 25, 5  # of many classes, the 20 worst and the 5 best are drawn
+BINS = 15  # of the confidence, as in arXiv 1706.04599
+BLUE = "#4c72b0"
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class Pictures(Observer):
+    """Records and draws the results of each validation."""
+
+    def validated(self, row: Any, rows: Rows) -> None:
+        if (found := Predictions.of(rows)) is not None:
+            step, classes, tracker = row["step"], self.log.plan.classes, self.log.tracker
+            tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
+            dataset = self.log.feed.val.loader.dataset
+            tracker.images(partial(found.draw, classes, dataset), step)
+
+    @staticmethod
+    def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
+        if (found := Predictions.of(rows)) is None:
+            return None
+        table, names = found.per_class(classes), [readable(name) for name in classes]
+        write(folder / "per_class.csv", [table[0], *(row.values() for row in table)])
+        pairs = [
+            (classes[i], classes[j], images, names[i], names[j])
+            for i, j, images in found.confusions(len(classes))
+        ]
+        write(folder / "confusion.csv", [CONFUSION, *pairs])
+        worst = []
+        for row in found.worst(WORST_LISTED):
+            i, j = found.labels[row], found.predictions[row]
+            values = float(found.confidences[row]), float(found.losses[row])
+            worst.append((dataset.name(row), classes[i], classes[j], *values, names[i], names[j]))
+        write(folder / "worst.csv", [WORST, *worst])
+        for tag, picture in found.draw(classes, dataset).items():
+            name = tag.removeprefix("val/")
+            picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
+        return {"calibration": found.calibration()}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """One row for every image of a split, in its order."""
+
+    # int64 [N]; the prediction is class 0 if a logit is NaN
+    labels: Ints
+    predictions: Ints
+    # float64 [N], of `engine.scores.class_values`; top5 is None if there are fewer than six classes
+    losses: Floats
+    confidences: Floats
+    top1: Floats
+    top5: Floats | None = None
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Predictions | None":
+        """Take the rows of a validation; None if they are not those of a classifier."""
+        if not rows.keys() >= set(COLUMNS):
+            return None
+        names = [*COLUMNS, *({"top5"} & rows.keys())]
+        labels, predictions, *others = (rows[name].numpy() for name in names)
+        return cls(labels, predictions.clip(0), *(each.astype(np.float64) for each in others))
+
+    def calibration(self) -> dict[str, Any]:
+        """Return how well the confidence, the largest probability, predicts the accuracy.
+
+        `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
+        the confidence, the number of images and two means in percent; and `error`, the expected
+        calibration error (Naeini 2015; arXiv 1706.04599).
+        """
+        place = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+        images = np.bincount(place, minlength=BINS)
+        confidence, accuracy = (
+            np.bincount(place, values, BINS) / np.maximum(images, 1)
+            for values in (100 * self.confidences, self.top1)
+        )
+        error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
+        means = {"confidence": confidence.tolist(), "accuracy": accuracy.tolist()}
+        return {"images": images.tolist(), **means, "error": float(error)}
+
+    def confusions(self, classes: int) -> list[tuple[int, int, int]]:
+        """Return (label, prediction, images) of every pair, the most frequent first."""
+        pairs, images = np.unique(self.labels * classes + self.predictions, return_counts=True)
+        rows = zip(pairs.tolist(), images.tolist(), strict=True)
+        found = [(pair // classes, pair % classes, count) for pair, count in rows]
+        return sorted(found, key=lambda row: -row[2])
+
+    def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
+        images = np.bincount(self.labels, minlength=len(classes))
+        top5 = {} if self.top5 is None else {"top5": self.top5}
+        values = {"top1": self.top1, **top5, "loss": self.losses}
+        sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in values.items()}
+        rows = []
+        for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):
+            means = {key: float(sums[key][i] / count) if count else None for key in sums}
+            rows.append({"class": name, "images": count, **means, "name": readable(name)})
+        return rows
+
+    def worst(self, count: int) -> list[int]:
+        """Return the positions of the images with the largest loss, in descending order."""
+        losses = np.nan_to_num(self.losses, nan=np.inf)
+        return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
+
+    def draw(self, classes: Sequence[str], dataset: Dataset) -> dict[str, Image.Image]:
+        """Draw the worst images of the split, the confusions, the accuracies and the calibration.
+
+        Return TensorBoard's tag -> picture.
+        """
+        per_class = self.per_class(classes)
+        names = [row["name"] for row in per_class]
+        images, captions = [], []
+        for i in self.worst(WORST_DRAWN):
+            images.append(dataset.load(0, i)[IMAGE])
+            values = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
+            captions.append(f"{names[self.labels[i]]}\n-> {names[self.predictions[i]]}\n{values}")
+        accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
+        accuracy.sort(key=lambda bar: bar[1])
+        if len(accuracy) > MOST_BARS:
+            accuracy = accuracy[: MOST_BARS - BEST_CLASSES] + accuracy[-BEST_CLASSES:]
+        confused = []
+        for label, other, count in self.confusions(len(names)):
+            if label != other:
+                total = per_class[label]["images"]
+                confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))
+        found = self.calibration()
+        confidence = [
+            (f"confidence up to {100 * (i + 1) / BINS:.0f} %", found["accuracy"][i], count)
+            for i, count in enumerate(found["images"])
+        ]
+        title = f"accuracy by confidence, ECE {found['error']:.2f} %"
+        return {
+            "val/worst": sheet("largest losses", images, captions),
+            "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
+            "val/per_class": bars("top-1, the worst classes first", accuracy),
+            "val/reliability": bars(title, confidence),
+        }
+
+
+def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
+    """Draw a bar for each (name, percentage, number of images), 26 px apart."""
+    image = Image.new("RGB", (900, 80 + 26 * len(rows)), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
+    draw.text((16, 14), title, "black", ImageFont.load_default(18))
+    for i, (name, percent, count) in enumerate(rows):
+        top, right = 56 + 26 * i, 300 + max(2, int(4.4 * percent))
+        text = name.encode(errors="replace").decode()  # a folder name may not be UTF-8
+        draw.text((16, top + 10), text, "black", font, "lm")
+        draw.rectangle((290, top, 900, top + 20), "white")  # over a long name
+        draw.rectangle((300, top, right, top + 20), BLUE)
+        draw.text((right + 8, top + 10), f"{percent:.1f} % of {count:,}", "black", font, "lm")
+    return image
+
+
+def write(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        write_csv(file, rows)

@@ -1,0 +1,69 @@
+"""A profile of some steps: a Chrome trace for ui.perfetto.dev, and the ten costliest operators.
+
+    python train.py data.root=/imagenet \
+        'log.observers=[{extras.profiler:Profiler: {first: 100, last: 110}}]'
+"""
+
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from conf.schema import UserError
+from engine.log.observer import Observer
+from engine.log.runlog import RunLog
+
+
+class Profiler(Observer):
+    """Profiles the steps from `first` to `last`, counted from 0. Other steps cost nothing.
+
+    After a resume, the profile may begin with a later step. The end of the run ends it; one that an
+    error interrupts is not written.
+    """
+
+    def __init__(self, log: RunLog, *, first: int = 100, last: int = 110) -> None:
+        steps = log.plan.stop_step
+        if not 0 <= first <= last or first >= steps:
+            raise UserError(
+                f"log.observers: {__name__}:Profiler: first={first}, last={last}: the run has the "
+                f"steps 0 to {steps - 1:,}; give two of them, the first not after the last"
+            )
+        self.log, self.first, self.last = log, first, min(last, steps - 1)
+        self._profile: Any = None
+
+    def begin_step(self, step: int) -> None:
+        if self._profile is not None or not self.first <= step <= self.last:
+            return
+        with self.log.times.lost("observers"):
+            self.first = step
+            self._synchronize()
+            self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
+            self._profile.start()
+        self.log.feed.train.clock.skip()
+
+    def end_step(self, step: int) -> None:
+        if self._profile is not None and step > self.last:
+            with self.log.feed.train.pause(), self.log.times.lost("observers"):
+                self._write()
+
+    def close(self) -> None:
+        """End a running profile: one that still runs when Python exits crashes the process."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self) -> None:
+        self._synchronize()
+        found, on_gpu = self._profile, self.log.world.device.type == "cuda"
+        self.close()
+        path = self.log.run.path / "profile" / f"steps-{self.first}-{self.last}.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        column = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
+        found.export_chrome_trace(str(path))
+        path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table)
+        self.log.tracker.print(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
+
+    def _synchronize(self) -> None:
+        if self.log.world.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,211 @@
+"""Sweeps: `python train.py -m optim.lr=0.1,0.2` trains once for each value, with Hydra's multirun.
+
+A sweeper and a launcher of Hydra decide which jobs run, and where: the basic ones, or installed
+plugins (hydra/sweeper=optuna, hydra/launcher=submitit_slurm). Each job is a child process with
+train.py. Hydra gets the overrides with several values and its own settings, and reads no YAML file
+of this program or of the user: no `_target_` in one can run.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from conf.compose import load, to_yaml
+from conf.files import read_text
+from conf.launch import stop_with_parent
+from conf.named import ROOT
+from conf.overrides import read_override, split_config_dir
+from conf.schema import NAMES, Config, UserError, group_names
+from conf.signals import handle_stops
+
+MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
+REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
+WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
+MAXIMISE = {  # by default, these sweepers minimise the value of a job
+    "hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"],
+    "hydra/sweeper=ax": ["hydra.sweeper.ax_config.experiment.minimize=false"],
+}
+
+
+def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
+    """Run the jobs of a command line, or print them for --cfg job; return the exit status."""
+    if script != "train.py":
+        raise UserError("-m: only train.py has sweeps; start this script once per value")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
+    sweep = Sweep(words, runnable=options.cfg is None)
+    if options.cfg is None:
+        return sweep.run()
+    print(*(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()), sep="", end="")
+    if more := math.prod(map(len, sweep.columns)) - len(sweep.jobs):
+        print(f"# and {more} more jobs")
+    return 0
+
+
+class Sweep:
+    """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
+
+    `columns`: the overrides of each key that varies. `jobs`: the overrides of a job that vary ->
+    its config; of the first MOST jobs, with another sweeper than Hydra's basic one of the first.
+    """
+
+    def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
+        self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
+        self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
+        config_dir = split_config_dir(words)[0]
+        self.fixed, self.columns = list[str](), list[list[str]]()
+        for word in (word for word in words if word not in self.settings):
+            key, values = _key(word), _values(word, config_dir)
+            if not values:
+                self.fixed.append(word)
+                continue
+            self.columns.append([f"{key}={value}" for value in values])
+            # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
+            swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
+            self.settings.append(f"++{swept}")
+        for override in itertools.chain(*self.columns):
+            read_override(override, config_dir)
+        jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
+        self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
+        if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
+            raise UserError(
+                "-m: some jobs have the same run directory; give each its own, for example "
+                "'run.dir=runs/${run.name}-${loader.workers}'"
+            )
+
+    def run(self) -> int:
+        """Run the jobs, and print a table with the best first; return 0 if all have finished.
+
+        A job that fails does not stop the sweep: a learning rate that diverges is a result.
+        """
+        script, fixed = os.path.abspath(sys.argv[0]), self.fixed
+
+        def run_job(_: Any) -> float:
+            return _run_job(script, [*fixed, *HydraConfig.get().overrides.task])
+
+        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
+        folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
+        quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
+        own = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None}
+        ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
+        sys.argv[1:] = ["-m", *MAXIMISE.get(self.sweeper, []), *self.settings]
+        # A launcher of Hydra may run `run_job` in another process, which imports this package.
+        os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
+        if sys.version_info >= (3, 14):  # argparse refuses the help of an option of Hydra 1.3
+            argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
+        # With config_path=None, Hydra would find the YAML files beside this module.
+        start = hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")
+        try:
+            start(run_job)()
+        except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
+            what = str(error).splitlines()[0]
+            if what.startswith("In 'hydra/config': Could not find"):
+                what += "; install this plugin of Hydra, docs/config.md names some"
+            raise UserError(f"-m: {what}") from None
+        return 0 if self.sweeper else self._print_table()
+
+    def _print_table(self) -> int:
+        """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
+        rows, repeats = [], defaultdict(list)
+        for job in itertools.product(*self.columns):
+            config = self.jobs.get(job) or load([*self.fixed, *job])
+            score, value, status = _result(config)
+            text = "no result" if value is None else f"{value:7.3f}"
+            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
+            if value is not None:
+                repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
+        print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
+        print(*(text for *_, text in sorted(rows, key=lambda row: row[0])), sep="\n")
+        for fixed, found in repeats.items():
+            if len(found) > 1:
+                spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
+                print(f"{statistics.mean(found):7.3f}  mean of {len(found)}, {spread}")
+        return int(any(status != "finished" for _, status, _ in rows))
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def _values(text: str, config_dir: Path | None) -> list[str]:
+    """The values of an override with several; of an interval its start; none for another one."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return []  # `load` says what is wrong
+    values: Any = override.value()
+    if not override.is_sweep_override() or _key(text) not in NAMES:  # `load` refuses such a key
+        return []
+    if override.is_interval_sweep():
+        return [str(values.start)]
+    names = group_names(_key(text), config_dir)
+    found = values.filter(names) if "=glob(" in text else [*override.sweep_string_iterator()]
+    if not found:
+        raise UserError(f"{text}: has no value; give at least one")
+    return found
+
+
+def _run_job(script: str, overrides: Sequence[str]) -> float:
+    """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
+    overrides = [word.lstrip("+") for word in overrides]
+    GlobalHydra.instance().clear()  # `load` uses Hydra, too
+    config = load(overrides)
+    print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
+    stored = Path(config.run.dir) / "config.yaml"
+    same = stored.is_file() and read_text(stored) == to_yaml(config)
+    finished = same and _result(config)[2] == "finished"
+    if not finished or config.checkpoint.resume == "never":
+        status = _run_child([sys.executable, script, *overrides])
+        if status == 2 or status > 128:
+            sys.exit(status)
+        if status != 0:
+            return WORST
+    return _result(config)[0]
+
+
+def _run_child(command: Sequence[str]) -> int:
+    """Run a process and pass on the signals that stop a run; return 128 + signal after one."""
+
+    def begin() -> None:
+        os.setpgid(0, 0)  # else the terminal would send it Ctrl-C a second time
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
+        stop_with_parent()
+
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
+    with handle_stops(lambda number, _: child.send_signal(number)):
+        try:
+            status = child.wait()
+        finally:  # submitit ends this process before the time limit of Slurm
+            child.terminate()
+            child.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _result(config: Config) -> tuple[float, float | None, str]:
+    """Return a run's score (higher is better), its best value of train.best_by, and its status."""
+    try:
+        summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
+    except (OSError, ValueError):
+        return WORST, None, ""
+    by = config.train.best_by
+    value, sign = summary[f"best_{by.removeprefix('-')}"], -1 if by.startswith("-") else 1
+    return WORST if value is None else sign * value, value, summary["status"]

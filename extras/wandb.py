@@ -1,0 +1,65 @@
+"""Send the rows of a run to Weights & Biases, https://docs.wandb.ai, from a process of its own.
+
+    pip install wandb
+    python train.py data.root=/imagenet log.observers=[extras.wandb:Board]
+
+wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE.
+"""
+
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.files import read_text
+from conf.schema import RESULT, UserError, affecting
+from engine.checkpoint import replace_file
+from engine.log.observer import Observer
+from engine.log.runlog import RunLog
+from engine.log.tracker import curves
+
+try:
+    from wandb import Settings, init, setup
+except ImportError:  # also of a folder with this name, which wandb makes
+    remedy = "run `pip install wandb`, or leave it out"
+    what = f"log.observers: {__name__}: wandb is not installed for {sys.executable}"
+    raise UserError(f"{what}; {remedy}") from None
+
+WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the end
+
+
+class Board(Observer):
+    """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
+
+    def __init__(self, log: RunLog) -> None:
+        folder, config = log.run.path, log.plan.config
+        path = folder / "wandb" / "id"
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            replace_file(path, uuid.uuid4().hex[:16])
+        # Silent: without a login, an error instead of a question on the terminal.
+        limits = {"init_timeout": WAIT_SECONDS, "finish_timeout": WAIT_SECONDS}
+        settings = Settings(silent=True, console="off", **limits)
+        setup(settings=settings)
+        self.run = init(
+            dir=str(folder),
+            id=read_text(path).strip(),
+            name=folder.resolve().name[:128],  # the most that the server takes
+            resume="allow",
+            config={"recipe": config.recipe, **affecting(config, RESULT)},
+            allow_val_change=True,  # keys that may change when a run resumes
+            settings=settings,
+        )
+        # The axis of all curves. wandb's own step never falls, so after a kill it would refuse the
+        # rows of the steps that are repeated.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        offline = f"offline; `wandb sync {Path(self.run.dir).parent}` sends it"
+        log.tracker.print(f"wandb    {self.run.url or offline}")
+
+    def logged(self, row: Mapping[str, Any]) -> None:
+        self.run.log({"step": row["step"], **curves(row)})
+
+    def close(self) -> None:
+        self.run.finish()

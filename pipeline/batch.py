@@ -1,0 +1,202 @@
+"""Named arrays: the fields of a sample, and batches of them on the host and on the device.
+
+The dataset, the buffers that workers write, the copy to the device and the training step have the
+same names.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.schema import UserError
+
+IMAGE = "image"  # the field that is the input of the network
+TARGET = "target"  # the field that batch transforms add: the mixed form of `Mixing.label`
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named array of a sample."""
+
+    dtype: Any  # numpy dtype, which torch must have too
+    shape: tuple[int, ...] = ()  # of one sample. That of an image is [..., H, W, C]
+    # Whether it is normalised and goes through the transforms of a batch. On the device, it is
+    # float [B, ..., C, H, W]; other fields arrive as they are.
+    image: bool = False
+    # Whether a sample may have fewer rows of it, or lack it. The rest of its memory in a batch is
+    # that of an earlier sample; `Dataset.on_device` knows what is valid.
+    partial: bool = False
+
+    @property
+    def highest(self) -> int:
+        """The level of an image that stands for 1: 255 in uint8, 65535 in uint16, 1 in floats."""
+        dtype = np.dtype(self.dtype)
+        return 1 if dtype.kind == "f" else int(np.iinfo(dtype).max)
+
+    @property
+    def on_device(self) -> tuple[int, ...]:
+        """The shape of an image on the device, (..., C, H, W)."""
+        *rows, height, width, channels = self.shape
+        return (*rows, channels, height, width)
+
+
+LABEL = Field(np.int64)  # a class number
+
+
+def image_field(size: int) -> Field:
+    """Return the field of square RGB images of `size` pixels."""
+    return Field(np.uint8, (size, size, 3), image=True)
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One complete slot. Valid until `release` has been called and its event has completed."""
+
+    fields: dict[str, Tensor]  # [B, *shape]
+    # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
+    # which the fields are those of an earlier batch
+    samples: Tensor
+    step: int  # of the sampler
+    slot: int  # position in the ring
+    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch for the step. On a GPU its memory is reused later: clone it to keep it."""
+
+    # Name -> tensor [B, ...], as `batch[name]`. Images are [B, ..., C, H, W] in the training dtype,
+    # normalised. TARGET is there if batch transforms mixed the labels.
+    fields: dict[str, Tensor]
+    samples: Tensor  # int64 [B, 2], the (epoch, index) of each row
+    step: int  # of the sampler
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise UserError(
+                f"the samples have no field {name}, but {', '.join(self.fields)}: docs/tasks.md "
+                "has training_loss and validation_values for other fields"
+            )
+        return self.fields[name]
+
+    @property
+    def valid(self) -> Tensor:
+        """Rows with a sample, bool [B]: the last batch of a validation may have others."""
+        return self.samples[:, 1] >= 0
+
+    @classmethod
+    def zeros(cls, fields: Mapping[str, Field], device: torch.device, samples: int = 1) -> "Batch":
+        """Samples of zeros, their images in float32, to find out what a network makes of them."""
+        tensors = {}
+        for name, field in fields.items():
+            if field.partial and not field.image:
+                continue  # `Dataset.on_device` makes images of it
+            rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
+            tensors[name] = channels_first(rows).float() if field.image else rows
+        return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), 0)
+
+    def clone(self) -> "Batch":
+        """A copy in memory of its own."""
+        fields = {name: tensor.clone() for name, tensor in self.fields.items()}
+        return Batch(fields, self.samples.clone(), self.step)
+
+    def split(self, count: int) -> "list[Batch]":
+        """Views of `count` equal parts, in order."""
+        columns = [tensor.chunk(count) for tensor in self.fields.values()]
+        parts = zip(self.samples.chunk(count), *columns, strict=True)
+        return [
+            Batch(dict(zip(self.fields, tensors, strict=True)), samples, self.step)
+            for samples, *tensors in parts
+        ]
+
+    def copy_(self, other: "Batch") -> None:
+        """Copy the tensors of a batch of the same shapes into those of this one."""
+        self.samples.copy_(other.samples)
+        for name, tensor in self.fields.items():
+            tensor.copy_(other.fields[name])
+
+
+@dataclass(eq=False)
+class ImageFormat:
+    """Format of the images on the device, normalised by `mean` and `std` in [0, 1]."""
+
+    device: torch.device
+    mean: Sequence[float]  # of each channel, or one value for all channels; so is `std`
+    std: Sequence[float]
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    highest: int = 255  # the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats
+
+    def __post_init__(self) -> None:
+        last, usual = torch.channels_last, torch.contiguous_format
+        self.memory_format = last if self.channels_last else usual
+        # (x / highest - mean) / std as one multiplication and one addition
+        means, stds = (torch.tensor(each, dtype=torch.float64) for each in (self.mean, self.std))
+        # float32 [C, 1, 1], or [1, 1, 1] for all channels: a level x becomes scale * x + shift.
+        self.scale = (1 / (self.highest * stds)).float().to(self.device)[:, None, None]
+        self.shift = (-means / stds).float().to(self.device)[:, None, None]
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""
+        return (channels_first(pixels).float() * self.scale).add_(self.shift)
+
+
+@dataclass(eq=False)
+class DeviceSlot:
+    """Memory on the device for one batch. On a GPU it is allocated once and reused."""
+
+    format: ImageFormat
+    # Whether batch transforms follow `Dataset.on_device`: they need images in float32, in memory
+    # of their own
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        self.reused = self.format.device.type == "cuda"
+        self.consumed: Any = None  # the event after which the step no longer reads the batch
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Copy a field into this memory, for example from the host."""
+        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=self.reused)
+
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor of a field in this shape and dtype; uninitialised when first asked for."""
+        found = self._memory.get((name, dtype))
+        if found is None or found.numel() != math.prod(shape):
+            found = torch.empty(math.prod(shape), dtype=dtype, device=self.format.device)
+            if self.reused:
+                self._memory[name, dtype] = found
+        return found.view(tuple(shape))
+
+    def images(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor of images [B, ..., C, H, W] that the step reads."""
+        if self.format.memory_format != torch.channels_last:
+            return self.memory(name, shape, self.format.dtype)
+        *rows, channels, height, width = shape
+        return channels_first(
+            self.memory(name, (*rows, height, width, channels), self.format.dtype)
+        )
+
+    def normalise(self, name: str, levels: Tensor) -> Tensor:
+        """Normalise images [B, ..., C, H, W] on the device, in float32, into what the step reads.
+
+        If batch transforms follow, return them in float32, in memory of their own.
+        """
+        if levels.dtype != torch.uint8:  # torch multiplies no uint16
+            levels = levels.float()
+        # Two passes over the memory, which the training step needs at the same time. One pass would
+        # fuse multiplication and addition, and round differently than a CPU does.
+        scaled = levels * self.format.scale
+        if self.mixed:
+            return scaled.add_(self.format.shift)
+        return torch.add(scaled, self.format.shift, out=self.images(name, levels.shape))
+
+
+def channels_first(pixels: Tensor) -> Tensor:
+    """View [..., H, W, C] as [..., C, H, W]."""
+    return pixels.movedim(-1, -3)

@@ -1,1 +1,0 @@
-"""Optional: images that the program draws itself."""

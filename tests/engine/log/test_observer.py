@@ -1,0 +1,98 @@
+"""log.observers: what they are told, what they add, and that none of them stops a run."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.schema import UserError
+from engine.log.observer import Observer
+from engine.log.runlog import RunLog
+from tests.results import rows
+from tests.small_run import run
+
+pytestmark = pytest.mark.usefixtures("toy_runs")
+SHORT = ["loader.workers=0", "train.max_steps=2", "log.trackers=[tensorboard]"]
+CALLS: list[tuple[Any, ...]] = []
+
+
+class Recorder(Observer):
+    def __init__(self, log: RunLog, *, fails: str = "") -> None:
+        super().__init__(log)
+        self.fails = fails
+        self.called("made")
+
+    def called(self, event: str, *content: Any) -> None:
+        CALLS.append((event, *content))
+        if event == self.fails:
+            raise OSError(f"no {event}")
+
+    def begin_step(self, step: int) -> None:
+        self.called("begin", step)
+
+    def end_step(self, step: int) -> None:
+        self.called("end", step)
+
+    def logged(self, row: Mapping[str, Any]) -> None:
+        self.called("logged", row["step"], row["split"], row.get("own"))
+
+    def validated(self, row: Mapping[str, Any], rows: Any) -> Mapping[str, Any]:
+        self.called("validated", row["step"], {len(column) for column in rows.values()})
+        return {"own": 2.5}
+
+    def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.called("finish", summary["status"])
+        return {"of the observer": summary["step"]}
+
+    def close(self) -> None:
+        self.called("close")
+
+
+class Refusing(Observer):
+    def __init__(self, log: RunLog) -> None:
+        raise UserError("log.observers: not on a Sunday")
+
+
+def observed(root: Path, folder: Path, entry: str, *more: str) -> dict[str, Any]:
+    CALLS.clear()
+    return run(root, folder, f"log.observers=[{entry.format(module=__name__)}]", *SHORT, *more)
+
+
+def test_what_an_observer_is_told(image_root: Path, tmp_path: Path) -> None:
+    summary = observed(image_root, tmp_path, "{module}:Recorder")
+    steps = [("begin", 0), ("end", 1), ("begin", 1), ("logged", 1, "train", None), ("end", 2)]
+    assert sorted(CALLS[1:6], key=steps.index) == steps and CALLS[0] == ("made",)
+    last = ("logged", 2, "train", None), ("validated", 2, {15}), ("logged", 2, "val", 2.5)
+    assert CALLS[6:] == [*last, ("finish", "finished"), ("close",)]
+    assert summary["of the observer"] == 2 and rows(tmp_path, "val")[0]["own"] == 2.5
+
+
+@pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
+def test_one_that_fails_is_one_warning(
+    event: str, image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not called again; another one goes on."""
+    entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
+    summary = observed(image_root, tmp_path, entry)
+    assert summary["status"] == "finished" and CALLS[-1][0] == event
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert f"Recorder: OSError: no {event}; training continues" in warning
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{module}:Refusing", "^log.observers: not on a Sunday$"),
+        ("{module}:Missing", "log.observers={module}:Missing: {module} has no Missing"),
+        ("{{{module}:Recorder: {{fail: end}}}}", "log.observers: {module}:Recorder: got an unexp"),
+        ("os.path:join", "log.observers=os.path:join: there is no os/path.py in "),
+    ],
+)
+def test_a_mistake_ends_the_run_before_its_first_step(
+    entry: str, message: str, image_root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message.format(module=__name__)):
+        observed(image_root, tmp_path / "run", entry)
+    assert not CALLS and (tmp_path / "run").exists() == ("Sunday" in message)

@@ -1,0 +1,160 @@
+"""The demo dataset: its images, and that it appears complete or not at all."""
+
+import errno
+import hashlib
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+from conf import cli
+from conf.schema import Data, UserError
+from extras import demo
+from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
+from pipeline.augment import Compose, RandomResizedCrop
+from pipeline.build import build_datasets
+from pipeline.dataset import FolderDataset
+from pipeline.index import load_index
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "COUNTS", {"train": 40, "val": 20})
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    draw_dataset(tmp_path / "drawn")
+    return tmp_path / "drawn"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:
+    places = itertools.product((("train", 4), ("val", 2)), CLASSES)
+    expected = [f"{s}/{c}/{number:04d}.jpg" for (s, count), c in places for number in range(count)]
+    assert sorted(contents(drawn)) == sorted([*expected, "demo.json"])
+    sizes = set()
+    for path in drawn.rglob("*.jpg"):
+        with Image.open(path) as image:
+            image.load()
+            assert (image.format, image.mode) == ("JPEG", "RGB")
+            sizes.add(image.size)
+    assert all(128 <= side <= 320 for size in sizes for side in size)
+    assert len(sizes) > 50
+    assert len(set(contents(drawn).values())) == 61  # no two are equal
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
+def test_the_pixels_are_those_of_version_1() -> None:
+    """Results on the demo are compared with those of other versions of the program."""
+    digest = hashlib.sha256()
+    for label in CLASSES:
+        digest.update(draw_image(label, np.random.default_rng(1)).tobytes())
+    assert digest.hexdigest()[:16] == "bf187e09b843e8a1"
+
+
+def test_drawing_again_gives_the_same_bytes_or_touches_nothing(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for root in (tmp_path / "empty", tmp_path / "a" / "b" / "demo"):
+        draw_dataset(root)
+        assert contents(root) == contents(drawn)
+    before = {path: path.stat().st_mtime_ns for path in (drawn, *drawn.rglob("*"))}
+    draw_dataset(drawn)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    root = tmp_path / "root"
+
+    def also_drawn(draft: Path, *rest: object) -> None:
+        shutil.copytree(drawn, root, dirs_exist_ok=True)  # by another process, which wins
+
+    monkeypatch.setattr(demo, "_draw_class", also_drawn)
+    draw_dataset(root)
+    assert contents(root) == contents(drawn)
+    assert names(tmp_path) == ["a", "drawn", "empty", "root"]
+
+
+def test_other_files_are_refused_and_untouched(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "photos"
+    (root / "train").mkdir(parents=True)
+    (root / "train" / "cat.jpg").write_bytes(b"mine")
+    with pytest.raises(UserError, match=f"data.root={root}: .*pass another data.root"):
+        draw_dataset(root)
+    with pytest.raises(NotADirectoryError, match=r"cat\.jpg"):
+        draw_dataset(root / "train" / "cat.jpg")
+    assert contents(root) == {"train/cat.jpg": b"mine"}
+    monkeypatch.setattr(demo, "COUNTS", {"train": 50, "val": 20})
+    with pytest.raises(UserError, match=f"data.root={drawn}: holds files"):
+        draw_dataset(drawn)
+
+
+def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(label: str, rng: np.random.Generator) -> Image.Image:
+        if label == "grain":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return draw_image(label, rng)
+
+    monkeypatch.setattr(demo, "draw_image", full_disk)
+    with pytest.raises(OSError, match=r"No space left"):
+        split(tmp_path / "demo").prepare()
+    assert names(tmp_path) == []
+
+
+def split(root: Path) -> DemoDataset:
+    transform = Compose([RandomResizedCrop(size=24)])
+    return DemoDataset(Data(root=str(root)), "val", transform, decoder="auto", seed=0)
+
+
+def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) -> None:
+    dataset, index = split(tmp_path / "demo"), load_index(drawn / "val", key="data.root")
+    files = FolderDataset(index, dataset.transform)
+    assert dataset.index.classes == index.classes and names(tmp_path) == ["drawn"]
+    assert dataset.mean_bytes() == pytest.approx(files.mean_bytes(), rel=0.1)
+    dataset.prepare()
+    assert dataset.fingerprint() == files.fingerprint()
+    for place in range(0, len(index), 7):
+        np.testing.assert_array_equal(dataset[place]["image"], files[place]["image"])
+
+
+def test_mistakes_are_found_before_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"mine")
+    words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
+    words += ["loader.workers=0", "run.dir=run"]
+    for mistake in (
+        "model.name=nope",
+        "loader.batch_size=41",
+        "run.dir=photos",
+        "data.root=photos",
+    ):
+        assert train.main(cli.load([*words, mistake])) == 2
+        assert names(tmp_path) == ["photos"]
+    for steps in (1, 2):  # the first start draws it, the second resumes the first
+        assert train.main(cli.load([*words, f"train.max_steps={steps}"])) == 0
+    assert names(tmp_path) == ["data", "photos", "run"]
+
+
+def test_build(drawn: Path, tmp_path: Path) -> None:
+    for root in (drawn, tmp_path / "later"):
+        datasets = build_datasets(cli.load(["recipe=demo", f"data.root={root}"]))
+        assert datasets.classes == tuple(sorted(CLASSES)) and len(datasets.train) == 40
+    for wrong in ("data.root=[a,b]", "data.val=elsewhere"):
+        with pytest.raises(UserError, match="data=demo draws the splits train and val into one"):
+            build_datasets(cli.load(["recipe=demo", f"data.root={root}", wrong]))

@@ -1,0 +1,253 @@
+"""How a run is compared with its recipe: words, limits, and the runs that are not compared."""
+
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conf import cli
+from conf.schema import FOLDER, UserError, group_names
+from engine.scores import BestBy
+from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
+
+FACTS = {
+    "top1": 76.1,
+    "std": 0.1,
+    "runs": 20,
+    "status": "published",
+    "source": "torchvision IMAGENET1K_V1",
+    "classes": 1000,
+    "train_images": 1_281_167,
+    "val_images": 50_000,
+    "format": "JPEG",
+    "hardware": "one GPU",
+    "time": "a night",
+}
+CURVE = {"runs": 20, "top1": [20.0, 40.0, 60.0], "std": [4.0, 2.0, 0.1]}
+STEPS = 10  # per epoch; 3 epochs
+
+
+def expectation(
+    *overrides: str,
+    image: str = "n01440764_18.JPEG",
+    history: tuple[str, ...] = (),
+    last: Mapping[str, Any] = {},
+    fitted: int | None = None,
+    **changes: Any,
+) -> Expectation:
+    """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
+    config = cli.load(["data.root=/imagenet", *overrides])
+    plan: Any = SimpleNamespace(
+        config=config,
+        num_classes=1000,
+        best_by=BestBy.of(config.train.best_by),
+        has_batch_norm=True,
+        fitted_batch=fitted,
+        train_images=1_281_167,
+        val_images=50_000,
+        schedule_steps=3 * STEPS,
+        epochs_ended=lambda step: step // STEPS,
+        due=lambda step: SimpleNamespace(epoch=step % STEPS == 0),
+    )
+    config.expect = {**FACTS, "reference": CURVE, **changes}
+    dataset = SimpleNamespace(name=lambda _: image)
+    feed = SimpleNamespace(train=SimpleNamespace(loader=SimpleNamespace(dataset=dataset)))
+    state = SimpleNamespace(history=list(history), last=last)
+    lines: list[str] = []
+    tracker = SimpleNamespace(print=lines.append, lines=lines)
+    log: Any = SimpleNamespace(plan=plan, feed=feed, state=state, tracker=tracker)
+    return Expectation(log)
+
+
+def judge(
+    found: Expectation, now: Mapping[str, Any], before: Mapping[str, Any]
+) -> tuple[dict[str, float], str | None]:
+    """Return the columns of a validation after another one, and the warning."""
+    found.validated(before, {}) if before else None
+    printed = found.log.tracker.lines
+    printed.clear()
+    columns = found.validated(now, {})
+    return columns, printed[0] if printed else None
+
+
+def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
+    return {"step": round(STEPS * epoch), "top1": top1}
+
+
+@pytest.mark.parametrize(
+    ("top1", "runs", "spread", "difference", "verdict", "line"),
+    [
+        (76.234, 20, 0.2145, 0.134, "within", "within 76.1 +/- 0.21 "),
+        (75.9, 20, 0.2145, -0.2, "within", "within 76.1 +/- 0.21 "),
+        (75.2, 20, 0.2145, -0.9, "below", "0.9 below 76.1 +/- 0.21 "),
+        (76.5, 20, 0.2145, 0.4, "above", "0.4 above 76.1 +/- 0.21 "),
+        (76.4, 5, 0.3041, 0.3, "within", "within 76.1 +/- 0.3 "),
+        (76.0, None, None, -0.1, None, "-0.1 against 76.1 "),
+    ],
+)
+def test_the_summary_at_the_end(
+    top1: float,
+    runs: int | None,
+    spread: float | None,
+    difference: float,
+    verdict: str | None,
+    line: str,
+) -> None:
+    """It has the facts without the curve. A run that stops earlier is not compared."""
+    unknown = "" if verdict else ", spread unknown"
+    line = f"recipe    top1 {top1:.2f} %: {line}(published, torchvision IMAGENET1K_V1{unknown})"
+    judged = {"value": "top1", "spread": spread, "difference": difference, "verdict": verdict}
+    expected = {"expectation": {**FACTS, "runs": runs, **judged, "line": line}}
+    last = row(3, top1)
+    assert expectation(runs=runs, last=last).finish({}) == expected
+    assert expectation("train.best_by=macro_f1", runs=runs, last=last).finish({}) == expected
+    for earlier in (row(2, top1), {}):
+        assert expectation(runs=runs, last=earlier).finish({}) == {"expectation": None}
+
+
+# Which runs are compared.
+
+FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
+FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
+
+
+@pytest.mark.parametrize(
+    ("found", "at_the_end", "with_the_curve"),
+    [
+        pytest.param(expectation(*FREE), True, True, id="what the user and the machine choose"),
+        pytest.param(expectation("train.epochs=91"), False, False, id="epochs"),
+        pytest.param(expectation("model.name=resnet18"), False, False, id="model"),
+        pytest.param(expectation("loader.batch_size=512"), False, False, id="batch size"),
+        pytest.param(expectation("optim.lr=1"), False, True, id="learning rate"),
+        pytest.param(expectation("optim=adamw"), False, True, id="optimiser"),
+        pytest.param(expectation("optim.lr=1", "train.epochs=91"), False, False, id="both"),
+        pytest.param(expectation(classes=10), False, False, id="classes"),
+        pytest.param(expectation(train_images=10), False, False, id="training images"),
+        pytest.param(expectation(val_images=10), False, False, id="validation images"),
+        pytest.param(expectation(image="1.png"), False, False, id="PNG, not JPEG"),
+        pytest.param(expectation(format="lossless"), False, False, id="JPEG, not lossless"),
+        pytest.param(expectation(image="tar: 1.PNG", format="lossless"), True, True, id="lossless"),
+        pytest.param(expectation(fitted=64), False, False, id="smaller parts that fit"),
+        pytest.param(expectation(history=("began at",)), False, False, id="continues another run"),
+        pytest.param(expectation(reference={}), True, False, id="no curve"),
+    ],
+)
+def test_which_runs_are_compared(
+    found: Expectation, at_the_end: bool, with_the_curve: bool
+) -> None:
+    columns, warning = judge(found, row(2), row(1))
+    assert (columns != {}) == (warning is not None) == with_the_curve
+    found.validated(row(3), {})
+    assert (found.finish({})["expectation"] is not None) == at_the_end
+
+
+# The limits.
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "value"),
+    [(0.95, 1, 6.314), (0.975, 4, 2.776), (0.975, 9, 2.262), (0.99, 19, 2.539), (0.999, 7, 4.785)],
+)
+def test_quantiles_of_the_t_distribution(probability: float, freedom: int, value: float) -> None:
+    """The values of the printed tables."""
+    assert quantile(probability, freedom) == pytest.approx(value, abs=1e-3)
+
+
+def test_columns_of_a_validation() -> None:
+    """None before the first epoch, within an epoch, or after the last one of the curve."""
+    for epoch in (1, 2):
+        mean, width = CURVE["top1"][epoch - 1], half_width(CURVE["std"][epoch - 1], 20, 3)
+        assert expectation().validated(row(epoch), {}) == {
+            "reference_top1": mean,
+            "reference_top1_min": max(0.0, mean - width),
+            "reference_top1_max": mean + width,
+        }
+    assert [expectation().validated(row(epoch), {}) for epoch in (0, 1.5, 4)] == [{}] * 3
+
+
+# The warning.
+
+
+def limit(epoch: int, sigmas: float) -> float:
+    std = max(LEAST_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
+    return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
+
+
+def test_two_low_validations_in_a_row_are_one_warning() -> None:
+    """The second is more than 3 sigma below, the first more than 2."""
+    now, before = limit(2, 3) - 0.1, limit(1, 2) - 0.1
+    found = expectation()
+    assert judge(found, row(2, now), row(1, before))[1] == (
+        f"warning  top1 {now:.2f} % after epoch 2 is worse than the 3 sigma limit of this recipe, "
+        f"{limit(2, 3):.2f} (20 runs reached 40 +/- 2), and so was the previous validation, "
+        f"top1 {before:.2f} %: check the labels, the learning rate and your code changes; "
+        "training continues, Ctrl-C stops it"
+    )
+    assert judge(found, row(2, now), row(1, before))[1] is None
+    text = judge(expectation("optim.lr=1", last=row(2)), row(3), {})[1]  # of an earlier start
+    assert text and "check the labels and what differs from the recipe (optim.lr=1);" in text
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        (row(1), {}),  # the first one
+        (row(2), row(0.5)),
+        (row(2), row(1, limit(1, 2) + 0.1)),
+        (row(3, limit(3, 3) + 0.1), row(2)),
+        (row(2.5), row(2)),  # the run stops within an epoch
+    ],
+)
+def test_a_single_low_validation_is_not_a_warning(
+    now: dict[str, float], before: dict[str, float]
+) -> None:
+    assert judge(expectation(), now, before)[1] is None
+
+
+# The recipes.
+
+
+@pytest.mark.parametrize("recipe", group_names("recipe"))
+def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
+    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
+    config = cli.load([f"recipe={recipe}", "data.root=/data"])
+    expect = config.expect
+    if expect is None:
+        pytest.skip("the recipe states no accuracy")
+    assert expect.keys() - {"reference"} == FACTS.keys() and 0 <= expect["top1"] <= 100
+    if curve := expect.get("reference"):
+        assert curve.keys() == CURVE.keys() and curve["runs"] >= 5
+        assert len(curve["top1"]) == len(curve["std"]) == config.train.epochs
+        # The curve may be of fewer runs.
+        assert abs(curve["top1"][-1] - expect["top1"]) <= expect["std"]
+        assert expect["status"] == "reproduced here"
+    text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
+    (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
+    std, runs = expect["std"], expect["runs"]
+    spread = f" +/- {half_width(std, runs, GOOD_SIGMAS):.2g}" if runs else ""
+    data = f"{expect['train_images']:,} images ({expect['format']}), {expect['classes']:,} classes"
+    top1, facts = f"{expect['top1']:g}{spread}", ("hardware", "time", "source", "status")
+    hardware, time, source, status = (expect[name] for name in facts)
+    row = f"| `{command}` | {data} | {hardware} | {time} | {top1} | {source} | {status} |"
+    table = (FOLDER.parent / "docs" / "accuracy.md").read_text().splitlines()
+    assert row in table, f"docs/accuracy.md: replace the row of the recipe by {row}"
+    readme = (FOLDER.parent / "README.md").read_text().splitlines()
+    (line,) = [line for line in readme if line.startswith(f"| `{recipe}`")]
+    assert f" {expect['top1']:.1f}" in line, "README.md: the recipe's row has another accuracy"
+
+
+def test_an_expectation_is_not_a_key() -> None:
+    """It is neither typed nor written to config.yaml, and does not change the name of a run."""
+    config = cli.load(["data.root=/imagenet"])
+    assert config.expect is not None and "expect:" not in cli.to_yaml(config)
+    with pytest.raises(UserError, match=r"there is no key expect\.top1"):
+        cli.load(["data.root=/imagenet", "expect.top1=3"])
+
+
+def test_an_expectation_without_an_entry() -> None:
+    plan = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
+    log: Any = SimpleNamespace(plan=plan)
+    with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
+        Expectation(log)

@@ -1,0 +1,102 @@
+"""Metrics of all rows of a split: scikit-learn's on random predictions."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn
+from torch import nn
+
+from engine.scores import add_values, on_console
+from engine.validation import evaluate
+from extras.metrics import calibration_error, macro_f1, macro_precision, roc_auc
+from tests.batches import batch_of, toy_values
+from tests.engine.plans import ALONE
+from tests.results import rows
+from tests.small_run import run
+
+# classes -> their shares of the labels and of the predictions
+SHARES = {
+    "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
+    "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
+    "a class without images": ([3, 0, 1, 1], [1, 1, 1, 1]),
+    "a class that is never predicted": ([3, 1, 1, 1], [1, 0, 1, 1]),
+    "a class without either": ([3, 0, 1, 1], [1, 0, 1, 1]),
+    "one class of two": ([1, 0], [1, 1]),
+    "one class": ([1], [1]),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_macro_means_are_scikit_learns(case: str) -> None:
+    rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
+    classes, count = len(of_labels), 500
+    label = rng.choice(classes, count, p=of_labels / of_labels.sum())
+    drawn = rng.choice(classes, count, p=of_predictions / of_predictions.sum())
+    correct = (rng.random(count) < 0.5) & (of_predictions[label] > 0)
+    prediction = np.where(correct, label, drawn)
+    average = {"average": "macro", "zero_division": 0}
+    columns = torch.from_numpy(label), torch.from_numpy(prediction)
+    precision = sklearn.precision_score(label, prediction, **average)
+    assert macro_precision(*columns) == pytest.approx(100 * precision)
+    assert macro_f1(*columns) == pytest.approx(100 * sklearn.f1_score(label, prediction, **average))
+
+
+@pytest.mark.parametrize("ones", [0.5, 0.01])
+@pytest.mark.parametrize("digits", [1, 6], ids=["ties", "no ties"])
+def test_area_under_the_curve_is_scikit_learns(ones: float, digits: int) -> None:
+    rng = np.random.default_rng(0)
+    label = (rng.random(1000) < ones).astype(np.int64)
+    score = np.round(rng.random(1000) + 0.3 * label, digits).astype(np.float32)
+    found = roc_auc(torch.from_numpy(label), torch.from_numpy(score))
+    assert found == pytest.approx(100 * sklearn.roc_auc_score(label, score))
+    assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
+
+
+def test_what_scikit_learn_refuses() -> None:
+    """A prediction of NaN is wrong, and no class is blamed for it; one class has no curve."""
+    label = np.array([0, 0, 1, 1])
+    assert macro_precision(label, np.array([0, -1, -1, -1])) == 50
+    assert macro_f1(label, np.array([0, -1, -1, -1])) == pytest.approx(100 / 3)
+    assert macro_f1(label, np.full(4, -1)) == 0
+    assert roc_auc(label, np.array([np.nan, 0.1, 0.9, np.nan])) == 25
+    assert math.isnan(roc_auc(np.zeros(4, np.int64), np.arange(4.0)))
+
+
+def test_values_of_a_validation_of_two_classes() -> None:
+    """The images are the logits. As probabilities, those of the first two would both be 1."""
+    logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
+    batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
+    (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
+    add_values(["extras.metrics:VALUES"])
+    values, _ = found.gather(ALONE)
+    assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
+    assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
+    assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
+    assert "score" not in values and not any(map(on_console, ("macro_f1", "auc")))
+
+
+def test_expected_calibration_error() -> None:
+    """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
+    rng = np.random.default_rng(0)
+    confidence = rng.random(500).astype(np.float32)
+    top1 = 100.0 * (rng.random(500) < confidence**2)
+    error = 0.0
+    for number in range(15):
+        chosen = (number / 15 < confidence) & (confidence <= (number + 1) / 15)
+        error += abs(top1[chosen].mean() - 100 * confidence[chosen].mean()) * chosen.mean()
+    assert calibration_error(top1, confidence) == pytest.approx(error, abs=1e-5) and error > 5
+
+
+@pytest.mark.parametrize("by", ["macro_f1", "-ece"])
+def test_the_best_checkpoint_by_one_of_them(
+    by: str, image_root: Path, tmp_path: Path, toy_runs: None
+) -> None:
+    summary = run(image_root, tmp_path, "loader.workers=0", f"train.best_by={by}")
+    name, best = by.removeprefix("-"), max if by == "macro_f1" else min
+    found = rows(tmp_path, "val")
+    assert summary[f"best_{name}"] == pytest.approx(best(r[name] for r in found), abs=1e-3)
+    names = {"macro_precision", "macro_f1", "ece", "auc"}
+    assert [row.keys() & names for row in found] == [names - {"auc"}] * 2

@@ -1,0 +1,292 @@
+"""Sweeps: -m checks every job, and Hydra runs them as processes with train.py."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import train
+from conf import cli
+from extras.sweep import MOST, WORST, Sweep
+from tests.conf.refused import refusal
+from tests.processes import is_running, wait_until
+from tests.small_run import SMALL_RUN
+
+ROOT = Path(__file__).parents[2]
+FAKE = "data=fake"
+NAME = "imagenet_rn50,data.source=fake"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("optim.lr=0.1,0.2", ["0.1", "0.2"]),
+        ("optim.lr=choice(0.1)", ["0.1"]),
+        ("++optim.lr=1,2", ["1", "2"]),
+        ("train.seed=range(4,0,-2)", ["4", "2"]),
+        ("schedule=glob([c*,s*],exclude=st*)", ["constant", "cosine"]),
+        ("augment.batch=choice([],[{mixup: {alpha: 0.2}}])", ["[]", "[{mixup:{alpha:0.2}}]"]),
+        ("data.root=/a,/b c", ["/a", "/b\\ c"]),
+        ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
+    ],
+)
+def test_syntax_of_sweeps(typed: str, expected: list[str]) -> None:
+    key = typed.partition("=")[0].lstrip("+")
+    assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
+
+
+def test_jobs_are_the_combinations() -> None:
+    words = [FAKE, "optim.lr=0.1,0.3", "train.epochs=6", "optim.weight_decay=0,1e-4"]
+    jobs = Sweep(words).jobs
+    pairs = [(lr, decay) for lr in ("0.1", "0.3") for decay in ("0", "0.0001")]
+    assert list(jobs) == [(f"optim.lr={lr}", f"optim.weight_decay={d}") for lr, d in pairs]
+    last = cli.load([FAKE, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
+    assert list(jobs.values())[-1] == last
+
+
+def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its size costs no time: each value is checked, but only some jobs are composed."""
+    jobs = list(Sweep([FAKE, "train.seed=range(60)", "optim.lr=0.1,0.2"]).jobs)
+    assert len(jobs) == MOST and jobs[-1] == (f"train.seed={MOST // 2 - 1}", "optim.lr=0.2")
+    rates = ",".join(["0.1"] * 30 + ["-1"] + ["0.1"] * 30)
+    assert "optim.lr=-1: not allowed" in refusal(["-m", FAKE, f"optim.lr={rates}"], capsys)
+    words = [FAKE, "-m", "train.seed=range(60)", "--cfg", "job", "-p", "train"]
+    with pytest.raises(SystemExit):
+        cli.parse(words, script="train.py", purpose="")
+    assert capsys.readouterr().out.endswith(f"# and {60 - MOST} more jobs\n")
+
+
+MISTAKES = {
+    "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
+    "schedule=cosine,cosin": "schedule=cosin: no such schedule",
+    "optim=sgd,adamw optim.nesterov=true": "optim.nesterov=true: has no effect with ",
+    "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
+    "experiment=glob(*)": "there is no key experiment; write 'recipe=glob(*)'",
+    "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): cannot be read as key=value; give a number > 0",
+    "loader.workers=1,2": "-m: some jobs have the same run directory; give each its own",
+    "optim.lr=1,2 run.name=x": "-m: some jobs have the same run directory; give each its own",
+    "optim.lr=1, 2": "2: is not key=value; a value with spaces needs quotes: 'optim.lr=1, 2'",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_in_any_job_is_found_before_the_first(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert MISTAKES[typed] in refusal(["-m", FAKE, *shlex.split(typed)], capsys)
+
+
+def test_refused_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["-m", "optim.lr=1,2", FAKE], script="lr_find.py", purpose="")
+    assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)
+
+
+def test_cfg_job_prints_every_job(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["--cfg", "job", "-m", "optim.lr=1,2"], script="train.py", purpose="")
+    assert stop.value.code == 0
+    printed = yaml.safe_load_all(capsys.readouterr().out)
+    assert [config["optim"]["lr"] for config in printed] == [1, 2]
+
+
+# In place of train.py. The file `outcomes` holds the exit status of each job by its seed, or `wait`
+# for SIGTERM or SIGINT, after which it exits as a run does that has saved a checkpoint.
+SCRIPT = """\
+import json, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from conf import cli
+config = cli.parse(sys.argv[1:], script="train.py", purpose="")
+with open("started", "a") as file:
+    print(config.train.seed, file=file)
+status = json.loads(Path("outcomes").read_text())[config.train.seed]
+if status == 0:
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(cli.to_yaml(config))
+    summary = dict(status="finished", best_top1=50.0 + config.train.seed)
+    (folder / "summary.json").write_text(json.dumps(summary))
+if status == "wait":
+    signals = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    Path("job").write_text(str(os.getpid()))
+    status = 128 + signal.sigwait(signals)
+    Path("saved").touch()
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+# An installed plugin of Hydra: it runs the second seed first, and keeps what the jobs return.
+PLUGIN = """\
+from pathlib import Path
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+class Backwards(Sweeper):
+    def setup(self, *, hydra_context, task_function, config):
+        make = Plugins.instance().instantiate_launcher
+        self.launcher = make(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+    def sweep(self, arguments):
+        Path("arguments").write_text(" ".join(arguments))
+        jobs = [["++train.seed=1"], ["++train.seed=0"]]
+        found = self.launcher.launch(jobs, initial_job_idx=0)
+        Path("values").write_text(" ".join(str(each.return_value) for each in found))
+from hydra.core.config_store import ConfigStore
+node = {"_target_": "hydra_plugins.backwards.Backwards"}
+ConfigStore.instance().store(group="hydra/sweeper", name="backwards", node=node)
+"""
+
+
+class Desk:
+    """A folder in which a script runs sweeps over train.seed with given outcomes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
+
+    def start(self, outcomes: list[Any], *more: str) -> "subprocess.Popen[str]":
+        (self.folder / "started").write_text("")
+        (self.folder / "outcomes").write_text(json.dumps(outcomes))
+        return subprocess.Popen(
+            [sys.executable, "train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, outcomes: list[Any], *more: str) -> tuple[int, list[str], str]:
+        """Return the exit status of the sweep, the seeds that were started, and the output."""
+        with self.start(outcomes, *more) as process:
+            out = process.communicate()[0]
+        return process.returncode, (self.folder / "started").read_text().split(), out
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
+    status, started, out = desk.run([0, 1, 0])
+    assert (status, started) == (1, ["0", "1", "2"])
+    assert [line.split("  ")[:2] for line in out.splitlines()[-5:]] == [
+        ["top1, the best job first:"],
+        [" 52.000", "train.seed=2"],
+        [" 50.000", "train.seed=0"],
+        ["no result", "train.seed=1"],
+        [" 51.000", "mean of 2, standard deviation 1.414"],
+    ]
+    runs = {path.name for path in (desk.folder / "runs").iterdir()}
+    assert runs == {NAME, f"{NAME},train.seed=2", "sweep,train.seed"}
+    own = {"train.py", "started", "outcomes", "runs"}
+    assert {path.name for path in desk.folder.iterdir()} == own
+    assert desk.run([0, 0, 0])[:2] == (0, ["1"])  # finished jobs are not started again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["train.max_steps=9", "checkpoint.resume=never"])
+def test_a_finished_job_with_another_config_is_started(desk: Desk, changed: str) -> None:
+    assert desk.run([0])[:2] == (0, ["0"])
+    assert desk.run([0])[:2] == (0, [])
+    assert desk.run([0], changed)[:2] == (0, ["0"])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [pytest.param(2, 2, marks=pytest.mark.slow), (-signal.SIGTERM, 143)],
+)
+def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int, expected: int) -> None:
+    assert desk.run([outcome, 0])[:2] == (expected, ["0"])
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_reaches_the_job(desk: Desk, number: int) -> None:
+    """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
+    if number == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("needs prctl")
+    with desk.start(["wait", 0]) as process:
+        wait_until((desk.folder / "job").exists, process)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as Ctrl-C in a terminal
+        else:
+            process.send_signal(number)
+        process.wait()
+    assert process.returncode == (128 + number if number != signal.SIGKILL else -number)
+    wait_until((desk.folder / "saved").exists)
+    job = int((desk.folder / "job").read_text())
+    wait_until(lambda: not is_running(job))
+    assert (desk.folder / "started").read_text() == "0\n"
+
+
+def test_installed_plugins_run(desk: Desk) -> None:
+    """They get the overrides that vary, and the best score of each job, or that of a failed one."""
+    (desk.folder / "hydra_plugins").mkdir()
+    (desk.folder / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
+    status, started, _ = desk.run([1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")
+    assert (status, started) == (0, ["1", "0"])
+    assert (desk.folder / "values").read_text() == f"51.0 {WORST}"
+    assert (desk.folder / "arguments").read_text() == "++train.seed=range(2)"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("optim.lr=interval(0.1,1)", "does not support sweep type : INTERVAL_SWEEP"),
+        ("hydra/sweeper=optun", "Could not find 'hydra/sweeper/optun'; install this plugin"),
+    ],
+)
+def test_a_mistake_that_hydra_finds(desk: Desk, typed: str, says: str) -> None:
+    status, started, out = desk.run([0], typed)
+    assert (status, started, out.count("\n")) == (2, [], 1) and says in out
+    assert not (desk.folder / "runs").exists()
+
+
+def test_no_target_in_a_yaml_file_runs(desk: Desk) -> None:
+    (desk.folder / "recipe").mkdir()
+    (desk.folder / "hydra" / "launcher").mkdir(parents=True)
+    (desk.folder / "hydra" / "launcher" / "own.yaml").write_text("_target_: os.mkdir\npath: made\n")
+    for content in (
+        "hydra: {callbacks: {own: {_target_: os.mkdir, path: made}}}\n",
+        "defaults: [cifar10, {override /hydra/launcher: own}]\n",
+    ):
+        (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
+        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", FAKE)
+        assert not list(desk.folder.rglob("made"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_runs")
+def test_real_runs(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has finished before, as its own command."""
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.epochs=1"]
+    words += ["optim.lr=0.2,0.1"]
+    first, second = (Path(config.run.dir) for config in Sweep(words).jobs.values())
+    train.train(cli.load([*words[:-1], "optim.lr=0.2"]))
+    before = (first / "summary.json").stat().st_mtime_ns
+    subprocess.run([sys.executable, train.__file__, "-m", *words], check=True)
+    assert (first / "summary.json").stat().st_mtime_ns == before
+    assert json.loads((second / "summary.json").read_text())["step"] == 5

@@ -1,0 +1,68 @@
+"""data=table: images with numbers from a CSV file."""
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conf import cli
+from conf.schema import UserError
+from pipeline.batch import Field
+from pipeline.build import Datasets, build_datasets
+from scripts.evaluate import label_by_name
+
+
+def load_table(root: Path, **splits: str) -> Datasets:
+    for name, text in splits.items():
+        (root / f"{name}.csv").write_text(text)
+    return build_datasets(cli.load(["data=table", f"data.root={root}", "data.image_size=16"]))
+
+
+def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
+    a, b = sorted((image_root / "train").glob("dots/*.jpg"))[:2]
+    shutil.copy(b, tmp_path / "b.jpg")
+    text = f"path,width,height\n{a},1.5,-2\n\nb.jpg,0,3e4\n"
+    found = load_table(tmp_path, train=text, val=text)
+    dataset = found.train
+    assert found.classes == ("width", "height") and dataset.labels is None
+    assert dataset.fields["numbers"] == Field(np.float32, (2,))
+    assert [dataset.load(0, i)["numbers"].tolist() for i in (0, 1)] == [[1.5, -2], [0, 30000]]
+    assert dataset.name(1) == str(tmp_path / "b.jpg")
+    assert list(dataset.replacements(0)) == [1]
+    # The numbers and the names of the columns are part of the run's identity.
+    changed = [text.replace("-2", "2"), text.replace("width", "length")]
+    found_prints = {load_table(tmp_path, train=t, val=t).train.fingerprint() for t in changed}
+    assert len(found_prints | {dataset.fingerprint()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("val", "says"),
+    [
+        ("path,a\n1.jpg,1,2\n", "1.jpg: 1,2: give 1 finite number"),
+        ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat: give 1 finite number"),
+        ("path,a\n1.jpg,nan\n", "1.jpg: nan: give 1 finite number"),
+        ("path,a\n", "write path,NAME,... into the first line"),
+        ("1.jpg,1\n", "write path,NAME,... into the first line"),
+        ("", "write path,NAME,... into the first line"),
+        ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_table(tmp_path, train="path,a\n1.jpg,1\n", val=val)
+    with pytest.raises(OSError, match="No such file"):
+        load_table(tmp_path / "none")
+    for wrong in ("data.root=null", "data.root=[a,b]"):
+        with pytest.raises(UserError, match=r"^data\.root=.*: give one folder, with train"):
+            build_datasets(cli.load(["data=table", wrong]))
+
+
+def test_other_columns_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
+    config = cli.load(["data=table", f"data.root={tmp_path}"])
+    trained = SimpleNamespace(classes=("a", "b"), config=config)
+    text = "path,b,a\n1.jpg,1,2\n"
+    with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, the .* on a, b"):
+        label_by_name(trained, load_table(tmp_path, train=text, val=text))  # type: ignore[arg-type]

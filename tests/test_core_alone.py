@@ -1,0 +1,40 @@
+"""The core without the extras: after `rm -r extras tests/extras`, nothing else has to be edited."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANGS_SECONDS, run_python
+from tests.small_run import SMALL_RUN
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = ("extras", ".venv", ".git", "runs", "data", "__pycache__", ".*_cache")
+STRUCTURE = ("tests/test_layout.py", "tests/conf/test_named.py")
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Path:
+    """A copy of the checkout without extras and tests/extras."""
+    return Path(shutil.copytree(ROOT, tmp_path / "core", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+
+
+def test_it_trains_and_refuses_what_names_an_extra(core: Path, image_root: Path) -> None:
+    small = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
+    trained = run_python("train.py", *small, "run.dir=run", cwd=core)
+    assert trained.returncode == 0, trained
+    named = next(line for line in trained.stdout.splitlines() if line.startswith("note"))
+    assert "extras" in named, "a default that is not there is left out, and named"
+    for words in (["recipe=demo"], ["optim=lamb"], ["model.rewrite=extras.kernels:rewrite"]):
+        done = run_python("train.py", *small, "run.dir=other", *words, cwd=core)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "extras" in done.stderr
+    assert not (core / "other").exists()
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *STRUCTURE, cwd=core)
+    assert done.returncode == 0, done
+
+
+@pytest.mark.slow
+def test_its_tests_pass(core: Path) -> None:
+    options = ("-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--ignore=tests/test_core_alone.py")
+    done = run_python("-m", "pytest", *options, cwd=core, seconds=40 * HANGS_SECONDS)
+    assert done.returncode == 0, done
