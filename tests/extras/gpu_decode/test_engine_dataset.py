@@ -310,7 +310,10 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
         for batch, before in zip(training(feed), plain, strict=True):
             for row, (epoch, index) in enumerate(batch.samples.tolist()):
                 rows = FolderDataset.load(dataset.dataset, epoch, index)["operations"]
-                operations = [drawn.Operation(drawn.NAMES[int(n)], *more) for n, *more in rows]
+                operations = [
+                    drawn.Operation(drawn.NAMES[int(n)], value, int(mode), int(fill))
+                    for n, value, mode, fill in rows
+                ]
                 image = before["image"][row].round().to(torch.uint8).permute(1, 2, 0).numpy()
                 picture = drawn.apply_operations(drawn.Picture(image), operations)
                 expected = torch.from_numpy(picture.pixels().copy()).permute(2, 0, 1).float()
