@@ -451,7 +451,7 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
     values: list[str] = key([], NOTHING, TABLES)
     """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
     tables such as VALUES in engine/scores.py; train.best_by takes their names"""
