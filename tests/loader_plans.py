@@ -5,7 +5,8 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.loader_plan import LoaderPlan, plan_buffers
+from pipeline.loader import slots_needed
+from pipeline.loader_plan import MAX_PREFETCH_FACTOR, LoaderPlan
 
 
 def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:
@@ -25,7 +26,9 @@ def loader_plan(
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
     """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
-    most = max(workers, ceiling)
+    most, share = max(workers, ceiling), config.loader.batch_size // world.size
+    given = config.loader.prefetch_factor
+    factor = MAX_PREFETCH_FACTOR if given == "auto" else given
     return LoaderPlan(
         workers=workers,
         processes=max(workers, processes),
@@ -38,5 +41,6 @@ def loader_plan(
         not_measured="",
         dtype=dtype,
         channels_last=False,
-        **plan_buffers(config, datasets, world, fewest=most, most=most),
+        ceiling=most,
+        slots=slots_needed(share, most, factor, config.loader.prefetch_batches),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from conf import cli
+from tests.conf.refused import offered
 from tests.results import rows
 
 RECIPES = [
@@ -29,7 +29,7 @@ def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
         f"run.dir={tmp_path / 'run'}",
         "data.image_size=32",
         "data.val_size=48",
-        *(["data.sizes={0: 24, 1: 32}", "optim.lr=1e-3"] if recipe.endswith("fast") else []),
+        *(["train.prepare=null", "optim.lr=1e-3"] if recipe.endswith("fast") else []),
         "loader.batch_size=8",
         "loader.workers=0",
         "log.every_steps=1",
@@ -37,7 +37,7 @@ def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
         "train.max_steps=2",
         "train.device=cpu",
     ]
-    config = cli.load(overrides)
+    config = offered(overrides)
     summary = train.train(config)
     assert summary["step"] == 2
     found = rows(tmp_path / "run", "train")

@@ -26,9 +26,6 @@ LOADER = LoaderPlan(
     not_measured="",
     ceiling=4,
     slots=8,
-    buffer_bytes=0,
-    worker_bytes=0,
-    free_bytes=0,
     dtype=torch.float32,
     channels_last=False,
 )

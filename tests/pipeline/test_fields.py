@@ -118,8 +118,6 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
             for batch in part.batches(0, stop):
                 check(batch, part.loader.dataset, part.loader.samples(batch.step))
         assert batch.step == 1 and batch.valid.sum() == 3
-        row = 16 + sum(np.zeros(each.shape, each.dtype).nbytes for each in fields(SIDE).values())
-        assert feed.plan.buffer_bytes == 2 * feed.plan.slots * 8 * row
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,29 +16,24 @@ from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.index import Index
 from pipeline.loader_plan import (
-    FILES_KEPT,
-    FILES_PER_WORKER,
     PROBE_WORKERS,
-    WORKER_BYTES,
     LoaderPlan,
     plan_loader,
 )
 from tests.loader_plans import world_of
-from tests.pipeline.loaders import Late, opened
 from tests.pipeline.test_dataset import Grey
 
-FOR_15 = FILES_KEPT + 15 * FILES_PER_WORKER  # open files that 15 workers need
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
 Machine = Callable[..., None]
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretend to be a host, by default with 16 cores and much memory."""
+    """Pretend to be a host, by default with 16 cores."""
 
     def pretend(**found: float) -> None:
-        usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf, spare_files=100_000)
-        for name, value in (usual | {"free_memory": 1 << 40} | found).items():
+        usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf)
+        for name, value in (usual | found).items():
             monkeypatch.setattr(machine, name, lambda value=value: value)
 
     return pretend
@@ -109,10 +103,6 @@ def planned(
         # a whole core, both of its threads
         ({"threads_per_core": 2}, 1, "pillow", 14, "16 cores, 2 left to the training process"),
         ({}, 1, "gpu", 2, "enough for loader.decoder=gpu"),
-        # open files
-        ({"spare_files": FOR_15}, 1, "pillow", 15, "16 cores, 1 left"),
-        ({"spare_files": FOR_15 - 1}, 1, "pillow", 14, "open files allow no more"),
-        ({"spare_files": 3}, 1, "pillow", 0, "open files allow no more, see ulimit -n"),
     ],
 )
 def test_budget(
@@ -123,15 +113,12 @@ def test_budget(
     assert made.workers == workers and reason in made.reason
 
 
-def test_a_configured_number_is_used_up_to_the_limit_of_open_files(host: Machine) -> None:
+def test_a_configured_number_is_used(host: Machine) -> None:
     """Even more workers than cores."""
-    host(cores=4, spare_files=FILES_KEPT + 20 * FILES_PER_WORKER)
+    host(cores=4)
     for number in (0, 1, 20):
         made = planned(f"loader.workers={number}", "loader.decoder=gpu", files=MODED)
         assert (made.workers, made.reason) == (number, "as configured")
-    too_many = r"^loader\.workers=21: open files allow 20; give at most that, or raise ulimit -n$"
-    with pytest.raises(UserError, match=too_many):
-        planned("loader.workers=21")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +163,6 @@ def test_workers(
         (Files(128), {}, {}, ""),
         (Files(999, 0.9), {}, {}, "small files (0.9 kB on"),
         (Files(999, 0.9), {}, {"cores": 4}, ""),
-        (MANY, {}, {"spare_files": 0}, "none can be started"),
     ],
 )
 def test_when_it_is_not_measured(
@@ -208,62 +194,8 @@ def test_auto_compares_the_modes_of_a_dataset(host: Machine) -> None:
             planned(f"loader.decoder={mode}", files=files)
 
 
-# Memory.
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "workers", "ranks", "overrides"),
-    [
-        (8, 0, 1, ["loader.prefetch_batches=1"]),
-        (36, 1, 2, ["loader.prefetch_factor=7"]),
-        (33, 2, 1, ["loader.prefetch_batches=9"]),  # more than a task
-    ],
-)
-def test_planned_bytes_are_those_that_open_feed_allocates(
-    image_root: Path, batch_size: int, workers: int, ranks: int, overrides: list[str]
-) -> None:
-    size = f"loader.batch_size={batch_size}"
-    with opened(image_root, size, *overrides, kind=Late, workers=workers, ranks=ranks) as feed:
-        sources = feed.train.loader.pool.sources
-        buffers = [shared for source in sources for shared in source.buffers]
-        assert feed.plan.buffer_bytes == sum(shared.array.nbytes for shared in buffers)
-        assert feed.plan.slots == feed.train.loader.slots == feed.val.loader.slots
-
-
-def test_memory_of_a_known_case(host: Machine) -> None:
-    """Two rings of 256 images of 224 px: 4 batches ready, one in the step, two in progress."""
-    host(free_memory=8 << 30)
-    sizes = ["data.image_size=224", "data.val_size=224", "loader.batch_size=256"]
-    sizes += ["loader.decoder=pillow"]
-    found = planned(*sizes, "loader.workers=0", "loader.prefetch_batches=4")
-    assert found.slots == 4 + 1 + 2
-    assert found.buffer_bytes == 2 * 7 * 256 * (224 * 224 * 3 + 24)
-    assert found.lines()[1] == (
-        "memory   0.50 GiB of batch buffers (7 slots for each split), workers about 0.00 GiB; "
-        "8.0 GiB are free, /dev/shm is not used"
-    )
-    shared = planned(*sizes, "loader.workers=0", "loader.prefetch_batches=4", ranks=4)
-    assert (shared.free_bytes, 4 * shared.buffer_bytes) == (2 << 30, found.buffer_bytes)
-
-
-@pytest.mark.parametrize("method", WORKER_BYTES)
-def test_workers_that_fit_into_memory(host: Machine, method: str) -> None:
-    """loader.workers=auto takes fewer; a configured number is kept or refused."""
+def test_slots_of_a_known_case(host: Machine) -> None:
+    """4 batches ready, one in the step, two in progress."""
     host()
-    auto = ["loader.workers=auto", "loader.decoder=pillow", f"loader.start_method={method}"]
-    fixed = [*auto, "loader.workers=7"]
-    seven = planned(*fixed)
-    needed = seven.buffer_bytes + seven.worker_bytes
-    assert seven.worker_bytes == 7 * WORKER_BYTES[method]
-    host(free_memory=needed)
-    found = planned(*auto)
-    assert (found.workers, found.ceiling, found.processes, found.cores) == (7, 7, 7, 15)
-    assert found.reason == "free memory allows no more"
-    assert planned(*fixed).workers == 7
-    host(free_memory=needed - 1)
-    assert planned(*auto).workers == 6
-    with pytest.raises(UserError, match=r"^loader.batch_size=8: the loader needs at least .*; low"):
-        planned(*fixed)
-    host(free_memory=WORKER_BYTES[method])
-    with pytest.raises(UserError, match="the loader needs at least"):
-        planned(*auto)
+    found = planned("loader.workers=0", "loader.prefetch_batches=4", "loader.batch_size=256")
+    assert found.slots == 4 + 1 + 2
