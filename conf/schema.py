@@ -259,8 +259,8 @@ class Data:
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
     exif_orientation: bool = key(False, BOTH)
-    """turn photos of a camera upright by the orientation in their EXIF data; false takes the stored
-    pixels, as the published results of ImageNet do"""
+    """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
+    the published results of ImageNet do"""
     on_device: list[Any] = key([], SPEED, ENTRIES)
     """what a GPU makes of a training sample instead of a worker: module:name of functions of
     (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
