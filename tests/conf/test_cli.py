@@ -32,7 +32,7 @@ from conf.schema import (
 from pipeline.augment import TRANSFORMS
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from scripts.lib.options import split_paths
-from tests.conf.refused import DATA, refusal
+from tests.conf.refused import DATA, offered, refusal
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def sections(config: Config) -> dict[str, object]:
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_group_choice_composes(group: str, choice: str) -> None:
     """A file of optim or schedule has the name of the optimiser or schedule that it sets."""
-    config = cli.load([f"{group}={choice}", DATA])
+    config = offered([f"{group}={choice}", DATA])
     if group in ("optim", "schedule"):
         assert after_colon(getattr(config, group).name) == choice
 
