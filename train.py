@@ -29,8 +29,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.launch import exit_with
-from conf.named import named
-from conf.optional import has_part, require_part
+from conf.named import named, split_entry
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
@@ -43,7 +42,7 @@ from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.scores import add_values, class_means, class_values
+from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
@@ -167,11 +166,10 @@ def train_step(
                 state.divergence.scaled(mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
-        logged = [name for name, value in outputs[0].items() if value.ndim == 0]
-        means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in logged}
+        means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}
         # From the first gradient that is not finite on, no step changes a weight. On a CPU, the
         # host skips the updates. On a GPU it does not wait to find out: there, the optimiser
-        # (found_inf), the average and the losses read `state.divergence.found` on the device.
+        # (found_inf) and the average read `state.divergence.found` on the device.
         may_update = state.divergence.check(network.parameters(), means["loss"])
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
@@ -183,9 +181,6 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
     if may_update and state.ema is not None:
         state.ema.update_parameters(state.model, unless=state.divergence.found)
-    if may_update and state.sample_losses is not None and "image_losses" in outputs[0]:
-        per_image = torch.cat([output["image_losses"] for output in outputs])
-        state.sample_losses.add(batch.samples, per_image, unless=state.divergence.found)
     return means
 
 
@@ -200,13 +195,12 @@ def training_loss(
         criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
 
     Returns:
-        The mean loss, float32 []; and named values. Those of float32 [], means over the batch, are
-        logged. `image_losses`, int32 [B, 3], is optional: label suspects follow from it.
+        The mean loss, float32 []; and named values to log, float32 [], means over the batch.
     """
     labels = batch["label"]
     targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, targets), class_means(logits, targets, labels)
+    return criterion(logits, targets), class_means(logits, labels)
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:
@@ -267,15 +261,13 @@ def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) ->
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Add what fine-tuning decides, and check that all ranks have the same config.
+    """Let train.prepare change the config, and check that all ranks have the same one.
 
-    Raises UserError if a key differs between the ranks, or if weights or images cannot be read.
+    Raises UserError if a key differs between the ranks, and what train.prepare raises.
     """
-    if config.adapt:
-        require_part("engine.extras.finetune", f"recipe={config.recipe}")
-        from engine.extras.finetune import adapt
-
-        config = adapt(config, world)
+    if config.train.prepare is not None:
+        name, parameters = split_entry(config.train.prepare, "train.prepare")
+        config = named(name, "train.prepare")(config, world, **parameters)
     return share_config(config, world)
 
 
@@ -284,8 +276,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
 
     Raises UserError for something that the user must change; nothing has been created.
     """
-    world.on_all_ranks(lambda: add_values(config.log.values))
-    world.broadcast(lambda: check_log(config))
+    check_log(config, world)
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
@@ -329,16 +320,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
         named(plan.rewrite, "model.rewrite")(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
-    sample_losses = None
-    if has_part("engine.classification"):
-        from engine.classification.suspects import SampleLosses
-
-        first_epoch = int(config.train.epochs / 2) * config.data.repeats  # as the sampler counts
-        sample_losses = SampleLosses(
-            plan.train_images, plan.num_classes, first_epoch=first_epoch, device=world.device
-        )
     optimizer = build_optimizer(model, config.optim)
-    return TrainState(model, optimizer, ema, sample_losses, scales_loss=plan.precision == "fp16")
+    return TrainState(model, optimizer, ema, scales_loss=plan.precision == "fp16")
 
 
 def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:

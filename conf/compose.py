@@ -73,7 +73,7 @@ def load(
     *,
     runnable: bool = True,
     stored: Values | None = None,
-    decided: Mapping[str, Values] | None = None,
+    decided: Values | None = None,
 ) -> Config:
     """Compose and check a config from overrides as typed, perhaps with `--config-dir=DIR`.
 
@@ -84,8 +84,7 @@ def load(
         stored: the values in a checkpoint, in place of groups and recipe. Nothing in them is
             resolved. Unknown keys are ignored, and missing ones have their default: another
             version wrote them. In augment.val, sizes that equal data.val_size follow this key.
-        decided: values that replace the recipe's, by the reason to print. Other values of the
-            recipe may refer to them.
+        decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
     config_dir, words = split_config_dir(overrides)
     parsed = [read_override(text, config_dir) for text in words]
@@ -98,9 +97,7 @@ def load(
 
     base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
     missing = sorted(MISSING & names_in(base[1]))
-    lower = [_offered(base), *((why, _with_val_size(own)) for why, own in (decided or {}).items())]
-    if decided and "data.image_size" in typed:
-        lower.append(("", {"data.val_size": "${data.image_size}"}))
+    lower = [_offered(base), ("decided", decided or {})]
     upper = [_offered(_group(group, choice, config_dir)) for group, choice in choices.items()]
     upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
@@ -117,13 +114,13 @@ def load(
         changed = _changes(tree, values, before, now)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed, decided or {}))
+        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed))
         notes += [f"left out, because it is not in this copy: {', '.join(missing)}"] * bool(missing)
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         raise UserError(f"{typed.get(key, key)}: {str(error).splitlines()[0]}") from None
-    schema.check(config, runnable=runnable and stored is None, complete=decided is not None)
+    schema.check(config, runnable=runnable and stored is None)
     if stored is None:
         for key, text in typed.items():
             _check_effect(key, text, config)
@@ -194,15 +191,10 @@ def _checkpoint(stored: Values) -> Layer:
     for name, value in values.items():
         if "${" in str(value):
             raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
-    return "the checkpoint", _with_val_size(values)
-
-
-def _with_val_size(values: Values) -> Values:
-    """The values, with augment.val following data.val_size if both are given."""
-    if not {"augment.val", "data.val_size"} <= values.keys():
-        return values
-    transforms = with_size(values["augment.val"], values["data.val_size"], "${data.val_size}")
-    return {**values, "augment.val": transforms}
+    if {"augment.val", "data.val_size"} <= values.keys():
+        size = values["data.val_size"]
+        values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
+    return "the checkpoint", values
 
 
 def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
@@ -311,13 +303,9 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
 
 
 def _notes(
-    before: Values,
-    now: Values,
-    choices: Mapping[str, str],
-    typed: Mapping[str, str],
-    decided: Mapping[str, Values],
+    before: Values, now: Values, choices: Mapping[str, str], typed: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what a typed optimiser or schedule changes in the recipe, and the decided values."""
+    """Yield what a typed optimiser or schedule changes in the recipe."""
     for group in choices.keys() & {"optim", "schedule"}:
         changed = [
             f"{name} {show(before[name])} -> {show(now[name])}"
@@ -336,10 +324,6 @@ def _notes(
             f"optim.name={now['optim.name']} keeps {values} of {old}; write optim={new} to use its "
             "own defaults"
         )
-    for reason, own in decided.items():
-        used = [f"{name}={show(now[name])}" for name in own if now[name] == own[name]]
-        if used:
-            yield f"{reason}: {', '.join(used)}"
 
 
 def _check_effect(key: str, text: str, config: Config) -> None:

@@ -130,15 +130,6 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_rising(sizes: Any) -> bool:
-    """Whether these are sizes by epoch, both increasing from epoch 0; or none."""
-    if not isinstance(sizes, dict) or not sizes:
-        return isinstance(sizes, dict)
-    rises = all(list(numbers) == sorted(set(numbers)) for numbers in (sizes, sizes.values()))
-    count = next(iter(sizes)) == 0 and 2 <= len(sizes) <= MOST_SIZES
-    return rises and count and min(sizes.values()) >= SMALLEST
-
-
 def _are_weights(value: Any) -> bool:
     """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
     numbers = value.values() if isinstance(value, dict) else [None]
@@ -166,7 +157,6 @@ def after_colon(name: str) -> str:
 # Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
 MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
-MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
@@ -176,11 +166,6 @@ POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
 AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
-SIZES = Check(
-    _is_rising,
-    f"{{}}, or 2 to {MOST_SIZES} entries `epoch: size` with increasing epochs from 0 and "
-    f"increasing sizes of at least {SMALLEST} px, such as {{0: 160, 12: 192}}",
-)
 ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "names and values in braces, such as {drop_path_rate: 0.1}",
@@ -193,7 +178,7 @@ OPTIMIZER = Check(
     lambda name: name in ("sgd", "adamw") or ":" in name,
     "sgd, adamw, or module:name of this checkout",
 )
-DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
+DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
     lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
@@ -265,9 +250,6 @@ class Data:
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
     image_size: int = key(224, BOTH, SIDE)
     """side of the training images in pixels; the augment lists refer to it"""
-    sizes: dict[int, int] = key({}, BOTH, SIZES)
-    """progressive resizing: side of the training images from an epoch on, such as
-    {0: 160, 12: 192}; the last is data.image_size"""
     val_size: int = key("${data.image_size}", RESULT, SIDE)
     """side of the validation images in pixels"""
     on_error: str = key("raise", NOTHING, one_of("raise", "skip"))
@@ -314,9 +296,9 @@ class Loader:
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key("auto", BOTH, DECODER, alike=_engines)
-    """JPEG decoder: region (only the crop; needs a C compiler), simplejpeg and pillow use the CPU
-    and give the same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU
-    decoder that works, or what the first start measures as faster (not with train.deterministic)"""
+    """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
+    same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
+    works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
     prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
@@ -493,9 +475,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
-    # Whether values that are not typed follow from the weights and the number of images
-    # (engine/extras/finetune.py). Set by a recipe.
-    adapt: bool = False
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
@@ -574,35 +553,22 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
     return other if name == "size" and node == size else node
 
 
-def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
+def check(config: Config, *, runnable: bool = True) -> None:
     """Refuse values that the types accept but the program does not with a UserError.
 
-    Args:
-        runnable: also refuse a missing data.root.
-        complete: a recipe with `adapt` has got the values that the program decides.
+    `runnable`: also refuse a missing data.root.
     """
     for name, f, value in walk(config):
         if not f.metadata["check"].allows(value):
             raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
-    data, sizes = config.data, config.data.sizes
-    if sizes and (complete or not config.adapt):
-        typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
-        if size != data.image_size:
-            raise UserError(
-                f"{typed}: the last size must be data.image_size={data.image_size}; give "
-                f"data.image_size={size}, or data.sizes={{}} to train at one size"
-            )
-        if epoch >= config.train.epochs:
-            end = f"train.epochs={show(config.train.epochs)}"
-            raise UserError(f"{typed}: the run ends after {end}, before epoch {epoch}; lower it")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if runnable and data.source == "folder" and not data.root:
+    if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
-            "val/<class>/*), or try data=fake, which needs no images"
+            "val/<class>/*), or try `make demo`, which draws its own"
         )
 
 

@@ -7,18 +7,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from conf.schema import Train, UserError, show
-
-# The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
-UNIT, LIMIT = 1024, 16.0
-# Least share of its own label in an image's target. Of the demo with 45 wrong labels among 2,000
-# images, the first 40 rows of suspects.csv held 39 without mixing, 32 with mixup 0.2 and 36 with
-# cutmix; without this limit, 4 with mixup and 35 with cutmix.
-OWN_SHARE = 0.6
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
@@ -89,23 +81,3 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "bce": bce,
 }
 """Name -> function of logits and targets, as of `Criterion`, and of keys of `train`."""
-
-
-def image_losses(logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-    """Return three numbers about each image of a batch, int32 [B, 3].
-
-    These are the cross-entropy with the label, without label smoothing, in 1/UNIT; whether it
-    counts, 0 or 1; and the predicted class. The loss of an image that was mixed with another one
-    does not count: it is high for a correct label too.
-
-    Args:
-        logits: float [B, classes].
-        targets: int64 [B], or float [B, classes] after mixup or cutmix.
-        labels: int64 [B].
-    """
-    logits = logits.detach()
-    losses = F.cross_entropy(logits, labels, reduction="none").clamp(max=LIMIT)
-    counts = torch.ones_like(labels)
-    if targets.ndim == 2:
-        counts = (targets.gather(1, labels[:, None])[:, 0] >= OWN_SHARE).long()
-    return torch.stack([(UNIT * losses).round().long() * counts, counts, logits.argmax(1)], 1).int()

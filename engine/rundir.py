@@ -80,7 +80,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         )
         if self.resumed is not None:
             if not world.is_main:
-                _load_state(state, self.resumed, checkpoint.load(self.resumed), accepted)
+                _load_state(state, self.resumed, checkpoint.load(self.resumed))
             self.step_on_disk = self.last_saved_step = state.step
             self._adjust(state, self.resumed, accepted)
         made_by = world.broadcast(checkpoint.provenance)
@@ -103,7 +103,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             changes = accepted_changes(
                 path, content, identity, accept=accept, stop_step=plan.stop_step
             )
-            _load_state(state, path, content, changes)
+            _load_state(state, path, content)
         self._found = None  # frees the memory
         with _usable(self.path):
             if self.config.checkpoint.resume == "never" and self.path.exists():
@@ -128,8 +128,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     def _adjust(self, state: TrainState, resumed: Path, accepted: dict[str, str]) -> None:
         """Drop from a loaded state what does not hold in this run, and note where it came from."""
-        if state.sample_losses is not None:
-            state.sample_losses.keep_on_rank_0(self.world)
         if self.is_first_start or accepted.keys() & VALIDATED_ON:
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
@@ -155,8 +153,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         CheckpointError if the previous one had weights that are not finite or was not written.
         """
         self.world.broadcast_buffers(state.model)
-        if state.sample_losses is not None:
-            state.sample_losses.collect(self.world)
         content = {"step": state.step, "state": state.state_dict(), **self._content}
 
         def write(copied: dict[str, Any]) -> None:
@@ -209,16 +205,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 self._lock = None
 
 
-def _load_state(
-    state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]
-) -> None:
-    """Load the state of a checkpoint, without the losses of images that have changed.
-
-    Raises UserError if it does not fit the model or the optimiser.
-    """
-    stored = content["state"]
+def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
+    """Load the state of a checkpoint; UserError if it does not fit the model or the optimiser."""
     try:
-        state.load_state_dict({**stored, "losses": None} if "data.train" in changes else stored)
+        state.load_state_dict(content["state"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "

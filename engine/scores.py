@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from conf.named import named
 from conf.schema import UserError, did_you_mean
-from engine.losses import image_losses
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,14 @@ class Value:
 def macro_recall(label: Tensor, prediction: Tensor) -> float:
     """Return the mean over classes of their top-1 in percent, also called balanced accuracy.
 
-    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`. Of a tensor
-    int64 [N] on the CPU, each; a prediction below 0 is wrong.
+    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`. Both are
+    int64 [N] on the CPU; a prediction below 0 is wrong.
     """
-    labels, hits = np.asarray(label), np.asarray(label)[np.asarray(label == prediction)]
+    labels = label.numpy()
     images = np.bincount(labels)
+    hits = np.bincount(labels[labels == prediction.numpy()], minlength=len(images))
     found = images > 0
-    return float(100 * (np.bincount(hits, minlength=len(images))[found] / images[found]).mean())
+    return float(100 * (hits[found] / images[found]).mean())
 
 
 VALUES: dict[str, Value] = {
@@ -130,13 +130,12 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}
 
 
-def class_means(logits: Tensor, targets: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return what the training of a classifier logs: top1, top5, and `image_losses`.
+def class_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return what the training of a classifier logs: top1 and top5, float32 [].
 
-    `logits`: float32 [B, classes]; `targets` and `labels` as of `image_losses`.
+    `logits`: float32 [B, classes]; `labels`: int64 [B].
     """
-    means = {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
-    return {**means, "image_losses": image_losses(logits, targets, labels)}
+    return {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
 
 
 def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -89,9 +89,6 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     # Moving average of the weights if train.ema_decay is set; `best` then refers to it
     ema: MovingAverage | None = None
-    # The losses of each training image, classification.suspects.SampleLosses; None without that
-    # part
-    sample_losses: Any = None
     step: int = 0
     # The best validation row so far, by train.best_by
     best: dict[str, float] = field(default_factory=dict)
@@ -111,9 +108,8 @@ class TrainState:
         self.divergence = Divergence(self.optimizer, scales_loss=self.scales_loss)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the model, its average and the losses of the images."""
-        modules = (self.model, self.ema, self.sample_losses)
-        return tensors(*(module for module in modules if module is not None))
+        """Return all tensors of the model and its average."""
+        return tensors(self.model) if self.ema is None else tensors(self.model, self.ema)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -122,7 +118,6 @@ class TrainState:
             "ema_steps": None if self.ema is None else self.ema.n_averaged,
             "optimizer": self.optimizer.state_dict(),
             "loss_scale": self.divergence.loss_scale(),
-            "losses": None if self.sample_losses is None else self.sample_losses.state_dict(),
             "step": self.step,
             "best": self.best,
             "last": self.last,
@@ -140,9 +135,6 @@ class TrainState:
             self.ema.module.load_state_dict(stored["model"])
         for name, value in self.divergence.loss_scale().items():
             value.copy_(stored.get("loss_scale", {}).get(name, value))  # version 0.1 has none
-        # None if the images have changed, or if that part was missing.
-        if self.sample_losses is not None and stored["losses"] is not None:
-            self.sample_losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
         # weight decay, come from the config; `capturable`, which decides on which device the state
         # is, follows from the device.

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.batch import Field, HostBatch
+from pipeline.batch import HostBatch
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
 from pipeline.worker import (
@@ -49,21 +49,15 @@ MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
 
-Layout = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape and dtype of a buffer
-
-
-def buffer_layout(fields: Mapping[str, Field], *, batch_size: int, slots: int) -> Layout:
-    """Shape and dtype of each buffer of a ring of `slots` batches."""
-    return {name: ((slots, batch_size, *each.shape), each.dtype) for name, each in fields.items()}
-
-
 def start_source(
     dataset: Dataset, *, batch_size: int, slots: int, skip_unreadable: bool = False
 ) -> Source:
     """Allocate the ring of a dataset."""
-    layout = buffer_layout(dataset.fields, batch_size=batch_size, slots=slots)
-    fields = {name: SharedArray(*one) for name, one in layout.items()}
-    samples = SharedArray((slots, batch_size, 2), np.int64)
+    rows = slots, batch_size
+    fields = {
+        n: SharedArray((*rows, *each.shape), each.dtype) for n, each in dataset.fields.items()
+    }
+    samples = SharedArray((*rows, 2), np.int64)
     return Source(dataset, fields, samples, skip_unreadable)
 
 

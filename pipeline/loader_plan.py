@@ -1,33 +1,24 @@
-"""How the loader will run on this machine: decoder, number of workers, memory of the buffers."""
+"""How the loader will run on this machine: modes, number of workers, slots."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from conf.schema import Config, UserError
 from pipeline import decode, machine
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.loader import buffer_layout, slots_needed
+from pipeline.loader import slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # A worker decodes 15,500 files of this size in bytes per second, so that so many of them keep up
 # with ResNet-18 at 32 px on an H200 (62,000 images/s), and measuring takes longer than it can save.
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-# Open files of the training process per worker: its pipe, its sentinel and the forkserver's.
-FILES_PER_WORKER = 4
-FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loaded later
 # loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
 PREFETCH_FACTOR = 3
 MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
-# Private memory of a worker, measured on photographs of full size: 15 MiB on top of what it shares
-# with the forkserver, 150 MiB when it imports everything itself, and sometimes a large picture.
-WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,9 +47,6 @@ class LoaderPlan:
     not_measured: str  # why it is not; "" if it is, or if the user set loader.workers
     ceiling: int  # largest number of workers, for which the buffers are allocated
     slots: int  # batches in each of the two rings of buffers
-    buffer_bytes: int  # of both rings, in memory shared with the workers
-    worker_bytes: int  # estimated private memory of the worker processes
-    free_bytes: int  # free memory of the machine for this rank
     dtype: torch.dtype  # of the images on the device
     channels_last: bool  # of the images on the device
 
@@ -76,9 +64,6 @@ class LoaderPlan:
         return [
             f"loader   {upto}{self.workers} worker{plural} per rank ({self.reason}), "
             f"decoder {decoder}{unused}",
-            f"memory   {self.buffer_bytes / GIB:.2f} GiB of batch buffers ({self.slots} slots for "
-            f"each split), workers about {self.worker_bytes / GIB:.2f} GiB; "
-            f"{self.free_bytes / GIB:.1f} GiB are free, /dev/shm is not used",
         ]
 
 
@@ -91,31 +76,29 @@ def plan_loader(
     channels_last: bool,
     stored_mode: str | None = None,
 ) -> LoaderPlan:
-    """Choose modes and workers, and check that their memory is free.
+    """Choose modes and workers.
 
     `stored_mode`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
-    checkpoint. Raises UserError if the mode is not available, or files or memory are too few for
-    the workers.
+    checkpoint. Raises UserError if the mode is not available.
     """
-    train, auto = datasets.train, config.loader.workers == "auto"
+    train, loader, auto = datasets.train, config.loader, config.loader.workers == "auto"
     budget, limit = worker_budget(world.local_size)
     not_measured = why_not_measured(config, train, world.device, budget) if auto else ""
     measured = auto and not not_measured
     modes, unused = choose_modes(config, train, stored_mode, measured=measured)
     cores = train.workers_in(modes[0], budget)
-    workers = fewest = most = _configured(config, default=cores)
+    workers = ceiling = cores if auto else loader.workers
     reason = "as configured"
     if auto:
-        # All cores validate, even if few workers read files for the engines. Measured workers may
-        # wait for storage, and need no core then.
-        fewest, most = min(1, cores), max(budget, 2 * cores if measured else 0)
+        # All cores validate, even if few workers are enough for training. Measured workers may wait
+        # for storage, and need no core then.
+        ceiling = max(budget, 2 * cores if measured else 0)
         reason = limit if cores == budget else f"enough for loader.decoder={modes[0]}"
-    buffers = plan_buffers(config, datasets, world, fewest=fewest, most=most)
-    if buffers["ceiling"] < workers:
-        workers, reason = buffers["ceiling"], "free memory allows no more"
+    factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
+    share = loader.batch_size // world.size
     return LoaderPlan(
         workers=workers,
-        processes=min(budget, buffers["ceiling"]) if auto else workers,
+        processes=budget if auto else workers,
         cores=cores,
         reason=reason,
         decoder=getattr(train, "decoder", "none"),
@@ -123,30 +106,16 @@ def plan_loader(
         unused=unused,
         measured=measured,
         not_measured=not_measured,
+        ceiling=ceiling,
+        slots=slots_needed(share, ceiling, factor, loader.prefetch_batches),
         dtype=dtype,
         channels_last=channels_last,
-        **buffers,
     )
-
-
-def _configured(config: Config, default: int) -> int:
-    """Return loader.workers; `default` for auto."""
-    number = config.loader.workers
-    if number == "auto":
-        return default
-    if number > worker_limit():
-        raise UserError(
-            f"loader.workers={number}: open files allow {worker_limit()}; "
-            "give at most that, or raise ulimit -n"
-        )
-    return number
 
 
 def why_not_measured(config: Config, dataset: Dataset, device: torch.device, workers: int) -> str:
     """Why loader.workers=auto takes all workers that the cores allow; "" if it measures."""
     batches = len(dataset) / config.loader.batch_size
-    if workers == 0:
-        return "none can be started"
     if device.type == "cpu":
         return "training runs on the CPU and shares it with the workers"
     if device.type != "cuda":
@@ -187,57 +156,13 @@ def choose_modes(
     return modes, dataset.no_modes
 
 
-def worker_limit() -> int:
-    """Workers that open files allow. Raises the soft limit of open files to the hard limit."""
-    return max(0, (machine.spare_files() - FILES_KEPT) // FILES_PER_WORKER)
-
-
 def worker_budget(local_size: int = 1) -> tuple[int, str]:
-    """Return the number of workers for which a rank has cores and open files, and what limits it.
+    """Return the number of workers for which a rank has cores, and how it was found.
 
     The ranks of a node share its cores; each training process keeps one.
     """
     cores, kept = min(machine.cores(), machine.cpu_quota()), machine.threads_per_core()
     workers = max(1, math.floor(cores / local_size) - kept)
-    if workers > worker_limit():
-        return worker_limit(), "open files allow no more, see ulimit -n"
     left = "shared with" if cores < (workers + kept) * local_size else f"{kept} left to"
     ranks = f", {local_size} ranks here" if local_size > 1 else ""
     return workers, f"{cores:g} core{'' if cores == 1 else 's'}{ranks}, {left} the training process"
-
-
-def plan_buffers(
-    config: Config, datasets: Datasets, world: Place, *, fewest: int, most: int
-) -> dict[str, Any]:
-    """Estimate the memory that `open_feed` allocates, for as many workers from `most` on as fit.
-
-    Returns the fields of `LoaderPlan` from `ceiling` to `free_bytes`. Raises UserError if the
-    memory for `fewest` workers is not free.
-    """
-    loader, train = config.loader, datasets.train
-    share = loader.batch_size // world.size
-    layouts = [
-        buffer_layout(each.fields, batch_size=share, slots=1) for each in (train, datasets.val)
-    ]
-    arrays = [array for layout in layouts for array in layout.values()]
-    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-    factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
-    free = machine.free_memory() // world.local_size
-    for workers in range(most, fewest - 1, -1):
-        slots = slots_needed(share, workers, factor, loader.prefetch_batches)
-        found = {
-            "ceiling": workers,
-            "slots": slots,
-            "buffer_bytes": slots * slot_bytes,
-            "worker_bytes": workers * WORKER_BYTES[loader.start_method],
-            "free_bytes": free,
-        }
-        needed = found["buffer_bytes"] + found["worker_bytes"]
-        if needed <= free:
-            return found
-    each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
-    raise UserError(
-        f"loader.batch_size={loader.batch_size}: the loader needs at least {needed / GIB:.2f} GiB "
-        f"of batch buffers and workers{each}, and {free / GIB:.2f} GiB are free; lower it or "
-        "loader.workers"
-    )

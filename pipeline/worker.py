@@ -177,7 +177,7 @@ def _write_sample(
         if name not in sample:
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
         value, shape = np.asarray(sample[name]), rows.shape[1:]
-        place = (row, slice(len(value))) if name in partials else row
+        place: Any = (row, *map(slice, value.shape[:1])) if name in partials else row
         is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
         if value.shape != rows[place].shape or is_cut:
             raise ValueError(

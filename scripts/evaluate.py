@@ -17,12 +17,12 @@ Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong a
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import RESULT, UserError, affecting, typed_keys
+from conf.schema import RESULT, Config, UserError, affecting, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
@@ -58,11 +58,10 @@ from torch import Tensor, nn
 import train
 from conf import strict_json
 from conf.launch import exit_with
-from conf.named import named, split_entry
 from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
-from engine.log.runlog import OBSERVERS
+from engine.log.observer import named_observers
 from engine.plan import check_batch, micro_batches
 from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
@@ -111,8 +110,14 @@ class MirrorAverage(nn.Module):
         return (self.network(images).float() + mirrored) / 2
 
 
-def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
-    """Evaluate one model on its validation images. Collective.
+def run(
+    trained: Trained,
+    world: World,
+    *,
+    flip: bool,
+    build: Callable[[Config], Datasets] = build_val,
+) -> Evaluated:
+    """Evaluate one model on its validation images, the `val` of what `build` returns. Collective.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
@@ -122,7 +127,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     check_batch(config, config.loader.batch_size, world)
     precision = trained.precision(device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
-    datasets = build_val(config)
+    datasets = build(config)
     datasets.prepare()
     classes = label_by_name(trained, datasets)
     trained.check_size(datasets.val_size)
@@ -281,8 +286,7 @@ def self_check(found: Evaluated, world: World) -> list[str]:
 def write(found: Evaluated, folder: Path) -> None:
     """Write evaluation.json and the files of the observers."""
     content = {**found.summary, "made_by": provenance()}
-    for entry in found.trained.config.log.observers:
-        observer = named(split_entry(entry, OBSERVERS)[0], OBSERVERS)
+    for _, observer, _ in named_observers(found.trained.config):
         added = observer.evaluated(folder, found.rows, found.classes, found.datasets.val)
         content.update(added or {})
     write_json(folder / "evaluation.json", content)

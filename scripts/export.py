@@ -79,7 +79,7 @@ import models
 from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
-from pipeline.batch import IMAGE, LABEL, Field, ImageFormat
+from pipeline.batch import IMAGE, LABEL, Field, ImageFormat, image_field
 from pipeline.build import build_transform, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.decode import describe
@@ -335,12 +335,17 @@ def validation_files(trained: Trained) -> FolderDataset:
     """Return the validation split. Raises UserError: its images are not those of files."""
     loader = replace(trained.config.loader, decoder="pillow")
     datasets = build_val(replace(trained.config, loader=loader))
-    if not isinstance(datasets.val, FolderDataset):
+    val, own = datasets.val, ("load", "open")
+    if (
+        not isinstance(val, FolderDataset)
+        or any(getattr(type(val), name) is not getattr(FolderDataset, name) for name in own)
+        or val.fields[IMAGE] != image_field(val.transform.image_size)
+    ):
         raise UserError(
             "--self-check: the dataset makes its images, from no image files; leave it out"
         )
     datasets.prepare()
-    return datasets.val
+    return val
 
 
 def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]:

@@ -5,7 +5,8 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.loader_plan import LoaderPlan, plan_buffers
+from pipeline.loader import slots_needed
+from pipeline.loader_plan import MAX_PREFETCH_FACTOR, LoaderPlan
 
 
 def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:
@@ -21,22 +22,25 @@ def loader_plan(
     workers: int,
     ceiling: int = 0,
     processes: int = 0,
-    decoder: str = "pillow",
-    others: tuple[str, ...] = (),
+    modes: tuple[str, ...] = ("cpu",),
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
     """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
-    most, last = max(workers, ceiling), [decoder, *others][-1]
+    most, share = max(workers, ceiling), config.loader.batch_size // world.size
+    given = config.loader.prefetch_factor
+    factor = MAX_PREFETCH_FACTOR if given == "auto" else given
     return LoaderPlan(
         workers=workers,
         processes=max(workers, processes),
         cores=workers,
         reason="as configured",
-        decoders=(decoder, *others),
-        engines_unused="",
+        decoder=getattr(datasets.train, "decoder", "none"),
+        modes=modes,
+        unused="",
         measured=False,
         not_measured="",
         dtype=dtype,
         channels_last=False,
-        **plan_buffers(config, datasets, world, fewest=most, most=most, decoder=last),
+        ceiling=most,
+        slots=slots_needed(share, most, factor, config.loader.prefetch_batches),
     )

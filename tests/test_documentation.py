@@ -165,6 +165,8 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             check_train(rest)
         case ["python", script, *rest] if script.startswith("scripts/"):
             check_script(script, rest, monkeypatch)
+        case ["python", "-m", module, *rest]:
+            check_script(f"{module.replace('.', '/')}.py", rest, monkeypatch)
         case ["torchrun", *rest]:
             options = get_args_parser().parse_args(rest)
             assert options.training_script == "train.py"
@@ -312,7 +314,9 @@ def test_trainings_run(
         pytest.skip("needs a run of the same config")
     here = f"data.root={image_root} data.val={image_root / 'val'} run.dir={tmp_path / 'run'}"
     small = "train.max_steps=1 loader.batch_size=8 data.image_size=32 data.val_size=32"
-    quiet = "train.device=cpu loader.workers=0 log.trackers=[] autotune.refresh=false"
+    quiet = (
+        "train.device=cpu loader.workers=0 log.trackers=[] autotune.refresh=false log.observers=[]"
+    )
     words += [*here.split(), *small.split(), *quiet.split()]
     assert train.train(cli.load(words))["status"] == "finished"
 

@@ -67,7 +67,7 @@ def test_environment_variables() -> None:
 
 KEYS_BY_SECTION = {
     "data": (
-        "source root train val classes val_fraction val_fold image_size sizes val_size on_error "
+        "source root train val classes val_fraction val_fold image_size val_size on_error "
         "max_bad_fraction max_pixels exif_orientation mean std repeats fake_images fake_classes"
     ),
     "loader": (

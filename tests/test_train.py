@@ -270,7 +270,6 @@ RESUMED = {
         *("data.repeats=3", "train.micro_batch=4", "train.loss=bce", "train.bce_threshold=0.2"),
         *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=adamw"),
     ],
-    "sizes, mixup": ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
 }
 SLOW = list(RESUMED)[:4]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import Ranks
-from tests.results import rows, stored
+from tests.results import rows
 from tests.small_run import SMALL, command, run
 
 SLOW = pytest.mark.slow
@@ -70,8 +70,6 @@ def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
     run(image_root, several, *options)
     run(image_root, tmp_path / "one", *options)
     check_rows(several, tmp_path / "one")
-    # How often each image was used in the second half of the training, the second epoch.
-    assert stored(several)["losses"]["sums"][:, 1].tolist() == 36 * [1]
 
 
 VALIDATES = """

@@ -85,9 +85,6 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     best = summary["best_checkpoint"]
     best = f"{folder}/checkpoints/{best}" if best else "no checkpoint was validated"
     lines.append(f"best      {best}")
-    if (folder / "suspects.csv").is_file():
-        what = "the training images with the highest mean loss; the first labels may be wrong"
-        lines.append(f"suspects  {folder / 'suspects.csv'}: {what}")
     if unreadable := summary["unreadable_images"]:
         lines.append(f"skipped   {unreadable:,} unreadable images: {folder / 'bad_files.txt'}")
     if summary["signal"] and resumes:

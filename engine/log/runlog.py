@@ -5,30 +5,29 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
 
 from conf import strict_json
 from conf.compose import to_yaml
-from conf.named import named, split_entry
-from conf.schema import Config, UserError
+from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
-from engine.log.observer import Observer
+from engine.log.observer import Observers, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
 from engine.plan import Plan
 from engine.rundir import RunDirectory
+from engine.scores import add_values
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
@@ -41,18 +40,13 @@ FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the f
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
-OBSERVERS = "log.observers"
 NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
-def check_log(config: Config) -> None:
-    """Raise UserError for observers that do not exist, or do not take their parameters."""
-    for entry in config.log.observers:
-        name, parameters = split_entry(entry, OBSERVERS)
-        try:
-            signature(named(name, OBSERVERS)).bind(None, **parameters)
-        except TypeError as error:
-            raise UserError(f"{OBSERVERS}: {name}: {error}") from None
+def check_log(config: Config, world: World) -> None:
+    """Add log.values to those of a validation, and check log.observers. Collective."""
+    world.on_all_ranks(lambda: add_values(config.log.values))
+    world.broadcast(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
 def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
@@ -98,22 +92,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
         self.bad_files = BadFiles(self.feed.train.loader, self.run, self.tracker)
-        self.observers: list[tuple[str, Observer]] = []
-        self.world.broadcast(self._add_observers)
-
-    def _add_observers(self) -> None:
-        for entry in self.plan.config.log.observers:
-            name, parameters = split_entry(entry, OBSERVERS)
-            observer = self.tracker.guard(name, partial(named(name, OBSERVERS), self, **parameters))
-            if observer is not None:
-                self.observers.append((name, observer))
-
-    def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
-        """Call a method of each observer; return what they add, all together."""
-        found: dict[str, Any] = {}
-        for name, observer in self.observers:
-            found.update(self.tracker.guard(name, event, observer) or {})
-        return found
+        self.observers = Observers(self)
 
     def __enter__(self) -> "RunLog":
         self._stack.enter_context(self.monitor)
@@ -129,7 +108,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, *_: object) -> None:
         # After an error, others may end while rank 0 still writes.
         self.world.set_section(None)
-        self._tell(lambda observer: observer.close())
+        self.observers.tell(lambda observer: observer.close())
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
@@ -140,7 +119,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
-        self._tell(lambda observer: observer.begin_step(batch.step))
+        self.observers.tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
@@ -162,7 +141,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
         self.times.end_step()
-        self._tell(lambda observer: observer.end_step(step))
+        self.observers.tell(lambda observer: observer.end_step(step))
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
@@ -208,7 +187,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
                 "which guessing gives; lower optim.lr, or train for more steps"
             )
-        row |= self._tell(lambda observer: observer.validated(row, rows))
+        row |= self.observers.tell(lambda observer: observer.validated(row, rows))
         self._write(row)
 
     def _report(self, *, last: bool = False) -> None:
@@ -258,7 +237,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
-        self._tell(lambda observer: observer.logged(row))
+        self.observers.tell(lambda observer: observer.logged(row))
 
     def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""
@@ -289,15 +268,9 @@ class RunLog(AbstractContextManager["RunLog"]):
                 "verdict": self._verdict("run"),
                 "unreadable_images": len(self.bad_files.listed),
             }
-            summary |= self._tell(lambda observer: observer.finish(summary))
+            summary |= self.observers.tell(lambda observer: observer.finish(summary))
             if self.world.is_main:
                 run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        dataset = self.feed.train.loader.dataset
-        suspects = state.sample_losses is not None and dataset.labels is not None
-        if self.world.is_main and suspects and not stop:
-            table = state.sample_losses.csv(dataset, plan.classes)
-            if table:  # nothing was counted in a short run
-                run.write("suspects.csv", table)
         resumes = plan.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary

@@ -142,22 +142,22 @@ def input_bound(figures: Figures) -> tuple[str, list[str]]:
             f"; per image, {workers} computes {rank.cpu_ms:.1f} ms, and waits "
             f"{rank.storage_ms:.1f} ms for storage and {rank.core_ms:.1f} ms for a core"
         )
-    first = {"storage": "move the images to faster storage", "CPU cores": END_OTHERS}.get(stage)
-    if stage == ENGINES or (stage == "CPU cores" and rank.workers > rank.cores):
-        first = None
-    return finding, [*([first] if first else []), *_faster_input(rank)]
+    if stage == "storage":
+        return finding, ["move the images to faster storage", *_faster_input(rank, decoding=False)]
+    lacking = stage == "CPU cores" and rank.workers <= rank.cores
+    return finding, [*([END_OTHERS] if lacking else []), *_faster_input(rank)]
 
 
-def _faster_input(rank: Measured) -> list[str]:
-    """What makes images faster, as far as it applies to this run."""
+def _faster_input(rank: Measured, *, decoding: bool = True) -> list[str]:
+    """What makes images faster, as far as it applies to this run; `decoding`: that limits."""
     remedies = []
     if not rank.auto:
         remedies.append("set loader.workers=auto and loader.decoder=auto in a new run")
-    elif rank.decoder == "pillow":
+    elif decoding and rank.decoder == "pillow":
         remedies.append("install a C compiler for loader.decoder=region")
     if rank.mean_bytes > LARGE_FILES:
         remedies.append("re-encode the images once with scripts/prepare.py --side 352")
-    return [*remedies, MORE_CORES]
+    return [*remedies, *([MORE_CORES] if decoding else [])]
 
 
 def copy_bound(figures: Figures) -> tuple[str, list[str]]:

@@ -74,7 +74,8 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
 
 def _needs_pixels(dataset: Any) -> str:
     """Why the engines could decode no image of this dataset; an empty string if they could."""
-    is_plain = type(dataset).load is FolderDataset.load
+    made = ("load", "image_fields")
+    is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
     if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
         return "the dataset makes the images itself"
     image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(COLUMNS)
@@ -155,7 +156,9 @@ class EngineDataset:
         began = time.perf_counter()
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
         self._spent += time.perf_counter() - began
-        if IMAGE in sample:  # the time includes reading the files before it
+        if self.mode == GPU:  # workers only read
+            self._spent = 0.0
+        elif IMAGE in sample:  # the time includes reading the files before it
             shared = self.shared.array
             shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
             shared[SECONDS] += (self._spent - shared[SECONDS]) / shared[COUNT]

@@ -77,11 +77,6 @@ class Engines:
         self._call("nvjpegDecodeBatched", *both, *arrays, ctypes.c_void_p(stream.cuda_stream))
         self._count = count
 
-    def close(self) -> None:
-        """Free the decoder. No decoding may be in progress."""
-        self.library.nvjpegJpegStateDestroy(self._state)
-        self.library.nvjpegDestroy(self._handle)
-
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self.library, name)(*arguments):
             reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
@@ -101,13 +96,9 @@ def find_library() -> ctypes.CDLL | None:
     return None
 
 
-_unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes them: it saves 0.8 s
-
-
-def _open_engines() -> Engines:
-    """Open the engines of the current device, or raise EngineError."""
-    if _unused:
-        return _unused.pop()
+@cache  # it takes 0.8 s, and nobody closes them
+def open_engines() -> Engines:
+    """Open the engines of this process's device, or raise EngineError."""
     if (library := find_library()) is None:
         raise EngineError(
             "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
@@ -122,7 +113,7 @@ def why_no_engines(device: torch.device) -> str | None:
         return "training does not run on CUDA"
     try:
         torch.cuda.init()
-        _unused.append(_open_engines())
+        open_engines()
     except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
         return str(error)
     return None
@@ -136,7 +127,7 @@ class GpuDecoder:
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        self.engines, self.device = _open_engines(), device
+        self.engines, self.device = open_engines(), device
         self.seconds_per_image = 0.0
         # nvjpegImage_t: four device pointers, four pitches.
         self._targets = np.zeros((batch_size, 8), np.uint64)
@@ -197,10 +188,6 @@ class GpuDecoder:
         rows = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
             crop_resize(rows, out, scale, shift, bicubic=bool(bicubic))
-
-    def close(self) -> None:
-        """Free the engines' memory. No batch may be in progress."""
-        self.engines.close()
 
     def _addresses(self, rows: np.ndarray) -> np.ndarray:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from conf.schema import Config
 from extras.rand_augment import MATRICES, NAMES, RandAugment, as_rows
 from pipeline.augment import Compose
-from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first
+from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 
@@ -39,18 +39,19 @@ _ROW = struct.Struct(f"{COLUMNS}d")
 
 def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
     """Return a dataset whose operations a GPU applies, or the same one: see data.on_device."""
-    transforms = dataset.transform.transforms if hasattr(dataset, "transform") else []
-    ends = bool(transforms) and isinstance(transforms[-1], RandAugment)
-    is_plain = type(dataset).load is FolderDataset.load and hasattr(dataset, "sketch")
-    if ends and is_plain and dataset.fields[IMAGE].dtype is np.uint8 and has_kernels(device):
-        return DrawnOperations(dataset)
-    return dataset
+    made = ("load", "sketch", "image_fields")
+    is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
+    if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
+        return dataset
+    ends = any(isinstance(last, RandAugment) for last in dataset.transform.transforms[-1:])
+    return DrawnOperations(dataset) if ends and has_kernels(device) else dataset
 
 
 class DrawnOperations:
     """A FolderDataset whose last transform is only drawn in the workers."""
 
     load = FolderDataset.load
+    image_fields = FolderDataset.image_fields
 
     def __init__(self, dataset: FolderDataset) -> None:
         *others, last = dataset.transform.transforms

@@ -118,7 +118,7 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
-    if config.adapt:  # the size of the images may follow from the weights
+    if config.train.prepare is not None:  # it may have changed the size of the images
         case.datasets = build_datasets(config)
     plan = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
     case.plan = plan
@@ -152,11 +152,7 @@ def cores(case: Case) -> Iterator[Row]:
 
 
 def memory(case: Case) -> Iterator[Row]:
-    loader = case.planned().loader
-    line = loader.lines()[1].removeprefix("memory").strip()
-    is_full = loader.buffer_bytes + loader.worker_bytes > 0.8 * loader.free_bytes
-    cure = "little left for page cache and model: lower loader.batch_size or loader.workers"
-    yield warn(line, cure) if is_full else ok(line)
+    yield ok(f"{machine.free_memory() / GIB:.1f} GiB are free, also for batch buffers and workers")
     if case.ranks > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         text = f"{free / GIB:.2f} GiB of /dev/shm are free, which NCCL uses"
@@ -205,7 +201,8 @@ def storage(case: Case) -> Iterator[Row]:
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
     one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
-    fake = replace(one, adapt=False, data=replace(one.data, source="fake"))
+    alone = replace(one.train, prepare=None)
+    fake = replace(one, data=replace(one.data, source="fake"), train=alone)
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     needed = step.rate * case.ranks
     text = (
@@ -215,7 +212,7 @@ def storage(case: Case) -> Iterator[Row]:
     if rate >= needed * each:
         yield ok(text)
         return
-    fits = len(index) * each < planned.loader.free_bytes
+    fits = len(index) * each < machine.free_memory()
     when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
     cure = "copy the images to a local disk, or make them smaller with scripts/prepare.py --side"
     yield warn(f"{text}: the GPU waits {when}", cure)

@@ -215,7 +215,7 @@ def _open_foreign(
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = models.published(config.model.name, path, val_size=val_size)
     if stated is not None:
-        config = load(overrides, runnable=False, decided={"published": stated.values})
+        config = load(overrides, runnable=False, decided=stated.values)
     return _of_config(path, config, weights, () if stated is None else stated.classes)
 
 

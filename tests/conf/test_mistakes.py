@@ -143,15 +143,6 @@ LINES = {
     "model=vit_s16 data.image_size=40": "data.image_size: the model does not take images of 40 px",
     # Otherwise it would fail after the first epoch.
     "model=vit_s16 augment.val=[{center_crop: {size: 40}}]": "data.val_size, augment.val: ",
-    "model=vit_s16 data.sizes={0: 24, 2: 32}": "data.sizes: the model does not take images of 24",
-    "data.sizes={0: 32}": "data.sizes={0: 32}: not allowed; give {}, or 2 to 8 ",
-    "data.sizes={1: 16, 2: 32}": "data.sizes={1: 16, 2: 32}: not allowed; ",
-    "data.sizes={0: 16, 3: 24, 2: 32}": "data.sizes={0: 16, 3: 24, 2: 32}: not allowed; ",
-    "data.sizes={0: 16, 2: 24}": "data.sizes={0: 16, 2: 24}: the last size must be ",
-    "data.sizes={0: 16, 90: 32}": "data.sizes={0: 16, 90: 32}: the run ends after train.epochs=90",
-    "data.sizes={0: 16, 2: 32} augment.train=[{random_resized_crop: {size: 40}}]": (
-        "data.sizes: augment.train makes images of 40 px, not 16 px; write size: ${data.image_size}"
-    ),
     "loader.batch_size=37": "loader.batch_size=37: larger than the training split (36 images)",
     "model.weights=gone.pt": "model.weights=gone.pt: cannot be read",
     "checkpoint.resume=gone.pt": "checkpoint.resume: gone.pt: cannot be read as a checkpoint",

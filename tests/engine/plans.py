@@ -12,7 +12,6 @@ from engine.plan import Plan, count_steps
 from engine.scores import BestBy
 from pipeline.batch import LABEL, image_field
 from pipeline.loader_plan import LoaderPlan
-from pipeline.sampler import SizeSchedule
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 LOADER = LoaderPlan(
@@ -20,17 +19,13 @@ LOADER = LoaderPlan(
     processes=3,
     cores=4,
     reason="as configured",
-    decoders=("pillow",),
-    engines_unused="",
+    decoder="pillow",
+    modes=("cpu",),
+    unused="",
     measured=False,
     not_measured="",
     ceiling=4,
     slots=8,
-    file_bytes=0,
-    operations=0,
-    buffer_bytes=0,
-    worker_bytes=0,
-    free_bytes=0,
     dtype=torch.float32,
     channels_last=False,
 )
@@ -63,7 +58,6 @@ def plan(
         classes=tuple("abcdefghij"),
         image_size=224,
         val_size=256,
-        sizes=SizeSchedule({}, num_samples=images, batch_size=batch),
         schedule_steps=steps,
         stop_step=min(steps, max_steps or steps),
         curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
@@ -76,7 +70,7 @@ def plan(
         compile_reason="",
         parameters=25_557_032,
         has_batch_norm=True,
-        flops_by_size={224: 8_178_000_000},
+        flops=8_178_000_000,
         state_bytes=0,
         fields={"image": image_field(224), "label": LABEL},
         best_by=BestBy.of("top1"),

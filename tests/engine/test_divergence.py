@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.optional import has_part
 from engine.divergence import FIRST_SCALE, GOOD_STEPS, Divergence
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
@@ -28,15 +27,10 @@ def new_state(name: str, *, fused: bool, scales_loss: bool = False) -> TrainStat
     torch.manual_seed(0)
     layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
     model = nn.Sequential(nn.Flatten(), *layers)
-    losses = None
-    if has_part("engine.classification.suspects"):
-        from engine.classification.suspects import SampleLosses
-
-        losses = SampleLosses(4, CLASSES, first_epoch=0, device=torch.device("cpu"))
     args = {"fused": True} if fused and name in ("sgd", "adamw") else {}
     optimizer = build_optimizer(model, replace(OPTIMIZERS[name], args=args, weight_decay=0.1))
     average = MovingAverage(model, 0.5)
-    state = TrainState(model, optimizer, average, losses, scales_loss=scales_loss)
+    state = TrainState(model, optimizer, average, scales_loss=scales_loss)
     if fused:
         check = state.divergence.check
         state.divergence.check = lambda *given: check(*given) or True  # type: ignore[method-assign]

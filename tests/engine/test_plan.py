@@ -401,21 +401,6 @@ def test_the_decay_of_the_average_that_is_reached(epochs: int, line: str) -> Non
     assert f"average  {line}" in plan(1_281_167, 256, epochs, config=given).lines()
 
 
-def test_sizes() -> None:
-    """25 images in batches of 5: epoch 1 begins with step 5, epoch 2 with step 10."""
-    given = planned("data.sizes={0: 16, 1: 24, 2: 32}")
-    sizes = "sizes    trained at 16 px from epoch 0 (step 0), 24 px from epoch 1 (step 5), 32 px "
-    assert sizes in "\n".join(given.lines())
-    assert [given.size(step) for step in (0, 4, 5, 9, 10, 14)] == [16, 16, 24, 24, 32, 32]
-    assert [given.later_sizes(step) for step in (0, 4, 5, 10)] == [[5, 10], [5, 10], [10], []]
-    assert given.flops(10) == given.flops_by_size[32]
-    assert 3.9 * given.flops(0) < given.flops(10) < 4.1 * given.flops(0)
-
-    plain = plan()
-    assert plain.later_sizes(0) == [] and plain.size(3) == plain.image_size
-    assert plain.flops(3) == plain.flops_by_size[224]
-
-
 def test_published_flops() -> None:
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):

@@ -1,7 +1,8 @@
-"""Small loaders for the tests of the loader and of the prefetcher."""
+"""Small loaders and feeds for the tests of the input pipeline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf import cli
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.batch import Batch, DeviceSlot, Field
+from pipeline.build import build_datasets
+from pipeline.dataset import Dataset, FolderDataset, RefusedError
+from pipeline.feed import Feed, open_feed
 from pipeline.index import load_index
 from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.shared import Pinned
+from pipeline.shared import Pinned, SharedArray
+from tests.batches import on_device
+from tests.loader_plans import loader_plan, world_of
 from tests.processes import HANGS_SECONDS
 
 SIZE = 32  # side of the images in pixels
+CPU = torch.device("cpu")
 
 
 class Blocking(FolderDataset):
@@ -28,10 +36,51 @@ class Blocking(FolderDataset):
         return path.read_bytes() if path.is_fifo() else super().read(index)
 
 
-def crops(split: Path) -> FolderDataset:
+class Late(FolderDataset):
+    """Stands in for a device that decodes: in the mode `late`, `on_device` loads the images.
+
+    Attributes:
+        refuses: whether `on_device` makes no image.
+        made: number of images that it has made.
+    """
+
+    modes = ("cpu", "late")
+    refuses, made, _all_here = False, 0, False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mode = SharedArray((1,), np.int64)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        found = dict(super().fields)
+        found["image"] = replace(found["image"], partial=True)
+        return {**found, "sample": Field(np.int64, (2,), partial=True)}
+
+    def set_mode(self, mode: str, **_: Any) -> None:
+        self.mode.array[0] = self.modes.index(mode)
+
+    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
+        if self.mode.array[0] and not self._all_here:
+            return {"sample": (epoch, index), "label": self.index.labels.array[index]}
+        return {**super().load(epoch, index, rng), "sample": (0, -1)}
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        images, samples = fields["image"].clone(), fields["sample"].tolist()
+        missing = [(row, *each) for row, each in enumerate(samples) if each[1] >= 0]
+        self._all_here = self.refuses and bool(missing)
+        if self._all_here:
+            raise RefusedError("the device is broken")
+        for row, epoch, index in missing:
+            images[row] = torch.from_numpy(super().load(epoch, index)["image"].copy())
+        self.made += len(missing)
+        return super().on_device({"image": images, "label": fields["label"]}, slot)
+
+
+def crops(split: Path, kind: type[FolderDataset] = Blocking) -> FolderDataset:
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
     transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
-    return Blocking(load_index(split, key="data.train"), transform, seed=7)
+    return kind(load_index(split, key="data.train"), transform, seed=7)
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> dict[str, Tensor]:
@@ -67,3 +116,50 @@ def open_loader(
             stack.enter_context(Pinned(ring.buffers))
         pool = WorkerPool([ring], timeout_seconds=HANGS_SECONDS, **options)
         yield Loader(stack.enter_context(pool), 0, sampler.samples, in_use=in_use)
+
+
+@contextmanager
+def opened(
+    root: Path,
+    *overrides: str,
+    device: torch.device = CPU,
+    kind: type[FolderDataset] | None = None,
+    workers: int = 1,
+    ranks: int = 1,
+    **plan: Any,
+) -> Iterator[Feed]:
+    """Open a feed of small batches that Pillow decodes.
+
+    Args:
+        kind: class of the training split.
+        plan: further arguments of `loader_plan`.
+    """
+    fixed = [f"data.root={root}", "loader.batch_size=6", "loader.start_method=fork"]
+    usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
+    config, world = cli.load([*fixed, *usual, *overrides]), world_of(device, ranks)
+    datasets = build_datasets(config, device)
+    if kind is not None:
+        plain: Any = datasets.train
+        train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
+        datasets = replace(datasets, train=train)
+    made = loader_plan(config, datasets, world, workers=workers, **plan)
+    with open_feed(config, datasets, made, world) as feed:
+        yield feed
+
+
+def training(feed: Feed) -> list[Batch]:
+    """Nine training batches, on the host."""
+    return [on_device(batch, "cpu") for batch in feed.train.batches(0, 9)]
+
+
+def validation(feed: Feed) -> list[Batch]:
+    """All validation batches, on the host."""
+    return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.val_batches)]
+
+
+def assert_equal(ours: list[Batch], theirs: list[Batch]) -> None:
+    """Check that batches have the same fields of the same samples, bit for bit."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.fields.keys() == other.fields.keys()
+        assert torch.equal(one.samples, other.samples)
+        assert all(torch.equal(one[name], other[name]) for name in one.fields)

@@ -16,7 +16,6 @@ from PIL import Image
 
 from conf import cli
 from conf.schema import Config, Data, UserError
-from pipeline import gpu_part
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.batch import LABEL, Field, image_field
@@ -26,9 +25,6 @@ from pipeline.dataset import BadImageError, Dataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import load_index
-from pipeline.loader_plan import choose_decoders
-from pipeline.shared import SharedArray
-from pipeline.worker import Source
 from tests.loader_plans import loader_plan, world_of
 from tests.stored import as_shards, as_tar
 
@@ -107,15 +103,10 @@ class WithFile(FolderDataset):
 
 
 def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -> None:
-    """Also for the JPEG engines, which leave such a sample to the worker."""
     files = open_dataset(image_root / "train")
     dataset = WithFile(files.index, files.transform)
     with pytest.raises(BadImageError, match=r"00\.jpg: UnidentifiedImageError"):
         dataset.load(0, 0)
-    rings = gpu_part().file_buffers(1, 8, 1 << 20)
-    rows = gpu_part().EncodedRows(*(SharedArray(*ring) for ring in rings.values()), 48)
-    source = Source(dataset, {}, SharedArray((1, 8, 2), np.int64), rows)
-    assert gpu_part().FileWriter(source, 0, range(8)).write(0, 0, 0) is None
     assert dataset.labels is None  # a number, and no class
 
 
@@ -271,9 +262,8 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     datasets = build_datasets(config)
     datasets.prepare()
     assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
-    (decoder,), _ = choose_decoders(config, datasets.train, CPU)
     world = world_of(CPU)
-    plan = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
+    plan = loader_plan(config, datasets, world, workers=workers)
     with open_feed(config, datasets, plan, world) as feed:
         labels = [batch["label"].tolist() for batch in feed.val.batches(0, feed.val_batches)]
         assert labels == [[0, 1, 0, 1]]

@@ -19,10 +19,10 @@ from pipeline.feed import Feed, open_feed
 from pipeline.worker import LoaderError
 from tests.batches import batch_of
 from tests.loader_plans import loader_plan, world_of
-from tests.pipeline.loaders import loaded
+from tests.pipeline.loaders import loaded, open_loader
 
 CPU = torch.device("cpu")
-SIDE, SMALLER = 12, 8
+SIDE = 12
 Fields = dict[str, Field]
 
 
@@ -84,10 +84,8 @@ def opened(
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
     config = cli.load([*fixed, "loader.batch_size=8", "loader.start_method=fork", *overrides])
     train, val = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE))
-    smaller = {SMALLER: Noise(20, fields(SMALLER))} if config.data.sizes else {}
-    datasets = Datasets(train, val, ("a", "b"), SIDE, SIDE, smaller)
-    world = world_of(CPU)
-    plan = loader_plan(config, datasets, world, workers=workers, decoder="none")
+    datasets, world = Datasets(train, val, ("a", "b"), SIDE, SIDE), world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers)
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
@@ -114,18 +112,12 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 @pytest.mark.parametrize("fields", [everything, deep])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], workers: int) -> None:
-    """Also with images and masks of another size in the first epoch, and in a short last batch."""
-    sizes = f"data.sizes={{0: {SMALLER}, 1: {SIDE}}}"
-    with opened(fields, sizes, workers=workers) as feed:
-        sources = feed.train.loader.pool.sources
-        for batch in feed.train.batches(0, 6):
-            dataset = sources[0].of_size(SMALLER if batch.step < 3 else SIDE).dataset
-            check(batch, dataset, feed.train.loader.samples(batch.step))
-        for batch in feed.val.batches(0, feed.val_batches):
-            check(batch, sources[1].dataset, feed.val.loader.samples(batch.step))
+    """Also in a short last batch."""
+    with opened(fields, workers=workers) as feed:
+        for part, stop in ((feed.train, 6), (feed.val, feed.val_batches)):
+            for batch in part.batches(0, stop):
+                check(batch, part.loader.dataset, part.loader.samples(batch.step))
         assert batch.step == 1 and batch.valid.sum() == 3
-        row = 16 + sum(np.zeros(each.shape, each.dtype).nbytes for each in fields(SIDE).values())
-        assert feed.plan.buffer_bytes == 2 * feed.plan.slots * 8 * row
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -144,6 +136,45 @@ def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: 
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
     ):
         list(feed.train.batches(0, 3))
+
+
+PARTIAL: Fields = {
+    "file": Field(np.uint8, (5, 2), partial=True),
+    "scale": Field(np.float32, partial=True),
+}
+
+
+def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
+    """The rest of its memory is left as it was, and the other fields arrive."""
+
+    class Short(Noise):
+        def load(self, epoch: int, index: int) -> dict[str, Any]:
+            sample = super().load(epoch, index)
+            if index % 3:
+                return sample | {"file": np.full((index % 6, 2), index), "scale": index}
+            return {"image": sample["image"]}
+
+    dataset = Short(8, only("image")(SIDE) | PARTIAL)
+    with open_loader(dataset, workers=0, slots=2) as loader:
+        for rows in loader.pool.sources[0].fields.values():
+            rows.array[:] = 77
+        for batch in loader.batches(0, 2):
+            for row, (_, index) in enumerate(batch.samples.tolist()):
+                given = index % 6 if index % 3 else 0
+                expected = np.array([index] * given + [77] * (5 - given))
+                np.testing.assert_array_equal(batch.fields["file"][row], expected[:, None] + [0, 0])
+                assert batch.fields["scale"][row] == (index if given else 77)
+    assert Batch.zeros(dataset.fields, CPU).fields.keys() == {"image"}
+
+
+def test_a_partial_field_that_is_too_long_is_named() -> None:
+    fields = only("image")(SIDE) | PARTIAL
+    for rows in (np.zeros((6, 2), np.uint8), np.zeros((2, 3), np.uint8)):
+        with (
+            open_loader(Noise(8, fields, {"file": rows}), workers=0) as loader,
+            pytest.raises(LoaderError, match=rf"^noise 3: .* file is uint8 \({len(rows)}, "),
+        ):
+            next(loader.batches(0, 1))
 
 
 @pytest.mark.parametrize(

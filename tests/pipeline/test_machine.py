@@ -1,4 +1,4 @@
-"""Resources of this process: control groups of both versions, cores, memory, open files."""
+"""Resources of this process: control groups, cores, memory, open files."""
 
 import math
 import os
@@ -13,8 +13,6 @@ import pytest
 from pipeline import machine
 
 ROOT = Path(__file__).parents[2]
-MIB = 1 << 20
-NO_LIMIT = 9223372036854771712  # version 1 without a limit: 2**63 rounded down to a page
 
 
 @pytest.fixture(autouse=True)
@@ -34,30 +32,19 @@ def write_groups(lines: str, files: dict[str, str | int]) -> None:
 
 # Cores.
 
-V1 = "5:memory:/m\n4:cpu,cpuacct:/a/b\n1:name=systemd:/s\n"
 V2 = "1:cpu:/old\n0::/a/b\n"
-
-
-def v1(folder: str, quota: str | int) -> dict[str, str | int]:
-    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": 100_000}
 
 
 @pytest.mark.parametrize(
     ("lines", "files", "cores"),
     [
-        # version 2: a parent's quota holds for its children, and the smallest applies
+        # a parent's quota holds for its children, and the smallest applies
         (V2, {}, math.inf),
         (V2, {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
         (V2, {"cpu.max": "800000 100000", "a/b/cpu.max": "50000 20000"}, 2.5),
         (V2, {"a/cpu.max": "", "a/b/cpu.max": "no quota at all", "cpu.max": "300000 100000"}, 3),
         (V2, {"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
-        # version 1
-        (V1, v1("cpu/a/b", -1) | v1("cpu/a", 300_000), 3),
-        (V1, v1("cpu/a/b", "half a core") | v1("cpu/a", -1), math.inf),
-        ("4:cpu:/docker/0123abcd\n", v1("cpu", 200_000), 2),  # a path of the host
-        # both
-        ("4:cpu:/a\n0::/b\n", {"b/cpu.max": "100000 100000"} | v1("cpu/a", 300_000), 1),
     ],
 )
 def test_quota(lines: str, files: dict[str, str | int], cores: float) -> None:
@@ -89,48 +76,12 @@ def test_threads_per_core(
 
 # Memory.
 
-AVAILABLE = 1000 * MIB
 
-
-def free_memory(lines: str, files: dict[str, str | int]) -> int:
+def test_free_memory() -> None:
     machine.MEMORY.write_text(
-        "MemTotal:  9999999 kB\nMemFree:  1 kB\n"
-        f"MemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n"
+        "MemTotal:  9999999 kB\nMemFree:  1 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n"
     )
-    write_groups(lines, files)
-    return machine.free_memory()
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    ("limit", "parent", "free"),
-    [
-        (500 * MIB, None, 330 * MIB),  # 200 MiB in use, of which 30 are page cache
-        ("max", None, AVAILABLE),
-        (NO_LIMIT, None, AVAILABLE),
-        (150 * MIB, None, 0),
-        ("max", 600 * MIB, 430 * MIB),  # a parent's limit holds for its children
-    ],
-)
-def test_memory_limit(version: int, limit: str | int, parent: int | None, free: int) -> None:
-    lines, tree, names, total = {
-        # the counts of version 1 without `total_` leave out the children
-        1: ("7:memory:/a/b", "memory/", ("limit_in_bytes", "usage_in_bytes"), "total_"),
-        2: ("0::/a/b", "", ("max", "current"), ""),
-    }[version]
-    counts = f"inactive_file 0\nactive_file 0\n{total}inactive_file {10 * MIB}"
-    files: dict[str, str | int] = {}
-    for group, allowed in (("a/b", limit), ("a", parent)):
-        if allowed is not None:
-            folder = f"{tree}{group}/memory"
-            files |= {f"{folder}.{names[0]}": allowed, f"{folder}.{names[1]}": 200 * MIB}
-            files[f"{folder}.stat"] = f"{counts}\n{total}active_file {20 * MIB}\nanon 7"
-    assert free_memory(f"{lines}\n", files) == free
-
-
-def test_limit_that_cannot_be_read_is_none() -> None:
-    files: dict[str, str | int] = {"memory.max": 10 * MIB, "memory.current": 5 * MIB}
-    assert free_memory("0::/\n", files) == AVAILABLE
+    assert machine.free_memory() == 1000 * 1024
 
 
 def test_system_without_affinity_mask_and_meminfo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import gpu_part
 from pipeline.augment import build
-from pipeline.batch import Batch, DeviceSlot, HostBatch, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
+from pipeline.batch import Batch, DeviceSlot, Field, HostBatch, ImageFormat, channels_first
+from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.decode import installed
 from pipeline.loader import slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
+from tests.batches import on_device
 from tests.conftest import Clock
-from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
+from tests.pipeline.loaders import SIZE, Late, crops, loaded, open_loader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
 BATCH, CLASSES = 16, 3
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICES = [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)]
 ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
 
@@ -66,13 +66,6 @@ def open_prefetcher(
             prefetcher.close()
 
 
-def decode_with(prefetcher: Prefetcher, engines: Any, *, hybrid: bool = False) -> None:
-    """Decode with a GpuDecoder, or with a stand-in for one."""
-    upload = gpu_part().EngineUpload(prefetcher.loader, engines)
-    upload.share_with_workers(hybrid)
-    prefetcher.set_upload(upload)
-
-
 @pytest.fixture(scope="module")
 def dataset(image_root: Path) -> FolderDataset:
     return crops(image_root / "train")
@@ -105,6 +98,24 @@ def test_images_are_normalised(
             assert batch["image"].is_contiguous(memory_format=layout)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("levels", [np.uint8, np.uint16, np.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_levels_are_multiplied_and_added_in_float32(
+    levels: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rounded after each, and once to the training dtype: the same bits on every device."""
+    field = Field(levels, (8, 8, 3), image=True)
+    format = ImageFormat(device, MEAN, STD, dtype, highest=field.highest)
+    pixels = (np.random.default_rng(0).random((4, 8, 8, 3)) * field.highest).astype(levels)
+    dataset: Any = SimpleNamespace(fields={"image": field})
+    found = Dataset.on_device(dataset, {"image": torch.from_numpy(pixels)}, DeviceSlot(format))
+    means, stds = (np.array(each, np.float64) for each in (MEAN, STD))
+    scale, shift = (x.astype(np.float32) for x in (1 / (field.highest * stds), -means / stds))
+    expected = torch.from_numpy(pixels.astype(np.float32) * scale + shift).to(dtype)
+    assert torch.equal(found["image"].cpu(), channels_first(expected))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_batch_transforms_run_in_order_with_their_random_numbers(
     dataset: FolderDataset, rank: int
@@ -126,29 +137,56 @@ def test_batch_transforms_run_in_order_with_their_random_numbers(
             assert not torch.equal(after["image"], before["image"])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset, name: str) -> None:
-    """CPU decoders and engines give the same images; one rounding to the training dtype is last."""
-    module = pytest.importorskip("tests.engines")
-    format = ImageFormat(CPU, MEAN, STD, torch.bfloat16)
-    found, dtypes = [], set()
+def test_batch_transforms_get_float32(
+    dataset: FolderDataset, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One rounding to the training dtype is last."""
+    entries = [{name: {"p": 1.0}}]
 
-    def note_dtype(images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        dtypes.add(images.dtype)
-        return images, targets
+    def first_batch(dtype: torch.dtype, mixing: Mixing | None) -> Batch:
+        format = ImageFormat(device, MEAN, STD, dtype)
+        with open_prefetcher(dataset, format, mixing=mixing) as prefetcher:
+            (batch,) = (each.clone() for each in prefetcher.batches(4, 5))
+            return batch
 
-    for file_bytes in (0, 1 << 16):
-        mixing = mixed_by([{name: {"p": 1.0}}])
-        mixing.transforms.insert(0, note_dtype)
-        with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
-            if file_bytes:
-                decode_with(prefetcher, module.PillowEngines(CPU, BATCH))
-                prefetcher.loader.encoded_share = 0.0  # the workers decode
-            found.append(list(prefetcher.batches(0, 2)))
-    assert dtypes == {torch.float32}
-    for cpu, gpu in zip(*found, strict=True):
-        assert gpu["image"].dtype == torch.bfloat16
-        assert all(torch.equal(gpu[key], cpu[key]) for key in ("image", "target"))
+    plain, mixed = first_batch(torch.float32, None), first_batch(dtype, mixed_by(entries))
+    (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
+    one_hot = torch.nn.functional.one_hot(plain["label"], CLASSES).float()
+    part = batch_part(11, 4, total=2 * BATCH, world_size=2)
+    images, targets = transform(plain["image"], one_hot, part)
+    assert mixed["image"].dtype == dtype and not torch.equal(images, plain["image"])
+    assert torch.equal(mixed["image"], images.to(dtype))
+    assert torch.equal(mixed["target"], targets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_batch_that_the_device_refuses_is_loaded_in_this_process(
+    changeable: Path, device: torch.device, damaged: bool
+) -> None:
+    """With the labels and numbers of what replaces a damaged file."""
+    dataset: Any = crops(changeable, Late)
+    dataset.set_mode("late")
+    dataset.refuses = True
+    replaced = {20: 22, 21: 22} if damaged else {}
+    for index in replaced:
+        Path(dataset.name(index)).write_bytes(b"<html>404</html>")
+    format = ImageFormat(device, *LEVELS)
+    plain = FolderDataset(dataset.index, dataset.transform, seed=7)
+    with open_prefetcher(dataset, format, workers=2, skip_unreadable=damaged) as prefetcher:
+        for batch in prefetcher.batches(0, 7):
+            batch = on_device(batch, "cpu")
+            samples = prefetcher.loader.samples(batch.step)
+            samples = np.array([(e, replaced.get(i, i)) for e, i in samples.tolist()])
+            expected = loaded(plain, samples)
+            assert torch.equal(batch["image"], channels_first(expected["image"]).float())
+            assert torch.equal(batch["label"], expected["label"])
+            assert batch.samples.tolist() == samples.tolist()
+        assert prefetcher.loader.pool.unreadable.keys() == replaced.keys()
+    assert dataset.made == 0
 
 
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
@@ -227,6 +265,17 @@ class Streams:
         self.current.pop()
 
 
+class Immediately:
+    """Replaces the thread: a call is done when it is submitted."""
+
+    def submit(self, function: Callable[[], Any]) -> Any:
+        found = function()
+        return SimpleNamespace(result=lambda: found)
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
 def unsafe_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Prefetcher], depth: int) -> list[int]:
     """Return the steps whose images are read before or while they are written.
 
@@ -238,6 +287,7 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Prefetcher], depth:
     with open_prefetcher(FAKE, kind=kind, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
         prefetcher.clock = StepClock(cuda=True)
+        prefetcher._thread = Immediately()  # type: ignore[assignment]
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         for slot in prefetcher.slots:
             slot.reused = True  # as on a GPU
@@ -465,9 +515,7 @@ def test_10000_batches_and_an_unsafe_twin(figure: Callable[[str, int, int], None
 class SlowThread(Prefetcher):
     """Is slow, and records when it enqueues a batch."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._executor, self.busy = ThreadPoolExecutor(1), False
+    busy = False
 
     def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
         self.busy = True
@@ -496,42 +544,6 @@ def test_next_iteration_waits_for_the_thread() -> None:
         prefetcher.loader.batches = at_rest  # type: ignore[assignment, method-assign]
         found = {batch.step: checksums(batch).cpu() for batch in prefetcher.batches(50, 56)}
         assert len(found) == 6 and not wrong_steps(found, prefetcher)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("decoder", [*installed(), "gpu", "hybrid"])
-@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_every_batch_transform_with_every_decoder_and_precision(
-    dataset: FolderDataset, name: str, decoder: str, dtype: torch.dtype
-) -> None:
-    """The images of the same decoder, transformed in float32 and rounded once."""
-    engines = decoder in ("gpu", "hybrid")
-    if not engines:
-        dataset = FolderDataset(dataset.index, dataset.transform, decoder=decoder, seed=7)
-    entries = [{name: {"p": 1.0}}]
-
-    def first_batch(dtype: torch.dtype, mixing: Mixing | None) -> Batch:
-        """Only the first batch: the shares of later hybrid batches depend on measured rates."""
-        format, file_bytes = ImageFormat(CUDA, MEAN, STD, dtype), (1 << 16) * engines
-        with open_prefetcher(dataset, format, mixing=mixing, file_bytes=file_bytes) as prefetcher:
-            if engines:
-                gpu_decoder = gpu_part().GpuDecoder(CUDA, BATCH)
-                decode_with(prefetcher, gpu_decoder, hybrid=decoder == "hybrid")
-            (batch,) = prefetcher.batches(4, 5)
-            torch.cuda.synchronize()
-            return batch.clone()
-
-    plain, mixed = first_batch(torch.float32, None), first_batch(dtype, mixed_by(entries))
-    (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
-    one_hot = torch.nn.functional.one_hot(plain["label"], CLASSES).float()
-    images, targets = transform(
-        plain["image"], one_hot, batch_part(11, 4, total=2 * BATCH, world_size=2)
-    )
-    assert mixed["image"].dtype == dtype
-    assert not torch.equal(images, plain["image"])
-    assert torch.equal(mixed["image"], images.to(dtype))
-    assert torch.equal(mixed["target"], targets)
 
 
 @pytest.mark.gpu
@@ -583,22 +595,3 @@ def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset)
                 optimizer.zero_grad()
             used.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
     assert len(set(used[1:])) == 1, used
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_images_of_every_size_share_memory(channels_last: bool) -> None:
-    """The memory of the largest ones; as on a GPU."""
-    format = ImageFormat(torch.device("cpu"), MEAN, STD, torch.float32, channels_last)
-    slot = DeviceSlot(format, {"image": 2 * 8 * 8 * 3})
-    slot.reused = True
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    addresses = set()
-    for size in (4, 8, 6, 4):
-        pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8)
-        raw, images = slot.copy("image", pixels), slot.images("image", (2, 3, size, size))
-        images.copy_(channels_first(pixels))
-        assert torch.equal(raw, pixels) and torch.equal(images, channels_first(pixels).float())
-        assert images.is_contiguous(memory_format=layout)
-        addresses.add((raw.data_ptr(), images.data_ptr()))
-        assert images.untyped_storage().nbytes() == 2 * 3 * 8 * 8 * 4
-    assert len(addresses) == 1

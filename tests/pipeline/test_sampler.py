@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler, scattered
+from pipeline.sampler import TrainSampler, ValSampler, scattered
 from tests.libraries import timm_module
 
 
@@ -123,17 +123,6 @@ def test_validation_takes_every_image_exactly_once(
         assert len(sampler.samples(len(sampler))) == 0
         seen += [tuple(row) for batch in batches for row in batch.tolist()]
     assert sorted(seen) == [(0, index) for index in range(num_samples)]
-
-
-def test_size_is_that_of_the_epoch_of_the_first_sample() -> None:
-    sizes = {0: 160, 2: 176, 3: 192}
-    schedule = SizeSchedule(sizes, num_samples=37, batch_size=8)
-    sampler = TrainSampler(num_samples=37, batch_size=8, seed=0)
-    found = [schedule.at(step) for step in range(30)]
-    for step, size in enumerate(found):
-        epoch = int(sampler.samples(step)[0, 0])
-        assert size == sizes[max(first for first in sizes if first <= epoch)]
-    assert SizeSchedule({}, num_samples=37, batch_size=8).at(7) == 0
 
 
 def test_scattered_positions() -> None:

@@ -118,8 +118,8 @@ CONTENTS: dict[str, Make] = {
     "layer of another shape": put("state", "model", "conv1.weight", torch.zeros(3)),
     "updates of the average": put("state", "ema_steps", torch.zeros(3)),
     "optimizer without groups": put(*GROUPS, []),
+    "seconds as a list": put("state", "spent", [1]),
     "optimizer with a short group": put(*GROUPS, 0, "params", lambda numbers: numbers[1:]),
-    "table of losses too short": put("state", "losses", "sums", lambda v: v[:3].clone()),
 }
 
 

@@ -40,6 +40,8 @@ LOADERS = (
     ["loader.workers=1", "loader.prefetch_factor=3"],
     ["loader.workers=2", "loader.start_method=fork", "loader.prefetch_batches=1"],
     ["loader.workers=3", "loader.start_method=spawn"],
+    ["loader.workers=1", "loader.start_method=fork"],
+    ["loader.workers=3", "loader.prefetch_batches=2"],
 )
 STARTS = list(itertools.product(("folder", *PACKS), DECODERS, LOADERS))
 PARTS, RESUMES = 4, 5  # three trainings in each part, with five resumes each

@@ -8,8 +8,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from conf import cli
-from conf.schema import Config, RunError
-from pipeline import machine
+from conf.schema import Config, RunError, UserError
+from engine.distributed import World
+from engine.plan import Plan
+from pipeline.build import Datasets
 from scripts import bench
 from tests.ranks import Ranks
 from tests.small_run import SMALL
@@ -63,12 +65,19 @@ def test_numbers_of_workers(
     image_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In rounds, forwards and backwards, with other files each; a number that fails is left out."""
-    monkeypatch.setattr(machine, "spare_files", lambda: 64 + 2 * 4)  # for two workers
+
+    def failing(config: Config, datasets: Datasets, world: World) -> Plan:
+        if config.loader.workers == 3:
+            raise UserError("too many")
+        return plan_of(config, datasets, world)
+
+    plan_of = bench.plan_of
+    monkeypatch.setattr(bench, "plan_of", failing)
     found = bench.compare_workers(compose(image_root), [0, 2, 3], seconds=0.2)
     assert [stage.name for stage in found] == ["0 workers", "2 workers"]
     assert all(len(stage.rates) == 4 and min(stage.rates) > 0 for stage in found)
     out = capsys.readouterr().out
-    assert "loader.workers=3: failed: loader.workers=3: open files allow 2" in out
+    assert "loader.workers=3: failed: too many" in out
     order = [line.split("=")[1][0] for line in out.splitlines() if "alone" in line]
     assert order == list("02200220")
 

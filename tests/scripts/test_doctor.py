@@ -300,7 +300,7 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_decoder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for have, status in ((["region", "pillow"], "ok"), (["simplejpeg", "pillow"], "warn")):
+    for have, status in ((["region", "pillow"], "ok"), (["pillow"], "warn")):
         monkeypatch.setattr(decode, "installed", lambda have=have: have)
         row = list(machine_checks.cores(case_of(root)))[1]
         assert row.status == status and (status == "ok" or "install a C compiler" in row.do)
@@ -337,34 +337,24 @@ def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root, ranks=2)
-    loader = SimpleNamespace(
-        buffer_bytes=5 * GIB,
-        worker_bytes=4 * GIB,
-        free_bytes=10 * GIB,
-        lines=lambda: ["", "memory x"],
-    )
-    case.plan = SimpleNamespace(loader=loader)  # type: ignore[assignment]
     usage = SimpleNamespace(free=64 << 20, total=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    little, shared = machine_checks.memory(case)
-    assert (little.status, little.found) == ("warn", "x")
+    monkeypatch.setattr(machine_checks.machine, "free_memory", lambda: 3 * GIB)
+    free, shared = machine_checks.memory(case)
+    assert (free.status, free.found[:16]) == ("ok", "3.0 GiB are free")
     assert shared.status == "warn" and shared.do.endswith("--ipc=host")
-    loader.free_bytes, usage.free = 12 * GIB, GIB
+    usage.free = GIB
     assert {row.status for row in machine_checks.memory(case)} == {"ok"}
 
 
 def test_storage_is_measured_on_large_files(image_root: Path, tmp_path: Path) -> None:
-    """A tar file that is larger than the memory; an image of 4 TB is not read."""
+    """A tar file that is larger than the memory."""
     as_tar(image_root / "train", tmp_path / "train.tar")
     os.truncate(tmp_path / "train.tar", 2**42)
     rate, each = machine_checks.read_rate(
         load_index(tmp_path / "train", key="data.root"), [0, 1], 1
     )
     assert rate > 0 and each > 1000
-    shutil.copytree(image_root / "val", tmp_path / "val")
-    index = load_index(tmp_path / "val", key="data.root")
-    os.truncate(index.path(0), 2**42)
-    assert machine_checks.read_rate(index, [0, 1], 1)[0] > 0
 
 
 def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +362,7 @@ def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     list(data_checks.data(case))
     named = SimpleNamespace(model=SimpleNamespace(name="resnet50"))
     step = SimpleNamespace(rate=3500)
-    loader = SimpleNamespace(workers=3, free_bytes=0)
+    loader = SimpleNamespace(workers=3)
     case.plan = SimpleNamespace(config=named, loader=loader, device="cuda")  # type: ignore[assignment]
     monkeypatch.setattr(machine_checks.bench, "run", lambda *_, **__: [step])
     needed = "resnet50 needs 7,000 img/s x 110 kB = 770 MB/s; storage reads 1,000 MB/s"
@@ -381,7 +371,7 @@ def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (5e8, 1e12, "warn", "the GPU waits in the first epoch; later"),
         (5e8, 1e5, "warn", "the GPU waits in every epoch"),
     ):
-        loader.free_bytes = free
+        monkeypatch.setattr(machine_checks.machine, "free_memory", lambda free=free: free)
         monkeypatch.setattr(machine_checks, "read_rate", lambda *_, rate=rate: (rate, 1.1e5))
         row = only(machine_checks.storage(case))
         assert row.status == status and text in row.found

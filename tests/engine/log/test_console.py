@@ -117,11 +117,8 @@ def test_files_of_an_outcome(tmp_path: Path) -> None:
     ):
         folder = tmp_path / run
         (folder / "tensorboard").mkdir(parents=True)
-        assert not any("suspects" in line for line in outcome(folder, SUMMARY, resumes=True))
-        (folder / "suspects.csv").touch()
         lines = outcome(folder, SUMMARY | {"signal": 15, "unreadable_images": 0}, resumes=False)
         assert f"curves    tensorboard --logdir {shown}" in lines
-        assert any(line.startswith(f"suspects  {folder}/suspects.csv: ") for line in lines)
         assert not any(line.startswith(("resume", "skipped")) for line in lines)
 
 

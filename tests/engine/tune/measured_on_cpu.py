@@ -1,8 +1,8 @@
 """train.py that also measures loader.workers=auto on a CPU, for test_auto_workers.py.
 
 Usage: `measured_on_cpu.py folder overrides...`. In the folder, each rank creates a file when it
-begins to measure, and writes its results. With the variable CHOOSES, JPEG engines are simulated,
-and that decoder is found to be the fastest.
+begins to measure, and writes its results. The mode in the variable CHOOSES is found to be the
+fastest.
 """
 
 import json
@@ -18,7 +18,7 @@ from conf import cli
 from conf.launch import exit_with, stop_with_parent
 from engine.tune import autotune
 from engine.tune.benchmark import Benchmark
-from tests.engine.tune.tuning import choose, measure_on_cpu, simulate_engines
+from tests.engine.tune.tuning import choose, measure_on_cpu
 
 
 def main(folder: Path, overrides: list[str]) -> int:
@@ -40,7 +40,6 @@ def main(folder: Path, overrides: list[str]) -> int:
     autotune.remember_or_measure = recorded
     measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
     if "CHOOSES" in os.environ:
-        simulate_engines(setattr)
         choose(setattr, os.environ["CHOOSES"])
     return train.main(cli.load(overrides))
 

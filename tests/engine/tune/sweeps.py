@@ -1,4 +1,4 @@
-"""Recorded sweeps over the number of workers, for the search and for the predicted rates."""
+"""Recorded sweeps over the number of workers, for the search."""
 
 import re
 

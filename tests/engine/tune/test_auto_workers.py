@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -22,16 +21,8 @@ from conf.schema import Config
 from engine import checkpoint
 from engine.tune import autotune
 from pipeline import decode
-from pipeline.loader_plan import pixels_of, why_no_engines
 from tests import small_run
-from tests.engine.tune.tuning import (
-    TUNED,
-    choose,
-    compare_always,
-    measure_on_cpu,
-    simulate_engines,
-)
-from tests.engines import PillowEngines
+from tests.engine.tune.tuning import TUNED, choose, measure_on_cpu
 from tests.processes import family, wait_until
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
@@ -42,6 +33,7 @@ ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_nor
 ADAMW += ["augment.batch=[{mixup: {alpha: 0.4}}]"]
 BUDGET = 3  # workers: of four cores, the training process keeps one
 MOST = 6  # workers for which buffers are allocated
+MODES = "data.on_device=[tests.engine.tune.tuning:with_modes]"
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +57,7 @@ def answer_of(folder: Path) -> dict[str, Any]:
 
 
 def pixels_after(folder: Path, step: int) -> str:
-    """The decoder in the identity of a checkpoint."""
+    """The mode in the identity of a checkpoint."""
     path = folder / "checkpoints" / f"step-{step:08d}.pt"
     return str(checkpoint.load(path)["identity"]["pixels"])
 
@@ -102,7 +94,7 @@ def test_the_measurement_does_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The answer is remembered until autotune.refresh. Progressive sizes make other steps."""
+    """The answer is remembered until autotune.refresh."""
     before, verdicts = family(os.getpid()), []
     tune_loader = autotune.tune_loader
     monkeypatch.setattr(
@@ -132,17 +124,17 @@ def test_the_measurement_does_not_change_the_result(
         assert 1 <= kept["workers"] <= MOST
         assert lines[0].startswith("the step takes ")
         assert lines[1].endswith(f"; there are cores for {BUDGET}")
-        assert lines[2].startswith(f"decoder={kept['decoder']} workers={kept['workers']} ")
+        assert lines[2].startswith(f"decoder={decode.resolve('auto')} workers={kept['workers']} ")
         assert f"with the step {kept['rate']:,.0f} img/s" in lines[2]
+        assert "set loader.workers=auto" not in " ".join(lines)
 
     board = EventAccumulator(
         str(tmp_path / "measured" / "tensorboard"), size_guidance={"tensors": 0}
     ).Reload()
     text = board.Tensors("autotune/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "the step takes " in text
-    run(image_root, tmp_path / "sizes", "data.sizes={0: 16, 1: 32}", "train.max_steps=1")
     demands = [answer["demand"] for answer in answers]
-    assert [verdict.step_alone for verdict in verdicts] == [0.0, *demands, 0.0]
+    assert [verdict.step_alone for verdict in verdicts] == [0.0, *demands]
 
 
 def test_without_a_measurement(
@@ -182,85 +174,26 @@ def test_unreadable_file_during_the_measurement(
     no_process_is_left(before)
 
 
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> type[PillowEngines]:
-    class Engines(PillowEngines):
-        pass
-
-    simulate_engines(monkeypatch.setattr, Engines)
-    return Engines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["gpu", "hybrid"])
-def test_the_chosen_decoder_is_part_of_the_run(
+def test_the_chosen_mode_is_part_of_the_run(
     image_root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    engines: type[PillowEngines],
-    chosen: str,
 ) -> None:
-    """A resumed run keeps it without another measurement; the weights are those of a given gpu."""
-    auto, crops = "loader.decoder=auto", "augment=imagenet"
-    choose(monkeypatch.setattr, chosen)
+    """A resumed run keeps it without another measurement; the weights are those of a given mode."""
+    choose(monkeypatch.setattr, "gpu")
     for steps, last_line in ((4, "measured in "), (9, "remembered, ")):
         capfd.readouterr()
-        summary = run(image_root, tmp_path / "run", auto, crops, f"train.max_steps={steps}")
+        summary = run(image_root, tmp_path / "run", MODES, f"train.max_steps={steps}")
         lines = tuning(capfd.readouterr().out)
         assert lines[-1].startswith(last_line)
-        assert pixels_after(tmp_path / "run", steps) == chosen
+        assert pixels_after(tmp_path / "run", steps) == "gpu"
     answer = answer_of(tmp_path / "run")
-    assert answer["decoder"] == chosen
-    assert set(answer["alternatives"]) == {decode.resolve("auto"), "hybrid", "gpu"}
+    assert answer["mode"] == "gpu" and set(answer["alternatives"]) == {"cpu", "hybrid", "gpu"}
     assert any(line.startswith("each decoder, at its best: ") for line in lines)
-    if chosen == "gpu":
-        given = ["loader.decoder=gpu", crops, "loader.workers=1"]
-        whole = run(image_root, tmp_path / "given", *given)
-        assert summary["params_sha256"] == whole["params_sha256"]
-
-
-@pytest.mark.gpu
-def test_decoders_are_measured_on_a_gpu(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the engines themselves; the first start and its continuation use one decoder."""
-    if why_no_engines(torch.device("cuda", 0)) is not None:
-        pytest.skip("no JPEG engines")
-    compare_always(monkeypatch.setattr)
-    options = ["train.device=cuda", "loader.decoder=auto", "augment=imagenet"]
-    for steps in (4, 9):
-        run(image_root, tmp_path / "run", *options, f"train.max_steps={steps}")
-        answer = answer_of(tmp_path / "run")
-        assert set(answer["alternatives"]) == {decode.resolve("auto"), "hybrid", "gpu"}
-        assert pixels_after(tmp_path / "run", steps) == pixels_of(answer["decoder"])
-
-
-@pytest.mark.parametrize(
-    ("broken", "augment", "reason"),
-    [
-        (True, "imagenet", "nvjpegDecodeBatched returned status 6"),
-        pytest.param(
-            *(False, "strong", "augment.train or the files need the CPU"),  # rand_augment
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_engines_that_cannot_be_used(
-    image_root: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    engines: type[PillowEngines],
-    broken: bool,
-    augment: str,
-    reason: str,
-) -> None:
-    engines.broken, crops = broken, f"augment={augment}"
-    summary = run(image_root, tmp_path / "run", "loader.decoder=auto", crops)
-    assert answer_of(tmp_path / "run")["decoder"] == decode.resolve("auto")
-    assert f"loader.decoder=auto: the GPU's JPEG engines are not used: {reason}" in caplog.text
-    plain = run(image_root, tmp_path / "plain", "loader.workers=1", crops)
-    assert summary["params_sha256"] == plain["params_sha256"]
+    given = [MODES, "loader.decoder=gpu", "loader.workers=1"]
+    whole = run(image_root, tmp_path / "given", *given)
+    assert summary["params_sha256"] == whole["params_sha256"]
 
 
 @pytest.mark.slow
@@ -275,7 +208,7 @@ def test_ranks_choose_together(
     hashes = []
     for decoder, workers in (("auto", "auto"), ("gpu", "1")):
         folder = tmp_path / decoder
-        options = [f"loader.decoder={decoder}", f"loader.workers={workers}", "augment=imagenet"]
+        options = [f"loader.decoder={decoder}", f"loader.workers={workers}", MODES]
         options += [*ADAMW, "loader.batch_size=12"]
         done = ranks.run(command(tmp_path, image_root, folder, *options), 3)
         assert done.returncode == 0, done.stderr
@@ -288,7 +221,7 @@ def test_ranks_choose_together(
 
     by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(3)]
     answer = answer_of(tmp_path / "auto")
-    for key in ("decoder", "workers", "demand", "rate"):
+    for key in ("mode", "workers", "demand", "rate"):
         assert [found["answer"][key] for found in by_rank] == [answer[key]] * 3
     assert all(1 <= found["workers"] <= found["most"] for found in by_rank)
     assert {found["workers"] for found in by_rank} == {answer["workers"]}

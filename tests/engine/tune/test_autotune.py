@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.tune.prices import AUTO_WORKERS, Remedy, find_remedies
 
 from conf import cli
 from engine.distributed import World
@@ -24,14 +23,13 @@ from engine.tune.measured import Measured, worker_times
 from pipeline import worker
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import WorkerPool
 from pipeline.worker import Reply
 from tests.conftest import Clock
 from tests.engine.tune.tuning import TUNED
 from tests.loader_plans import loader_plan, world_of
-from tests.pipeline.test_dataset import Grey
 
 CPU = torch.device("cpu")
 
@@ -82,41 +80,39 @@ def tune(feed: Feed, step: Callable[[Batch], object], **options: Any) -> Tuned:
 def test_times_of_a_worker() -> None:
     """32 images in 3.2 s: 0.64 s computing, 1.28 s waiting for a core, the rest for storage."""
     replies = [
-        Reply(rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32, decoded=8),
+        Reply(rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32),
         Reply(rows=24, seconds=2.7, cpu_seconds=0.48, core_seconds=0.96),
     ]
     found = Measured(**worker_times(replies))
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((20, 40, 40))
-    assert (found.per_worker, found.decoded) == pytest.approx((10, 0.25))
+    assert found.per_worker == pytest.approx(10)
     assert found.spread == pytest.approx(np.quantile([0.0625, 0.1125], 0.95) / 0.0875)
     no_storage = [replace(reply, core_seconds=reply.seconds) for reply in replies]
     assert worker_times(no_storage)["storage_ms"] == 0  # the two clocks may differ slightly
     assert worker_times([]) == {}
 
 
-class Sleepy(Grey):
-    def load(self, epoch: int, index: int) -> dict[str, Any]:
+class Sleepy(FakeDataset):
+    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
         time.sleep(0.004)
         return super().load(epoch, index)
 
 
 def test_dataset_without_files_is_measured() -> None:
-    """Workers that wait leave their core to others. No remedy is about decoders or files."""
+    """Workers that wait leave their core to others."""
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
     config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
-    datasets = replace(build_datasets(config), train=Sleepy(64, 32))
-    plan = loader_plan(config, datasets, world, workers=1, ceiling=2, decoder="none")
+    datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))
+    plan = loader_plan(config, datasets, world, workers=1, ceiling=2)
     with open_feed(config, datasets, plan, world) as feed:
         given: dict[str, Any] = {"workers": 1, "prefetch_factor": 1, "pin_memory": True}
-        measured = benchmark_of(feed, lambda batch: time.sleep(0.001), cores=1, **given)
-        found = measure(measured)
-        remedies = find_remedies(feed, measured.plan, measured.stop)
+        found = tune(feed, lambda batch: time.sleep(0.001), cores=1, **given)
         pool = feed.train.loader.pool
         assert (pool.active, pool.prefetch_factor) == (found.workers, found.prefetch_factor)
-    assert (found.decoder, found.workers, found.prefetch_factor) == ("none", 2, 1)
+    assert (found.workers, found.prefetch_factor) == (2, 1)
+    assert found.lines[2].startswith("decoder=none workers=2 ")
     assert not found.pin_memory  # without a GPU no pages are locked
-    assert found.lines[-1].startswith("Remedies: move the images to faster storage (about ")
-    assert remedies == [Remedy(AUTO_WORKERS, {})]
+    assert found.lines[-1].startswith("Remedies: move the images to faster storage; set loader.w")
 
 
 @pytest.fixture
@@ -154,9 +150,7 @@ def test_step_that_is_slower_while_workers_run(
         clock.now += 0.04
 
     world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-    found = benchmark_of(clocked, step, cores=1, world=world).trial(
-        "pillow", 1, 9, demand=32 / 0.02
-    )
+    found = benchmark_of(clocked, step, cores=1, world=world).trial("cpu", 1, 9, demand=32 / 0.02)
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
     assert (found.rate, found.wait_fraction) == pytest.approx((32 / (0.04 + images), wait))
@@ -215,7 +209,7 @@ def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) ->
 QUESTION: dict[str, Any] = {
     "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],
     "machine": ["H200", 16, 1.5, None, True],
-    "decoders": ["region"],
+    "modes": ["cpu"],
 }
 
 
@@ -230,14 +224,14 @@ def test_the_newest_result_of_the_same_question_is_used() -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_resumed_run_keeps_the_decoder() -> None:
+def test_a_resumed_run_keeps_the_mode() -> None:
     """Its question is answered by that of the first start."""
-    result, several = replace(TUNED, decoder="hybrid"), ["region", "gpu", "hybrid"]
-    save_result({**QUESTION, "decoders": several}, result)
-    assert load_result({**QUESTION, "decoders": several}) == result
-    assert load_result({**QUESTION, "decoders": ["hybrid"]}) == result
+    result, several = replace(TUNED, mode="hybrid"), ["cpu", "gpu", "hybrid"]
+    save_result({**QUESTION, "modes": several}, result)
+    assert load_result({**QUESTION, "modes": several}) == result
+    assert load_result({**QUESTION, "modes": ["hybrid"]}) == result
     assert load_result(QUESTION) is None
-    assert load_result({**QUESTION, "decoders": ["gpu"]}) is None
+    assert load_result({**QUESTION, "modes": ["gpu"]}) is None
 
 
 @pytest.mark.parametrize(

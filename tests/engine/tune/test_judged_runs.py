@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tune.prices import SHRINK, Remedy
 
 from conf import cli
 from engine.distributed import World, join_world
 from engine.plan import make_plan
-from engine.stop_signal import StopSignal
 from engine.tune.measured import Figures, Measured
 from engine.tune.verdict import SHORT, Verdict
 from pipeline.batch import Batch
@@ -97,8 +95,7 @@ def open_run(
             datasets = replace(datasets, train=slow)
         with open_feed(config, datasets, plan.loader, own) as feed:
             step: Any = SimpleNamespace(disabled_reason=None)
-            stop = StopSignal(own)
-            yield feed, Verdict(plan, feed, step, world or own, stop, step_alone=step_alone)
+            yield feed, Verdict(plan, feed, step, world or own, step_alone=step_alone)
 
 
 CPU = ("train.device=cpu", "loader.workers=0")
@@ -195,7 +192,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
     """The figures that are judged."""
     found: list[Measured] = []
 
-    def judge(figures: Figures, find: object) -> list[str]:
+    def judge(figures: Figures) -> list[str]:
         found.extend(figures.ranks)
         return ["a sentence."]
 
@@ -236,6 +233,7 @@ def test_means_are_over_time(image_root: Path, judged: list[Measured]) -> None:
     assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
     assert (found.rate, found.period_ms, found.own_ms) == (128 / 40, 5000, 20)
     assert (found.slowdowns, found.step_alone, found.workers) == ("board limit", 50.0, 0)
+    assert (found.mode, found.auto) == ("cpu", False) and 1e3 < found.mean_bytes < 1e5
     assert without_graph.own_ms == 0  # it would include waiting for the host
 
 
@@ -258,25 +256,3 @@ def test_all_ranks_have_the_same_verdict(image_root: Path) -> None:
         assert found == verdict.sentences("run")
         verdict.add(lasting(900.0))
         assert verdict.sentences("run")[0].startswith("none: less than 3 s")
-
-
-def test_remedies_have_prices_if_the_images_limit(
-    image_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files are decoded for them only then."""
-    measured = []
-
-    def measure(*_: Any, **__: Any) -> Any:
-        measured.append(1)
-        return (Remedy(SHRINK, {"cpu": 2.0}),)
-
-    monkeypatch.setattr("engine.tune.prices.measure_remedies", measure)
-    monkeypatch.setattr("pipeline.worker.time", WORKER_CLOCK)
-    monkeypatch.setattr("pipeline.worker.waited_for_core", lambda: 0.0)
-    with open_run(image_root, *CPU, kind=SlowDecoder) as (feed, verdict):
-        list(feed.train.batches(0, 4))
-        for waits, count in ((0.01, 0), (0.6, 1)):
-            verdict.add(lasting(32.0, batches=8, wait_fraction=waits))  # 4 images/s
-            found = verdict.sentences("epoch")
-            assert len(measured) == count
-    assert f"{SHRINK} (about 7 img/s)" in found[1]

@@ -1,4 +1,4 @@
-"""The search of loader.workers=auto on simulated hosts, with and without JPEG engines."""
+"""The search of loader.workers=auto on simulated hosts, with and without other modes."""
 
 import itertools
 import math
@@ -11,18 +11,24 @@ import pytest
 import torch
 
 from engine.stop_signal import StopSignal
-from engine.tune.benchmark import ENGINE_MARGIN, SLOWED, Benchmark
+from engine.tune.benchmark import MARGIN, SLOWED, Benchmark
 from engine.tune.measured import Measured
 from engine.tune.search import ROUNDS, Candidate, best_setting, next_setting, search
-from pipeline.loader_plan import workers_for
 from tests.engine.tune.sweeps import SWEEPS
 from tests.loader_plans import world_of
 
-DECODERS = ("simplejpeg", "gpu", "hybrid")
+MODES = ("cpu", "gpu", "hybrid")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
 READING = 6600.0  # images/s of a worker that only reads
 MOST_SHARE = 0.97  # of a batch, that the engines decode with hybrid
-Found = tuple[str, int, list[tuple[str, int]]]  # decoder, number of workers, trials
+Found = tuple[str, int, list[tuple[str, int]]]  # mode, number of workers, trials
+
+
+def workers_in(mode: str, cores: int) -> int:
+    """As of a dataset."""
+    if mode == "gpu":
+        return min(6, max(2, cores))
+    return max(1, cores - 1) if mode == "hybrid" else cores
 
 
 @dataclass(frozen=True)
@@ -48,21 +54,21 @@ class Host:
     uses: float
 
     def share(self, workers: int, each: float) -> float:
-        """Where EngineUpload ends."""
+        """Where the share of the engines ends."""
         share = 0.5
         for _ in range(60):
             decoded = workers / (1 / each + share / (1 - share) / READING)
             together = self.engines / (self.engines + decoded)
-            share = min(together, max(0.0, 1 - decoded / (ENGINE_MARGIN * self.demand)), MOST_SHARE)
+            share = min(together, max(0.0, 1 - decoded / (MARGIN * self.demand)), MOST_SHARE)
         return share
 
-    def run(self, decoder: str, workers: int) -> tuple[float, float, float]:
+    def run(self, mode: str, workers: int) -> tuple[float, float, float]:
         """Images/s, share of the time waiting, and images/s of a worker."""
         each = self.per_worker * (1 - self.contention * (workers - 1) / self.cores)
-        share = self.share(workers, each) if decoder == "hybrid" else float(decoder == "gpu")
+        share = self.share(workers, each) if mode == "hybrid" else float(mode == "gpu")
         supply = workers / ((1 - share) / each + share / READING)
         supply = min(supply, self.engines / share) if share else supply
-        missing = max(0.0, workers + self.threads + BUSY_THREADS.get(decoder, 0.0) - self.cores)
+        missing = max(0.0, workers + self.threads + BUSY_THREADS.get(mode, 0.0) - self.cores)
         takes = self.demand * max(0.1, 1 - self.slow * missing) * (1 - self.uses * share)
         fed = supply / takes
         rate = takes * min(1, fed) * (1 - 0.03 * math.exp(-(((fed - 1) / 0.06) ** 2)))
@@ -73,29 +79,29 @@ class Host:
 class SimulatedBenchmark(Benchmark):
     """Tries settings on a simulated host, with some noise."""
 
-    run: Any  # decoder, workers -> images/s, share of waiting, images/s of a worker
+    run: Any  # mode, workers -> images/s, share of waiting, images/s of a worker
     noise: Any
     engines: float
     order: list[tuple[str, int]] = field(default_factory=list)
 
-    def try_engines(self) -> None:
+    def try_mode(self, mode: str) -> None:
         """The engines work."""
 
-    def engine_rate(self) -> float:
+    def device_rate(self) -> float:
         return 1.08 * self.engines
 
-    def measure_worker(self, *, encoded: float) -> Measured:
-        assert encoded == 1.0, "the other one is an argument"
+    def measure_worker(self, mode: str) -> Measured:
+        assert mode == "gpu", "the other one is an argument"
         return Measured(cpu_ms=1e3 / READING)
 
-    def trial(self, decoder: str, workers: int, steps: int, demand: float) -> Measured:
-        self.order.append((decoder, workers))
-        rate, wait, each = self.run(decoder, workers)
+    def trial(self, mode: str, workers: int, steps: int, demand: float) -> Measured:
+        self.order.append((mode, workers))
+        rate, wait, each = self.run(mode, workers)
         # So that noise and start hardly count: 2 s, or 200 steps.
-        assert decoder == "hybrid" or steps >= min(200, round(2 * 0.6 * rate / 32))
+        assert mode == "hybrid" or steps >= min(200, round(2 * 0.6 * rate / 32))
         rate *= 1 + self.noise.normal(0, 0.004)
         each *= 1 + self.noise.normal(0, 0.02)
-        slowed = decoder != "gpu" and rate < SLOWED * demand * (1 - wait)
+        slowed = mode != "gpu" and rate < SLOWED * demand * (1 - wait)
         return Measured(cpu_ms=1e3 / each, rate=rate, wait_fraction=wait, slowed=slowed)
 
 
@@ -107,18 +113,16 @@ def find(
     cores: int,
     noise: Any,
     engines: float = 1.0,
-    decoders: tuple[str, ...] = ("simplejpeg",),
+    modes: tuple[str, ...] = ("cpu",),
     ceiling: int = 0,
     deadline: float = math.inf,
 ) -> Found:
     loader = SimpleNamespace(
-        decoders=decoders,
-        decoder=decoders[0],
-        ceiling=ceiling or 2 * cores,
-        cores=cores - 1,
-        uses_engines=any(name in ("gpu", "hybrid") for name in decoders),
+        modes=modes, ceiling=ceiling or 2 * cores, cores=workers_in(modes[0], cores - 1)
     )
-    feed: Any = SimpleNamespace(train=SimpleNamespace(loader=SimpleNamespace(batch_size=32)))
+    dataset = SimpleNamespace(workers_in=workers_in)
+    train = SimpleNamespace(loader=SimpleNamespace(batch_size=32, dataset=dataset))
+    feed: Any = SimpleNamespace(train=train)
     plan: Any = SimpleNamespace(loader=loader)
     world = world_of(torch.device("cpu"))
     benchmark = SimulatedBenchmark(
@@ -127,14 +131,12 @@ def find(
         noise=noise,
         engines=engines,
     )
-    alone = Measured(cpu_ms=1e3 / (READING if decoders[0] == "gpu" else probed))
+    alone = Measured(cpu_ms=1e3 / (READING if modes[0] == "gpu" else probed))
     trials, _ = search(benchmark, demand, alone, deadline)
     return *best_setting(trials), benchmark.order
 
 
-def tune(
-    host: Host, misjudged: float, seed: int = 0, decoders: tuple[str, ...] = DECODERS
-) -> Found:
+def tune(host: Host, misjudged: float, seed: int = 0, modes: tuple[str, ...] = MODES) -> Found:
     noise = np.random.default_rng(seed)
     return find(
         host.run,
@@ -143,7 +145,7 @@ def tune(
         cores=host.cores,
         noise=noise,
         engines=host.engines,
-        decoders=decoders,
+        modes=modes,
     )
 
 
@@ -152,7 +154,7 @@ def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
     demand, probed, cells = SWEEPS[name]
     columns = [list(column) for column in zip(*cells.values(), strict=True)]
 
-    def run(decoder: str, workers: int) -> tuple[float, float, float]:
+    def run(mode: str, workers: int) -> tuple[float, float, float]:
         rate, wait, supply = (float(np.interp(workers, list(cells), column)) for column in columns)
         return rate, wait, supply / workers
 
@@ -164,14 +166,13 @@ def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
     assert found <= knee + 1
 
 
-# With JPEG engines.
+# With modes that use JPEG engines.
 
 
 def best_rate(host: Host) -> float:
-    """The highest rate of any decoder with any number of workers."""
-    most = dict.fromkeys(DECODERS, host.cores - 1)
-    most["gpu"] = workers_for("gpu", host.cores - 1)
-    return max(host.run(name, n)[0] for name in DECODERS for n in range(1, most[name] + 1))
+    """The highest rate of any mode with any number of workers."""
+    most = dict.fromkeys(MODES, host.cores - 1) | {"gpu": workers_in("gpu", host.cores - 1)}
+    return max(host.run(name, n)[0] for name in MODES for n in range(1, most[name] + 1))
 
 
 slow_test = pytest.mark.slow
@@ -193,8 +194,8 @@ def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) ->
         )
     ):
         host = Host(demand, per_worker, engines, cores, slow, 2, contention, uses)
-        decoder, workers, trials = tune(host, misjudged, seed)
-        ratios.append(host.run(decoder, workers)[0] / best_rate(host))
+        mode, workers, trials = tune(host, misjudged, seed)
+        ratios.append(host.run(mode, workers)[0] / best_rate(host))
         assert 1 <= len(trials) <= ROUNDS
         assert max(workers for _, workers in trials) < cores
     assert min(ratios) >= 0.93
@@ -213,17 +214,17 @@ def test_choice_on_known_hosts(misjudged: float) -> None:
     for host, expected, most_trials in (
         (RESNET50, "hybrid", 4),
         (RESNET18, "hybrid", 2),
-        (SHRUNK, "simplejpeg", 3),
-        (replace(SHRUNK, demand=7379), "simplejpeg", 3),
+        (SHRUNK, "cpu", 3),
+        (replace(SHRUNK, demand=7379), "cpu", 3),
         (replace(RESNET50, cores=4), "hybrid", 3),
-        (replace(RESNET50, engines=1), "simplejpeg", 3),
+        (replace(RESNET50, engines=1), "cpu", 3),
     ):
-        decoder, workers, trials = tune(host, misjudged)
-        assert decoder == expected and len(trials) <= most_trials, host
-        assert host.run(decoder, workers)[0] >= 0.98 * best_rate(host)
+        mode, workers, trials = tune(host, misjudged)
+        assert mode == expected and len(trials) <= most_trials, host
+        assert host.run(mode, workers)[0] >= 0.98 * best_rate(host)
     for given in ("hybrid", "gpu"):
-        decoder, _, trials = tune(RESNET50, misjudged, decoders=(given,))
-        assert decoder == given and {name for name, _ in trials} == {given}
+        mode, _, trials = tune(RESNET50, misjudged, modes=(given,))
+        assert mode == given and {name for name, _ in trials} == {given}
 
 
 def test_the_deadline_ends_the_search() -> None:
@@ -252,5 +253,5 @@ def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], exp
         workers: Measured(cpu_ms=10, rate=rate, wait_fraction=wait, slowed=slowed)
         for workers, (rate, wait, slowed) in tried.items()
     }
-    candidates = {"region": Candidate(first=8, cap=14, per_worker=100.0, bound=math.inf)}
-    assert next_setting({"region": measured}, candidates, 1000.0) == ("region", expected)
+    candidates = {"cpu": Candidate(first=8, cap=14, per_worker=100.0, bound=math.inf)}
+    assert next_setting({"cpu": measured}, candidates, 1000.0) == ("cpu", expected)

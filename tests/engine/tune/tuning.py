@@ -1,21 +1,22 @@
-"""Measuring on a CPU as on a GPU, with simulated cores and JPEG engines; a result to remember."""
+"""Measuring on a CPU as on a GPU, with simulated cores and modes; a result to remember."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from engine.tune import autotune, benchmark, search
 from pipeline import loader_plan, machine
-from tests.engines import PillowEngines
+from pipeline.batch import DeviceSlot
+from pipeline.dataset import FolderDataset
 
 TUNED = autotune.Tuned(
-    decoder="region",
+    mode="cpu",
     workers=14,
     prefetch_factor=3,
     pin_memory=True,
-    alternatives={"region": 5600.0},
+    alternatives={"cpu": 5600.0},
     demand=6690.0,
     rate=5600.0,
     wait_fraction=0.16,
@@ -40,23 +41,33 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.2) -> None:
 
 
 def compare_always(patch: Patch) -> None:
-    """Compare the engines with the CPU decoder even if that is enough."""
+    """Compare all modes even if the CPU decoder is enough."""
     patch(search, "is_enough", lambda trials: False)
     patch(search, "could_win", lambda *_: True)
     patch(search, "ROUNDS", 20)  # so that each of them is tried, however slow
 
 
-def simulate_engines(patch: Patch, engines: type = PillowEngines) -> None:
-    """Offer stand-ins for JPEG engines, which are always compared with the CPU decoder."""
-    from pipeline import gpu
-
-    choose, cuda = loader_plan.choose_decoders, torch.device("cuda")
-    patch(loader_plan, "why_no_engines", lambda device: None)
-    patch(loader_plan, "choose_decoders", lambda a, b, _, *more: choose(a, b, cuda, *more))
-    patch(gpu, "GpuDecoder", engines)
+def choose(patch: Patch, mode: str) -> None:
+    """Find this mode to be the fastest."""
     compare_always(patch)
+    patch(autotune, "best_setting", lambda trials: (mode, min(trials[mode])))
 
 
-def choose(patch: Patch, decoder: str) -> None:
-    """Find this decoder to be the fastest."""
-    patch(autotune, "best_setting", lambda trials: (decoder, min(trials[decoder])))
+class WithModes(FolderDataset):
+    """In the modes of a device, the images are negatives."""
+
+    modes = ("cpu", "gpu", "hybrid")
+    mode, device_rate = "cpu", 1e4
+
+    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+        self.mode = mode
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        found = super().on_device(fields, slot)
+        return found if self.mode == "cpu" else {**found, "image": -found["image"]}
+
+
+def with_modes(dataset: FolderDataset, *_: object) -> FolderDataset:
+    """For data.on_device."""
+    dataset.__class__ = WithModes
+    return dataset

@@ -3,17 +3,20 @@
 import itertools
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
+from torch import Tensor
 
-from pipeline.augment import (
+from conf import cli
+from extras.rand_augment import (
     MATRICES,
     NAMES,
     OPERATIONS,
@@ -23,10 +26,23 @@ from pipeline.augment import (
     TrivialAugment,
     argument,
     as_rows,
+    on_gpu,
 )
-from pipeline.augment import apply_operations as apply_on_cpu
+from extras.rand_augment import apply_operations as apply_on_cpu
+from extras.rand_augment.on_gpu import (
+    COLUMNS,
+    MOVED,
+    DrawnOperations,
+    apply_operations,
+    has_kernels,
+    kernel_rows,
+)
+from pipeline.augment import Compose
+from pipeline.batch import Field
+from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from tests.pipeline.test_augment import TIMM
+from tests.extras.rand_augment.test_operations import TIMM
+from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, open_loader, opened, training
 
 MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FILL = 124 | 116 << 8 | 104 << 16
@@ -59,7 +75,7 @@ def example_images(size: int, photo: Path) -> np.ndarray:
     )
 
 
-def on_gpu(images: np.ndarray, operations: np.ndarray) -> np.ndarray:
+def made_on_gpu(images: np.ndarray, operations: np.ndarray) -> np.ndarray:
     """Apply operations to uint8 [B, S, S, 3] on a GPU."""
     pixels = torch.from_numpy(images).cuda().permute(0, 3, 1, 2)
     return apply_operations(pixels, operations).permute(0, 2, 3, 1).cpu().numpy()
@@ -139,8 +155,109 @@ def test_rows_keep_the_order_of_operations_and_images() -> None:
     np.testing.assert_array_equal(rows[1, ::2, 1], [192, 3])
 
 
+# The dataset that only draws them; without a GPU, Pillow stands in for the kernels.
+
+CROP = "{random_resized_crop: {size: 48}}, horizontal_flip"
+RAND = rf"augment.train=[{CROP}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
+TRIVIAL = f"augment.train=[{CROP}, extras.rand_augment:TrivialAugment]"
+ON_GPU = "data.on_device=[extras.rand_augment.on_gpu:on_gpu]"
+
+
+def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
+    """Apply drawn operations as `apply_operations`, but on a CPU."""
+    made = []
+    for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True):
+        drawn = [Operation(NAMES[int(n)], value, int(mode), int(f)) for n, value, mode, f in rows]
+        made.append(apply_on_cpu(Picture(image), drawn).pixels())
+    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
+
+
+@pytest.fixture
+def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "apply_operations", pillow_operations)
+    monkeypatch.setattr(on_gpu, "has_kernels", lambda device: True)
+
+
+@pytest.mark.usefixtures("pillow")
+@pytest.mark.parametrize(
+    ("entries", "batch", "workers"),
+    [(RAND, "[mixup]", 2), (TRIVIAL, "[]", 0)],
+    ids=["rand with mixup", "trivial"],
+)
+def test_operations_on_the_device_make_the_batches_of_the_workers(
+    image_root: Path, tmp_path: Path, entries: str, batch: str, workers: int
+) -> None:
+    """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
+    root = shutil.copytree(image_root, tmp_path / "images")
+    for path in sorted(root.glob("train/*/0[3-5].jpg")):
+        path.write_bytes(path.read_bytes()[:400])
+    overrides = (entries, f"augment.batch={batch}", "data.on_error=skip")
+    options: Any = {"dtype": torch.bfloat16, "workers": workers}
+    with opened(root, *overrides, **options) as feed:
+        expected = training(feed)
+    with opened(root, *overrides, ON_GPU, **options) as feed:
+        assert isinstance(feed.train.loader.dataset, DrawnOperations)
+        assert_equal(training(feed), expected)
+
+
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
+    plain = crops(image_root / "train")
+    plain.transform = Compose([*plain.transform.transforms, RandAugment()], SIZE)
+    dataset: Any = DrawnOperations(plain)
+    with open_loader(dataset, start_method=start_method) as loader:
+        (batch,) = loader.batches(0, 1)
+        for row, (epoch, index) in enumerate(loader.samples(0).tolist()):
+            drawn = dataset.load(epoch, index)["operations"]
+            np.testing.assert_array_equal(batch.fields["operations"][row], drawn)
+
+
+class Negative(FolderDataset):
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        return {"image": 255 - picture.pixels()}
+
+
+class Deep(FolderDataset):
+    fields = {"image": Field(np.uint8, (SIZE, SIZE, 5), image=True)}
+
+
+@pytest.mark.usefixtures("pillow")
+def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None:
+    """Those that do not end in them, and those that make other images than a FolderDataset."""
+    flip, rand = (lambda picture, rng: picture.mirrored()), RandAugment()
+    for kind, transforms, drawn in (
+        (FolderDataset, [flip, rand], True),
+        (FolderDataset, [rand, flip], False),
+        (FolderDataset, [], False),
+        (Negative, [flip, rand], False),
+        (Deep, [flip, rand], False),
+    ):
+        dataset: Any = crops(image_root / "train", kind)
+        dataset.transform = Compose(transforms, SIZE)
+        found = on_gpu.on_gpu(dataset, cli.load(["data=fake"]), CPU)
+        assert isinstance(found, DrawnOperations) == drawn and (drawn or found is dataset)
+    fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)
+    assert on_gpu.on_gpu(fake, cli.load(["data=fake"]), CPU) is fake
+
+
 def test_the_kernels_need_a_gpu() -> None:
-    assert not has_kernels(torch.device("cpu"))
+    assert not has_kernels(CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("entries", [RAND, TRIVIAL], ids=["rand", "trivial"])
+def test_operations_make_the_same_batches_on_a_gpu(
+    image_root: Path, entries: str, dtype: torch.dtype
+) -> None:
+    options: Any = {"workers": 2, "dtype": dtype}
+    with opened(image_root, entries, **options) as feed:
+        expected = training(feed)
+    with opened(image_root, entries, ON_GPU, device=torch.device("cuda", 0), **options) as feed:
+        assert isinstance(feed.train.loader.dataset, DrawnOperations)
+        assert_equal(training(feed), expected)
 
 
 # The pixels.
@@ -153,7 +270,7 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = np.repeat([as_rows([each]) for each in drawn], 8, axis=0)
-    found = on_gpu(np.concatenate([images] * len(drawn)), operations)
+    found = made_on_gpu(np.concatenate([images] * len(drawn)), operations)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
     np.testing.assert_array_equal(found, expected)
 
@@ -182,11 +299,11 @@ def test_operations_of_a_batch_are_applied_in_their_order(
         for image, operations in zip(images, drawn, strict=True)
     ]
     operations = np.stack([as_rows(each) for each in drawn])
-    np.testing.assert_array_equal(on_gpu(images, operations), expected)
+    np.testing.assert_array_equal(made_on_gpu(images, operations), expected)
     # Small batches, whose size is odd.
     for first in range(0, 24, 3):
         part = slice(first, first + 3)
-        found = on_gpu(images[part], operations[part])
+        found = made_on_gpu(images[part], operations[part])
         np.testing.assert_array_equal(found, expected[part])
 
 
@@ -224,7 +341,8 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
 def test_without_a_compiler_the_workers_apply_the_operations(tmp_path: Path) -> None:
     """A warning says why; Triton keeps what it compiled in a folder of its own."""
     code = (
-        "import torch, pipeline.gpu.augment as gpu;print(gpu.has_kernels(torch.device('cuda', 0)))"
+        "import torch, extras.rand_augment.on_gpu as gpu;"
+        "print(gpu.has_kernels(torch.device('cuda', 0)))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "CC"}
     environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}

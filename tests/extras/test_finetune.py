@@ -14,10 +14,9 @@ from PIL import Image
 import models
 import train
 from conf import cli
-from conf.compose import load
-from conf.schema import UserError, config_values
+from conf.schema import config_values
 from engine import checkpoint
-from engine.extras.finetune import decide
+from extras.finetune import completed
 from pipeline.build import build_datasets
 from tests.libraries import timm_module
 from tests.results import same, stored
@@ -104,7 +103,7 @@ def frozen_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     """Dotted key -> value of a config that has been completed."""
     config = cli.load(["recipe=finetune", "data.root=/nowhere", *typed])
-    return config_values(load(config.typed, decided=decide(config, images, ranks)))
+    return config_values(completed(config, images, ranks))
 
 
 def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights: weights) -> str:
@@ -122,8 +121,9 @@ def test_fine_tuning_is_better_than_training_from_scratch(
     found = capsys.readouterr().out
     assert f"note     from {learned}: " in found and "model.name=resnet_tiny" in found
     assert "for 18 training images: loader.batch_size=8, optim.lr=0.015, schedule.war" in found
-    config = load(config.typed, decided=decide(config, 18))
-    config = replace(config, adapt=False, model=replace(config.model, weights=None))
+    config = completed(config, 18)
+    alone = replace(config.train, prepare=None)
+    config = replace(config, train=alone, model=replace(config.model, weights=None))
     config = replace(config, run=replace(config.run, dir=str(tmp_path / "scratch")))
     assert tuned["top1"] > 80 and train.train(config)["top1"] < 60
 
@@ -214,14 +214,6 @@ def test_files_of_other_projects(
         crop = values["augment.train"][0]["random_resized_crop"]
         assert crop.get("interpolation") == resize.get("interpolation")
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
-
-
-def test_sizes_are_checked_with_the_decided_values(pretrained: Path) -> None:
-    typed = [f"model.weights={pretrained}", "data.sizes={0: 24, 50: 32}"]
-    values = decided(36, *typed)
-    assert (values["data.image_size"], values["train.epochs"]) == (32, 100)
-    with pytest.raises(UserError, match="before epoch 50"):
-        decided(36, *typed, "train.epochs=20")
 
 
 @pytest.mark.parametrize(("scale", "crops"), [(BICUBIC, ["x"]), (None, ["bicubic"]), (None, [])])

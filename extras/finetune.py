@@ -1,8 +1,10 @@
-"""Values of a fine-tuning that follow from the weights and from the number of images.
+"""Fine-tuning: values that follow from the weights and from the number of images.
 
-A recipe with `adapt: true` leaves them to the program; a typed key or group overrides them. They
-are the same at every start of a run, because they depend only on the file, the number of images and
-(the batch) the number of ranks, and they are part of the run's identity.
+    python train.py recipe=finetune data.root=/photos model.weights=resnet50-0676ba61.pth
+
+A typed key or group overrides them. They are the same at every start of a run, because they depend
+only on the file, the number of images and (the batch) the number of ranks, and they are part of the
+run's identity.
 """
 
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import models
 from conf.compose import load
-from conf.schema import Config, UserError, typed_keys, with_size
+from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
 from engine import checkpoint
 from engine.distributed import World
 from engine.plan import suited_batch
@@ -28,16 +30,26 @@ WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
 LARGEST_BATCH = 256
 # 0.03 for a batch of 512, as in the code of ViT (arXiv 2010.11929). Proportional to larger batches
 # (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
-# reached 46 % and 0.01 94 % in 20 epochs (images of tests/test_finetune.py).
+# reached 46 % and 0.01 94 % in 20 epochs (images of tests/extras/test_finetune.py).
 LR = 0.015
 
 
-def adapt(config: Config, world: World) -> Config:
-    """Return the config with what `decide` returns as one more layer. Collective."""
+def prepare(config: Config, world: World) -> Config:
+    """Return the config with what follows from its weights and images. Collective."""
     images = world.on_all_ranks(lambda: len(build_datasets(config).train))
-    values = world.on_all_ranks(lambda: decide(config, images, world.size))
-    decided = world.on_all_ranks(lambda: load(config.typed, decided=values))
-    return replace(decided, run=config.run)  # named after what is typed
+    return world.on_all_ranks(lambda: completed(config, images, world.size))
+
+
+def completed(config: Config, images: int, ranks: int = 1) -> Config:
+    """Return the config with what `decide` returns above its recipe, and notes that say so."""
+    decided = decide(config, images, ranks)
+    flat = {key: value for values in decided.values() for key, value in values.items()}
+    found = load(config.typed, decided=flat)
+    used, notes = config_values(found), list(found.notes)
+    for reason, values in decided.items():
+        same = [f"{key}={show(used[key])}" for key in values if used[key] == values[key]]
+        notes += [f"{reason}: {', '.join(same)}"] if same else []
+    return replace(found, run=config.run, notes=notes)  # named after what is typed
 
 
 def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
@@ -104,6 +116,8 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     if "bicubic" in str(values.get("augment.val")):
         size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
         values["augment.train"] = [_bicubic(entry, size) for entry in config.augment.train]
+    if "data.image_size" in typed:
+        values["data.val_size"] = "${data.image_size}"
     return values
 
 

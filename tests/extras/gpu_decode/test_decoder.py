@@ -1,7 +1,5 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
-import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,28 +9,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pipeline.gpu import geometry
-from pipeline.gpu.decoder import (
-    EngineError,
-    Engines,
-    EngineUpload,
-    GpuDecoder,
-    why_no_engines,
-)
-from pipeline.gpu.encoded import first_on_pixels
-from pipeline.gpu.geometry import engines_support, write_geometry
 
+from extras.gpu_decode import EngineDataset, geometry
+from extras.gpu_decode.decoder import EngineError, Engines, GpuDecoder, why_no_engines
+from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import ImageFormat
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.index import load_index
-from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.prefetcher import Prefetcher
-from pipeline.shared import Pinned
 from tests.drawings import draw_image
-from tests.engines import PillowEngines
-from tests.reliability.odd_images import encoded, exif
+from tests.pipeline.loaders import open_loader
+from tests.reliability.odd_images import encoded
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -109,13 +98,6 @@ def test_geometry_that_the_kernel_cannot_make() -> None:
     assert not write_geometry(decode.Picture(np.zeros((80, 100, 3), np.uint8)), row)
 
 
-def test_lists_that_need_pixels_of_every_image() -> None:
-    grey: Any = {"v2.RandomGrayscale": {"p": 0.5}}
-    assert first_on_pixels(transform([*TRAIN, "rand_augment"])) is None  # the GPU applies it
-    assert first_on_pixels(transform([*TRAIN, "rand_augment", grey])) == 2
-    assert first_on_pixels(transform([{"random_crop": {"size": 500, "padding": 200}}])) == 0
-
-
 def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None = None) -> bytes:
     """Insert a segment before the first scan."""
     length = len(content) + 2 if length is None else length
@@ -154,100 +136,6 @@ UNUSUAL: dict[str, bytes] = {
 def test_engines_get_only_usual_files(kind: str) -> None:
     data = (USUAL | UNUSUAL)[kind]
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
-
-
-# Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
-
-
-def loader_of(
-    dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
-) -> Iterator[Loader]:
-    source = start_source(dataset, batch_size=batch, slots=4, file_bytes=file_bytes)
-    with WorkerPool([source], workers=1) as pool:
-        loader = Loader(
-            pool,
-            0,
-            lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1),
-            in_use=1,
-        )
-        loader.encoded_share = share
-        yield loader
-
-
-@pytest.mark.parametrize(
-    ("share", "file_bytes", "files"),
-    [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (1.0, 64, 0)],
-)
-def test_slot_holds_files_and_geometry(
-    image_root: Path, share: float, file_bytes: int, files: int
-) -> None:
-    dataset = FolderDataset(
-        load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3
-    )
-    for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
-        for batch in loader.batches(0, 3):
-            encoded = loader.pool.sources[0].encoded
-            assert encoded is not None
-            table = encoded.geometry.array[batch.slot]
-            assert (table[:, geometry.LENGTH] > 0).sum() == files
-            for row in range(8):
-                index = 8 * batch.step + row
-                length, offset, *size = table[row, : geometry.HEIGHT + 1].astype(int)
-                sample = dataset[index]
-                if length:
-                    file = encoded.files.array[batch.slot][offset : offset + length].tobytes()
-                    assert file == Path(dataset.name(index)).read_bytes()
-                    assert tuple(size) == Image.open(dataset.name(index)).size
-                else:
-                    np.testing.assert_array_equal(batch.fields["image"][row], sample["image"])
-                assert batch.fields["label"][row] == sample["label"]
-            loader.load_in_process(batch)
-            assert not table[:, geometry.LENGTH].any()
-            expected = dataset[8 * batch.step]["image"]
-            np.testing.assert_array_equal(batch.fields["image"][0], expected)
-            batch.release(None)
-
-
-@pytest.mark.parametrize("turn", [False, True])
-def test_a_worker_decodes_what_is_to_be_turned(
-    image_root: Path, tmp_path: Path, turn: bool
-) -> None:
-    split = Path(shutil.copytree(image_root / "train", tmp_path / "train"))
-    for path in (split / "checks").glob("*[05].jpg"):
-        with Image.open(path) as image:
-            image.save(path, exif=exif(6))
-    index = load_index(split, key="data.train")
-    dataset = FolderDataset(index, transform(TRAIN), seed=3, exif_orientation=turn)
-    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
-        for batch in loader.batches(0, 1):
-            table = loader.pool.sources[0].encoded.geometry.array[batch.slot]
-            turned = [0, 5] if turn else []
-            assert np.flatnonzero(table[:, geometry.LENGTH] == 0).tolist() == turned
-            for row in turned:
-                image = dataset[row]["image"]
-                np.testing.assert_array_equal(batch.fields["image"][row], image)
-            batch.release(None)
-
-
-def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
-    image_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN))
-    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
-        engines: Any = PillowEngines(torch.device("cpu"), 8)
-        engines.broken = True
-        upload = EngineUpload(loader, engines)
-        image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
-        prefetcher = Prefetcher(loader, image, depth=1)
-        prefetcher.set_upload(upload)
-        for batch in prefetcher.batches(0, 2):
-            for row in range(8):
-                expected = dataset[8 * batch.step + row]["image"]
-                found = batch["image"][row].permute(1, 2, 0).numpy()
-                np.testing.assert_array_equal(found, expected)
-        prefetcher.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "the CPU decoder decodes this batch instead" in caplog.text
 
 
 class Library:
@@ -290,9 +178,7 @@ def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -
             engines.decode(array, array, array, stream)
         counts.append(library.calls.count("nvjpegDecodeBatchedInitialize"))
     assert counts == [1, 1, 2, 3]
-    engines.close()
     assert library.calls[:2] == ["nvjpegCreateEx", "nvjpegJpegStateCreate"]
-    assert library.calls[-2:] == ["nvjpegJpegStateDestroy", "nvjpegDestroy"]
 
 
 # On a GPU.
@@ -302,7 +188,10 @@ def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -
 def test_engines_are_found_or_their_absence_is_explained() -> None:
     device = torch.device("cuda", 0)
     reason = why_no_engines(device)
-    assert reason is None or "nvJPEG" in reason
+    if reason is None:  # opened once: nobody closes them
+        assert GpuDecoder(device, 2).engines is GpuDecoder(device, 2).engines
+    else:
+        assert "nvJPEG" in reason
     assert why_no_engines(torch.device("cpu")) == "training does not run on CUDA"
 
 
@@ -315,8 +204,9 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
     rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
     for number, row in enumerate(rows.numpy()):
         row[:] = row_of(transform(SQUASH)(file_of((side, side)), sample_rng(0, 0, number)))
-        row[geometry.LENGTH : geometry.HEIGHT + 1] = len(data), number * len(data), side, side
-    files, pixels = np.frombuffer(data + data, np.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
+        row[[geometry.LENGTH, geometry.WIDTH, geometry.HEIGHT]] = len(data), side, side
+    files, pixels = zeros(2, len(data), dtype=torch.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
+    files[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     out = zeros(2, 3, 48, 48, dtype=torch.uint8, device="cuda")
     levels = torch.ones(3, device="cuda"), zeros(3, device="cuda")
     return files, rows, pixels.pin_memory(), out, *levels
@@ -325,7 +215,7 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 @pytest.mark.gpu
 def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They write when they are called, not when the stream gets there."""
-    from pipeline.gpu import crop_kernel
+    from extras.gpu_decode import crop_kernel
 
     gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
 
@@ -357,7 +247,7 @@ def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.Monkey
 
 def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
     """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
-    from pipeline.gpu.crop_kernel import crop_resize
+    from extras.gpu_decode.crop_kernel import crop_resize
 
     on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
     rows[:, geometry.ADDRESS] = [image.data_ptr() for image in on_device]
@@ -388,55 +278,38 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_batches_agree_with_the_cpu_path(
-    image_root: Path, tmp_path: Path, entries: list[Any], share: float
-) -> None:
+@pytest.mark.parametrize("mode", ["gpu", "hybrid"])
+def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mode: str) -> None:
     """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
-    root = tmp_path / "train"
-    (root / "a").mkdir(parents=True)
-    images = [
-        draw_image(name, np.random.default_rng(i))
-        for i, name in enumerate(["waves", "dots", "rings", "plaid"] * 6)
-    ]
-    kinds: list[dict[str, Any]] = [
-        {"quality": 95},
-        {"subsampling": 0},
-        {"progressive": True},
-        {"quality": 80},
-    ]
-    for i, image in enumerate(images):
-        (root / "a" / f"{i:02d}.jpg").write_bytes(encoded(image, **kinds[i % 4]))
-    (root / "a" / "24.jpg").write_bytes(encoded(images[0].convert("CMYK")))
-    (root / "a" / "25.jpg").write_bytes(encoded(images[0], "PNG"))
-    dataset = FolderDataset(load_index(root, key="data.train"), transform(entries), seed=3)
-    device = torch.device("cuda", 0)
-    for loader in loader_of(dataset, share=share, file_bytes=1 << 17, batch=13):
-        with Pinned(loader.pool.sources[0].buffers):
-            upload = EngineUpload(loader, GpuDecoder(device, 13))
-            image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
-            prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.set_upload(upload)
-            loader.encoded_share = share
-            by_workers = 0
-            for batch in prefetcher.batches(0, 2):
-                ours = batch["image"].permute(0, 2, 3, 1).cpu().numpy()
-                for row in range(13):
-                    index = 13 * batch.step + row
-                    if abs(ours[row] - dataset[index]["image"]).max() < 0.01:
-                        by_workers += 1
-                        continue
-                    # From the whole image: the CPU path may scale while decoding.
-                    whole = decode.Picture(
-                        decode.open_picture(
-                            Path(dataset.name(index)).read_bytes(), "pillow"
-                        ).pixels()
-                    )
-                    expected = (
-                        dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
-                    )
-                    difference = abs(ours[row] - expected)
-                    assert difference.mean() < 2, (batch.step, row)
-                    assert np.percentile(difference, 99) < 25, (batch.step, row)
-            # The engines do not support the progressive files, the CMYK file and the PNG.
-            assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
+    names = ["waves", "dots", "rings", "plaid"] * 6
+    images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(names)]
+    kinds: Any = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
+    files = [encoded(image, **kinds[i % 4]) for i, image in enumerate(images)]
+    files += [encoded(images[0].convert("CMYK")), encoded(images[0], "PNG")]
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for i, data in enumerate(files):
+        (tmp_path / "train" / "a" / f"{i:02d}.jpg").write_bytes(data)
+    index = load_index(tmp_path / "train", key="data.train")
+    plain = FolderDataset(index, transform(entries), seed=3)
+    dataset: Any = EngineDataset(plain)
+    dataset.set_mode(mode)
+    format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
+    by_workers = 0
+    with open_loader(dataset, workers=1, batch_size=13, pinned=True, in_use=2) as loader:
+        loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
+        prefetcher = Prefetcher(loader, format, depth=1)
+        for batch in prefetcher.batches(0, 2):
+            ours = batch["image"].permute(0, 2, 3, 1).cpu().numpy()
+            for image, (_, place) in zip(ours, batch.samples.tolist(), strict=True):
+                if abs(image - plain.load(0, place)["image"]).max() < 0.01:
+                    by_workers += 1
+                    continue
+                # From the whole image: the CPU path may scale while decoding.
+                whole = decode.Picture(decode.open_picture(plain.read(place), "pillow").pixels())
+                expected = plain.transform(whole, sample_rng(3, 0, place)).pixels().astype(float)
+                difference = abs(image - expected)
+                assert difference.mean() < 2, place
+                assert np.percentile(difference, 99) < 25, place
+        prefetcher.close()
+    # The engines do not support the progressive files, the CMYK file and the PNG.
+    assert by_workers == 8 if mode == "gpu" else 8 < by_workers < 20

@@ -1,1 +1,0 @@
-"""Optional: expected accuracy of a recipe, fine-tuning, profiler."""

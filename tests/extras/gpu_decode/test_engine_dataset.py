@@ -1,0 +1,318 @@
+"""A dataset whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conf import cli
+from conf.schema import UserError
+from extras import gpu_decode
+from extras.gpu_decode import FILE, GEOMETRY, LEAST_ROOM, READERS, EngineDataset, engines
+from extras.gpu_decode.geometry import HEIGHT, LENGTH, engines_support
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.containers import Folder
+from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.index import Index
+from tests.conftest import Clock
+from tests.extras.gpu_decode.engines import PillowEngines
+from tests.pipeline.loaders import (
+    CPU,
+    assert_equal,
+    crops,
+    loaded,
+    open_loader,
+    opened,
+    training,
+    validation,
+)
+from tests.reliability.odd_images import encoded, exif
+
+CUDA = torch.device("cuda", 0)
+ENGINES = "data.on_device=[extras.gpu_decode:engines]"
+
+
+@pytest.fixture
+def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
+    monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
+
+
+# The samples, as workers make them.
+
+
+def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
+    """Half of the files, whatever the tasks are."""
+    plain = crops(image_root / "train")
+    dataset: Any = EngineDataset(plain)
+    assert dataset.room == max(LEAST_ROOM, int(2.3 * plain.mean_bytes()))
+    dataset.set_mode("hybrid")
+    dataset.shared.array[gpu_decode.SHARE] = 0.5
+    with open_loader(dataset, workers=0) as loader:
+        files = 0
+        for batch in loader.batches(0, 6):
+            samples = loader.samples(batch.step)
+            expected = loaded(plain, samples)
+            assert torch.equal(batch.fields["label"], expected["label"])
+            for row, (_, index) in enumerate(samples.tolist()):
+                length, _, *size = batch.fields[GEOMETRY][row, : HEIGHT + 1].int().tolist()
+                if length:
+                    assert batch.fields[FILE][row, :length].numpy().tobytes() == plain.read(index)
+                    assert tuple(size) == Image.open(plain.name(index)).size
+                else:
+                    assert torch.equal(batch.fields["image"][row], expected["image"][row])
+                files += length > 0
+            batch.release(None)
+    assert files == 6 * 8 / 2
+
+
+def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
+    """Other kinds of files, large ones, and those that are to be turned."""
+    plain = crops(changeable)
+    plain.exif_orientation = True
+    paths = [Path(plain.name(index)) for index in range(8)]
+    image = Image.open(paths[0]).convert("RGB")
+    contents = encoded(image, progressive=True), encoded(image, "PNG"), encoded(image.convert("L"))
+    large = encoded(image) + bytes(1 << 17)
+    for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
+        path.write_bytes(data)
+    dataset: Any = EngineDataset(plain)
+    dataset.room = 1 << 17
+    dataset.set_mode("gpu")
+    samples = np.array([(0, index) for index in range(8)])
+    with open_loader(dataset, workers=1) as loader:
+        loader.samples = lambda step: samples
+        batch = next(loader.batches(0, 1))
+        assert np.flatnonzero(batch.fields[GEOMETRY][:, LENGTH] == 0).tolist() == [0, 1, 2, 3, 4]
+        assert torch.equal(batch.fields["image"][:5], loaded(plain, samples)["image"][:5])
+
+
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
+    dataset: Any = EngineDataset(crops(image_root / "train"))
+    dataset.set_mode("gpu")
+    dataset.engine = PillowEngines(CPU, 8)  # stays here
+    with open_loader(dataset, start_method=start_method) as loader:
+        for batch in loader.batches(0, 3):
+            assert (batch.fields[GEOMETRY][:, LENGTH] > 0).all()
+            batch.release(None)
+
+
+@pytest.mark.parametrize(
+    ("demand", "share"),
+    [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
+)
+def test_engines_take_the_smallest_share_that_is_enough(
+    image_root: Path, demand: float, share: float
+) -> None:
+    """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
+    dataset: Any = EngineDataset(crops(image_root / "train"))
+    shared = dataset.shared.array
+    dataset.set_mode("hybrid", workers=2, demand=demand)
+    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
+    dataset.engine = PillowEngines(CPU, 8)
+    assert dataset.device_rate > 1e6
+    dataset.engine.seconds_per_image = 1 / 3000
+    shared[gpu_decode.SECONDS] = 2e-3
+    for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
+        dataset.set_mode(mode, workers=2, demand=demand)
+        assert shared[gpu_decode.SHARE] == pytest.approx(expected)
+    assert dataset.device_rate == pytest.approx(3000)
+
+
+def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
+    image_root: Path, clock: Clock
+) -> None:
+    """Not those that were read in the mode gpu."""
+
+    class Slow(FolderDataset):
+        def read(self, index: int) -> bytes:
+            clock.now += 1
+            return super().read(index)
+
+    dataset: Any = EngineDataset(crops(image_root / "train", Slow))
+    for mode, expected in (("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.25)):
+        dataset.set_mode(mode)
+        if mode == "hybrid":
+            dataset.shared.array[gpu_decode.SHARE] = 0.5
+        for index in range(9):
+            dataset.load(0, index)
+        assert dataset.shared.array[gpu_decode.SECONDS] == pytest.approx(expected, rel=0.2)
+
+
+# The batches on the device.
+
+
+@pytest.mark.usefixtures("pillow")
+@pytest.mark.parametrize("batch", ["[]", "[mixup]"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_mode_makes_the_batches_of_the_cpu(
+    image_root: Path, workers: int, batch: str
+) -> None:
+    """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
+    options: Any = {"workers": workers, "dtype": torch.bfloat16}
+    overrides = f"augment.batch={batch}", "data.image_size=48"
+    with opened(image_root, *overrides, **options) as plain:
+        expected, validated = training(plain), validation(plain)
+    with opened(image_root, *overrides, ENGINES, modes=("gpu",), **options) as feed:
+        dataset: Any = feed.train.loader.dataset
+        taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
+        most = sum(engines_support(dataset.read(index)) for _, index in taken)
+        for mode in ("gpu", "cpu", "hybrid", "gpu"):
+            feed.set_mode(mode)
+            next(feed.train.batches(0, 9))
+            before = sum(dataset.engine.files)
+            assert_equal(training(feed), expected)
+            files = sum(dataset.engine.files) - before
+            assert {"gpu": files == most, "hybrid": 0 < files < most, "cpu": not files}[mode]
+            assert_equal(validation(feed), validated)
+            assert sum(dataset.engine.files) == before + files
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
+    image_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(image_root) as plain:
+        expected = training(plain)
+    monkeypatch.setattr(PillowEngines, "broken", True)
+    with opened(image_root, ENGINES, modes=("gpu",)) as feed:
+        assert_equal(training(feed), expected)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 9
+    assert "the CPU decodes this batch instead" in caplog.text
+
+
+# Where the engines are used.
+
+CROP: Any = {"random_resized_crop": {"size": 24, "interpolation": "bicubic"}}
+GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
+
+
+class Files(FolderDataset):
+    """A list of files that are not there."""
+
+    def __init__(self, *entries: Any) -> None:
+        transforms = build(entries, TRANSFORMS, key="augment.train")
+        index = Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * 9})
+        super().__init__(index, Compose(transforms, 24))
+
+    def mean_bytes(self) -> float:
+        return 1e5
+
+
+class Edges(Files):
+    """Makes the images itself."""
+
+    def image_fields(self, picture: Any) -> dict[str, Any]:
+        return {"image": 255 - picture.pixels()}
+
+
+def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
+    return engines(dataset, cli.load(["data=fake", *overrides]), device)
+
+
+@pytest.mark.usefixtures("pillow")
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        (Files(CROP, "horizontal_flip"), ""),
+        (Files({"resize": {"size": [24, 24]}}), ""),
+        (Files({"random_crop": {"size": 24, "padding": 2}}), ""),  # only some images need pixels
+        (Files(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
+        (Files({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
+        (FakeDataset(9, 2, 24), "the dataset makes the images itself"),
+        (Edges(CROP), "the dataset makes the images itself"),
+    ],
+)
+def test_datasets_that_leave_nothing_to_the_engines(dataset: Any, reason: str) -> None:
+    found = extended(dataset)
+    assert isinstance(found, EngineDataset) == (not reason)
+    if isinstance(dataset, FolderDataset):
+        assert reason in found.no_modes and bool(reason) == bool(found.no_modes)
+    for mode in ("gpu", "hybrid") if reason else ():
+        with pytest.raises(UserError, match=rf"^loader.decoder={mode}: the GPU's .*: {reason}"):
+            extended(dataset, f"loader.decoder={mode}")
+
+
+def test_machines_and_keys_that_exclude_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extended(plain := Files(CROP), device=CPU) is plain and not plain.no_modes
+    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
+    assert extended(Files(CROP), "train.deterministic=true").no_modes.endswith("excludes them")
+    exact = "train.deterministic=true", "loader.decoder=gpu"
+    assert isinstance(extended(Files(CROP), *exact), EngineDataset)
+    with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
+        extended(Files(CROP), "train.deterministic=true", "loader.decoder=hybrid")
+    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
+    assert extended(Files(CROP)).no_modes.endswith("not used: nvJPEG is not installed")
+    with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
+        extended(Files(CROP), "loader.decoder=gpu")
+
+
+def test_workers_of_each_mode() -> None:
+    dataset: Any = EngineDataset(Files(CROP))
+    found = {mode: [dataset.workers_in(mode, n) for n in (1, 2, 15)] for mode in dataset.modes}
+    assert found == {"cpu": [1, 2, 15], "gpu": [2, 2, READERS], "hybrid": [1, 1, 14]}
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_modes_validate_with_the_same_pixels(image_root: Path, dtype: torch.dtype) -> None:
+    """Those of the CPU, bit for bit, also while the engines decode training batches."""
+    with opened(image_root, dtype=dtype) as plain:
+        expected = validation(plain)
+    options: Any = {"device": CUDA, "workers": 2, "processes": 4, "ceiling": 4, "dtype": dtype}
+    for mode in ("cpu", "gpu", "hybrid"):
+        with opened(image_root, ENGINES, modes=(mode,), **options) as feed:
+            batches = feed.train.batches(0, 20)
+            next(batches)
+            with feed.train.pause(), feed.for_validation():
+                assert_equal(validation(feed), expected)
+            assert len(list(batches)) == 19
+
+
+@pytest.mark.gpu
+def test_images_of_the_engines_are_mixed_in_float32(image_root: Path) -> None:
+    """And rounded once. As without a mix, of images of one level each, they are not clipped."""
+    size = "data.image_size=48"
+    options: Any = {"device": CUDA, "workers": 2, "modes": ("gpu",)}
+    with opened(image_root, size, ENGINES, **options) as feed:
+        plain = training(feed)
+    mix = "augment.batch=[{random_erasing: {p: 0}}]"  # changes nothing
+    with opened(image_root, size, ENGINES, mix, dtype=torch.bfloat16, **options) as feed:
+        for ours, theirs in zip(training(feed), plain, strict=True):
+            assert torch.equal(ours["image"], theirs["image"].bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["cpu", "gpu"])
+def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: str) -> None:
+    """Those that follow from the levels of the same images without operations."""
+    drawn = pytest.importorskip("extras.rand_augment")
+    crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
+    rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
+    levels = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
+    both = "data.on_device=[extras.rand_augment.on_gpu:on_gpu,extras.gpu_decode:engines]"
+    options: Any = {"device": CUDA, "modes": (mode,)}
+    with opened(image_root, f"augment.train=[{crop}]", *levels, ENGINES, **options) as feed:
+        plain = training(feed)
+    with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
+        dataset: Any = feed.train.loader.dataset
+        assert isinstance(dataset, EngineDataset) and "operations" in dataset.fields
+        for batch, before in zip(training(feed), plain, strict=True):
+            for row, (epoch, index) in enumerate(batch.samples.tolist()):
+                rows = FolderDataset.load(dataset.dataset, epoch, index)["operations"]
+                operations = [drawn.Operation(drawn.NAMES[int(n)], *more) for n, *more in rows]
+                image = before["image"][row].round().to(torch.uint8).permute(1, 2, 0).numpy()
+                picture = drawn.apply_operations(drawn.Picture(image), operations)
+                expected = torch.from_numpy(picture.pixels().copy()).permute(2, 0, 1).float()
+                found = batch["image"][row]
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,259 @@
+"""RandAugment and TrivialAugment in a worker: the operations of torchvision and of timm."""
+
+import itertools
+import math
+import random
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conf.packages import import_torchvision
+from extras.rand_augment import (
+    NAMES,
+    OPERATIONS,
+    STRENGTHS,
+    Operation,
+    RandAugment,
+    TrivialAugment,
+    argument,
+)
+from pipeline.augment import follow
+from pipeline.decode import INTERPOLATIONS, Picture
+from tests.distributions import same_distribution
+from tests.drawings import draw_image
+
+FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
+THEIRS = {name: name.title().replace("_", "") for name in NAMES} | {"autocontrast": "AutoContrast"}
+MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+MEAN = {"interpolation": "random", "fill": [124, 116, 104]}  # of ImageNet, as timm fills
+TIMM = {"operations": "timm", "magnitude": 21, "magnitude_std": 1.5, "p": 0.5, **MEAN}
+IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
+
+
+@pytest.fixture(scope="module")
+def transforms() -> ModuleType:
+    import_torchvision()
+    import torchvision.transforms as transforms
+
+    return transforms
+
+
+def names_of(operations: str) -> list[str]:
+    return RandAugment(operations=operations).names
+
+
+def applied(name: str, value: float, interpolation: str = "nearest", fill: int = 0) -> np.ndarray:
+    """IMAGE after an operation, int [H, W, 3]."""
+    operation = Operation(name, value, Image.Resampling[interpolation.upper()], fill)
+    return np.asarray(OPERATIONS[name].apply(IMAGE, operation), int)
+
+
+def their_space(transforms: ModuleType, operations: str) -> dict[str, tuple[torch.Tensor, bool]]:
+    """torchvision's name of an operation -> (magnitude of each strength, whether it is signed)."""
+    space = getattr(transforms.autoaugment, FAMILIES[operations])()._augmentation_space
+    return space(31, IMAGE.size[::-1]) if operations == "torchvision" else space(31)
+
+
+@pytest.mark.parametrize(
+    ("name", "interpolation"),
+    [(name, "nearest") for name in names_of("torchvision")]
+    + [(name, mode) for name in MOVES for mode in INTERPOLATIONS],
+)
+@pytest.mark.parametrize("operations", FAMILIES)
+def test_operation_of_every_strength_is_torchvisions(
+    transforms: ModuleType, operations: str, name: str, interpolation: str
+) -> None:
+    """Interpolated, up to 1 level: the last bit of torchvision's matrices is another one.
+
+    It also decides whether a point on the very border is inside the image.
+    """
+    magnitudes, signed = their_space(transforms, operations)[THEIRS[name]]
+    mode = transforms.InterpolationMode[interpolation.upper()]
+    changed = 0
+    strengths = range(0, STRENGTHS + 1, 1 if interpolation == "nearest" else 3)
+    for strength, sign in itertools.product(strengths, (1, -1)):
+        # torchvision's are float32: unrounded, a translation by 16 pixels is 15.999999, cut to 15.
+        size = round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
+        size = (sign if signed else 1) * size
+        expected = transforms.autoaugment._apply_op(IMAGE, THEIRS[name], size, mode, None)
+        ours = argument(name, sign * strength / STRENGTHS, IMAGE.size, operations)
+        found = applied(name, ours, interpolation)
+        difference = abs(found - np.asarray(expected, int))
+        if interpolation == "nearest":
+            assert not difference.any(), (sign, strength)
+        assert (difference > 1).mean() < 0.001, (sign, strength)
+        changed += not np.array_equal(found, IMAGE)
+    assert changed > max(strengths) / strengths.step or magnitudes.ndim == 0
+
+
+@pytest.mark.parametrize("operations", FAMILIES)
+def test_operations_strengths_and_signs_have_torchvisions_distribution(
+    transforms: ModuleType, monkeypatch: pytest.MonkeyPatch, operations: str
+) -> None:
+    wide = operations == "wide"
+    draws = 6000 if wide else 2000  # RandAugment has one strength per operation
+    drawn: dict[str, list[float]] = {name: [] for name in names_of(operations)}
+    taken: dict[str, list[float]] = {name: [] for name in THEIRS.values()}
+    transform = TrivialAugment() if wide else RandAugment(count=1)
+    for seed in range(draws):
+        ((name, value, *_),) = transform.sample(IMAGE.size, random.Random(seed))
+        drawn[name].append(round(value, 4))
+    note = lambda image, name, magnitude, **_: taken[name].append(round(magnitude, 4))  # noqa: E731
+    monkeypatch.setattr(transforms.autoaugment, "_apply_op", note)
+    theirs = getattr(transforms.autoaugment, FAMILIES[operations])(
+        **({} if wide else {"num_ops": 1})
+    )
+    torch.manual_seed(0)
+    for _ in range(draws):
+        theirs(IMAGE)
+    for name, values in drawn.items():
+        mine, their = np.array(values), np.array(taken[THEIRS[name]])
+        if "translate" in name:
+            their = their.astype(int)
+        deviation = math.sqrt(2 * draws / len(drawn) * (1 - 1 / len(drawn)))  # of the difference
+        assert abs(len(mine) - len(their)) < 5 * deviation, name
+        assert set(abs(mine)) == set(abs(their)), name  # no strength is left out
+        assert same_distribution(mine, their), name
+
+
+# Arguments of timm's increasing list for magnitude 7, computed with timm 1.0.31 (auto_augment.py).
+TIMM_7 = {
+    **{"shear_x": 0.21, "shear_y": 0.21, "rotate": 21, "posterize": 2, "solarize": 77},
+    **{"translate_x": 0.315 * IMAGE.size[0], "translate_y": 0.315 * IMAGE.size[1]},
+    **dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.63),
+    **{"autocontrast": 0, "equalize": 0, "invert": 0, "solarize_add": 77},
+}
+
+
+def test_timms_list_has_timms_operations_and_strengths() -> None:
+    found = {name: argument(name, 0.7, IMAGE.size, "timm") for name in names_of("timm")}
+    assert found == pytest.approx(TIMM_7)
+    levels = np.asarray(IMAGE, int)
+    np.testing.assert_array_equal(applied("invert", 0), 255 - levels)
+    brighter = np.where(levels < 128, np.minimum(levels + 77, 255), levels)
+    np.testing.assert_array_equal(applied("solarize_add", 77), brighter)
+
+
+@pytest.mark.parametrize("name", names_of("timm"))
+def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    timm = pytest.importorskip("timm.data.auto_augment")
+    theirs = THEIRS[name] + "Rel" * ("translate" in name)
+    theirs += "Increasing" * (f"{theirs}Increasing" in timm._RAND_INCREASING_TRANSFORMS)
+    for magnitude, sign, mode in itertools.product(range(10), (1, -1), INTERPOLATIONS):
+        hparams = {"img_mean": (9, 8, 7), "interpolation": Image.Resampling[mode.upper()]}
+        their_sign = -sign if "translate" in name else sign
+        monkeypatch.setattr(timm, "_randomly_negate", lambda level, by=their_sign: level * by)
+        expected = timm.AugmentOp(theirs, 1, magnitude, hparams)(IMAGE)
+        ours = argument(name, sign * magnitude / 10, IMAGE.size, "timm")
+        found = applied(name, ours, mode, 9 | 8 << 8 | 7 << 16)
+        # The last bit of a translation differs, hence a level that is cut to a whole number.
+        assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
+
+
+def test_timms_list_changes_images_as_much_as_timm() -> None:
+    """timm 1.0.31's rand-m7-mstd0.5-inc1 changes this image by 36.0 levels, mean of 20,000."""
+    photo = draw_image("dots", np.random.default_rng(3)).resize((300, 260)).resize((64, 64))
+    levels, transform = np.asarray(photo), RandAugment(**TIMM)
+    changes = [
+        abs(transform(Picture(levels), random.Random(seed)).pixels().astype(int) - levels).mean()
+        for seed in range(1000)
+    ]
+    assert np.mean(changes) == pytest.approx(36.0, abs=4 * np.std(changes) / math.sqrt(1000))
+
+
+def test_random_interpolation_draws_one_of_both_for_each_operation_that_moves() -> None:
+    drawn = {
+        mode: [
+            RandAugment(**TIMM | {"interpolation": mode, "count": 1, "p": 1}).sample(
+                IMAGE.size, random.Random(seed)
+            )[0]
+            for seed in range(600)
+        ]
+        for mode in (*INTERPOLATIONS, "random")
+    }
+    bicubic = [
+        (bilinear, bicubic).index(either)
+        for bilinear, bicubic, either in zip(*drawn.values(), strict=True)
+        if either.name in MOVES
+    ]
+    assert len(bicubic) > 150 and 0.4 < np.mean(bicubic) < 0.6
+    assert {each[2:] for each in drawn["random"] if each.name not in MOVES} == {(0, 0)}
+
+
+@pytest.mark.parametrize(("fill", "corner"), [(7, [7, 7, 7]), ([124, 116, 104], [124, 116, 104])])
+def test_pixels_from_outside_have_the_fill(fill: Any, corner: list[int]) -> None:
+    transform = TrivialAugment(fill=fill, interpolation="bicubic")
+    assert applied("rotate", 40, "bicubic", transform.fill)[0, 0].tolist() == corner
+    drawn = [transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(20)]
+    assert {each.fill for each in drawn if each.name in MOVES} == {transform.fill}
+
+
+def test_other_pixels_than_pillows_are_refused() -> None:
+    for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
+        with pytest.raises(ValueError, match="Augment: need uint8 images of 3 channels"):
+            TrivialAugment()(Picture(pixels), random.Random(0))
+
+
+def test_no_mask_follows() -> None:
+    picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
+    with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
+        follow(np.zeros((120, 176), np.uint8), picture)
+
+
+def strengths_of(**parameters: Any) -> list[int]:
+    """The strengths of the operations of 4,000 images, without those that are left out."""
+    transform = RandAugment(**parameters)
+    images = [transform.sample((8, 8), random.Random(seed)) for seed in range(4000)]
+    assert {len(drawn) for drawn in images} == {2}
+    return [
+        round((1 - value / 255) * STRENGTHS)
+        for drawn in images
+        for name, value, *_ in drawn
+        if name == "solarize"
+    ]
+
+
+def test_rand_augment_leaves_operations_out_with_probability() -> None:
+    found = strengths_of(magnitude=21, p=0.25)
+    chance = 0.25 / len(names_of("torchvision"))
+    assert len(found) == pytest.approx(8000 * chance, abs=4 * math.sqrt(8000 * chance))
+    assert set(found) == {21}
+    assert strengths_of(p=0) == []
+
+
+def test_strengths_are_drawn_from_a_rounded_normal_distribution() -> None:
+    """Clipped to the scale, as in timm."""
+    found = np.array(strengths_of(magnitude=27.4, magnitude_std=3))
+    assert found.max() == STRENGTHS and (found == STRENGTHS).mean() > 0.15
+    theirs = np.random.default_rng(0).normal(27.4, 3, len(found)).round().clip(0, STRENGTHS)
+    assert same_distribution(found, theirs)
+    assert min(strengths_of(magnitude=0.5, magnitude_std=3)) == 0
+
+
+INVALID: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
+    (
+        RandAugment,
+        {
+            "count": (0, 1.5),
+            **dict.fromkeys(("magnitude", "magnitude_std"), (-1, 31)),
+            "p": (-0.1, 1.1),
+            "operations": ("timms", None),
+        },
+    ),
+    (
+        TrivialAugment,
+        {"interpolation": ("lanczos",), "fill": (-1, 256, 0.5, [1, 2], [0, 0, 256], "red")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), INVALID)
+def test_invalid_parameter_is_refused(kind: Any, wrong: dict[str, tuple[Any, ...]]) -> None:
+    for key, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{key}=.*: give "):
+                kind(**{key: value})

@@ -1,0 +1,149 @@
+"""Progressive resizing: each start of the command trains one size, and starts the next one."""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import train
+from conf.schema import UserError
+from engine.distributed import World
+from extras.progressive import _start_again, run
+from tests.conf.refused import DATA, offered
+from tests.processes import HANGS_SECONDS, wait_until
+from tests.results import rows, stored
+from tests.small_run import SMALL_RUN, compose, torchrun
+from tests.small_run import run as run_here
+
+ROOT = Path(__file__).parents[2]
+# 36 images in batches of 8: epoch 1 begins with step 5, and the run ends with step 9.
+SIZES = "train.prepare={extras.progressive\\:run: {sizes: {0: 16, 1: 32}}}"
+
+
+def command(root: Path, folder: Path, *more: str) -> list[str]:
+    words = [*SMALL_RUN, SIZES, f"data.root={root}", f"run.dir={folder}", *more]
+    return [sys.executable, str(ROOT / "train.py"), *words]
+
+
+def started(words: list[str]) -> "subprocess.Popen[str]":
+    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, **options)
+
+
+def size(folder: Path) -> int:
+    return int(yaml.safe_load((folder / "config.yaml").read_text())["data"]["image_size"])
+
+
+@pytest.fixture(scope="module")
+def whole(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run whose sizes follow each other in this process: one call for each."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    first = run_here(image_root, folder, SIZES)
+    assert (first["step"], first["status"], size(folder)) == (5, "finished", 16)
+    second = run_here(image_root, folder, SIZES)
+    assert (second["step"], second["status"], size(folder)) == (9, "finished", 32)
+    assert run_here(image_root, folder, SIZES) == second
+    assert [row["step"] for row in rows(folder, "train")] == list(range(1, 10))
+    assert stored(folder)["history"][0] == "accepted at step 5: data.image_size was 16, is 32"
+    return str(second["params_sha256"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_command_trains_all_sizes(
+    ranks: int, whole: str, image_root: Path, tmp_path: Path
+) -> None:
+    """It replaces the earlier run, and is stopped in the second size, and started again."""
+    folder = tmp_path / "run"
+    run_here(image_root, folder, SIZES, "optim.lr=0.3")
+    words = command(image_root, folder, "checkpoint.every_steps=1", "loader.workers=0")
+    words = words if ranks == 1 else torchrun(words, ranks)
+    with started([*words, "checkpoint.resume=never"]) as process:
+        wait_until((folder / "checkpoints" / "step-00000006.json").exists, process)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=HANGS_SECONDS)
+    assert process.returncode != 0, printed
+    assert "note     16 px until step 5, then the program starts again" in printed
+    assert "data.image_size was 16, is 32" in printed
+    if ranks == 1:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    with started(words) as process:
+        printed, _ = process.communicate(timeout=HANGS_SECONDS)
+    assert process.returncode == 0, printed
+    found = json.loads((folder / "summary.json").read_text())
+    assert (found["step"], size(folder)) == (9, 32)
+    assert ranks > 1 or found["params_sha256"] == whole
+
+
+def test_a_run_that_ends_earlier_is_resumed_with_its_size(
+    whole: str, image_root: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    for steps, ends, side in ((3, 3, 16), (5, 5, 16), (7, 7, 32), (100, 9, 32)):
+        for _ in range(2):  # the second time, it is finished
+            found = run_here(image_root, folder, SIZES, f"train.max_steps={steps}")
+            assert (found["step"], size(folder)) == (ends, side)
+    assert found["params_sha256"] == whole
+
+
+@pytest.mark.usefixtures("toy_runs")
+def test_the_command_is_started_again_once_the_size_is_done(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ends, started = tmp_path / "run", list[Any](), list[Any]()
+    monkeypatch.setattr(atexit, "register", lambda function, *args: ends.append([function, *args]))
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+
+    def go(*more: str) -> list[Any]:
+        config = compose(image_root, folder, SIZES, *more)
+        monkeypatch.setattr(sys.modules["__main__"], "CONFIG", config, raising=False)
+        ends.clear()
+        train.train(config)
+        for function, *arguments in ends:
+            if function is _start_again:
+                function(*arguments)
+        return started
+
+    assert go("train.max_steps=3") == []
+    ((*command, place, name, resume),) = go()
+    assert command == [sys.executable, *sys.orig_argv[1:]] and name.startswith("run.name=demo,")
+    assert (place, resume) == (f"run.dir={folder}", "checkpoint.resume=auto")
+    assert len(go()) == 1 and size(folder) == 32
+
+
+@pytest.mark.parametrize("sizes", [{}, {0: 16}, {1: 32}, {3: 16, 1: 32}, {0: 16, 2: 32}])
+def test_wrong_sizes_are_refused(sizes: dict[int, int], image_root: Path, tmp_path: Path) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"before train\.epochs=2$"):
+        run(compose(image_root, tmp_path), world, sizes)
+
+
+def test_fast_recipe_is_that_of_its_source() -> None:
+    """FFCV's rn50_16_epochs.yaml: resolution by epoch, and 7/8 of the short side at 256 px."""
+    config = offered(["recipe=imagenet_rn50_fast", DATA])
+    start, end, low, high = 11, 13, 160, 192
+    theirs = {}
+    for epoch in range(16):
+        between = low + (high - low) * (epoch - start) / (end - start)
+        side = low if epoch <= start else high if epoch >= end else round(between / 32) * 32
+        if side not in theirs.values():
+            theirs[epoch] = side
+    assert config.train.prepare == {"extras.progressive:run": {"sizes": theirs}}
+    assert (config.data.image_size, config.data.val_size) == (192, 256)
+    assert config.augment.val[0]["resize"]["crop_ratio"] == 0.875
+    assert (config.loader.batch_size, config.optim.lr) == (8 * 512, 1.7)
+    assert config.train.micro_batch == 512
+    assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 2)
+    assert (config.optim.momentum, config.optim.weight_decay) == (0.9, 1e-4)
+    assert (config.train.epochs, config.train.label_smoothing) == (16, 0.1)
+    assert not config.optim.nesterov
