@@ -2,9 +2,6 @@
 
 from models.frozen import freeze as freeze
 from models.frozen import train_mode as train_mode
-from models.published import exported as exported
-from models.published import published as published
-from models.published import published_model as published_model
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file
