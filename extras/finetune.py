@@ -18,7 +18,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.plan import suited_batch
 from pipeline.build import build_datasets
-from scripts.lib.published import exported, published, published_model
+from scripts.lib.published import exported, published, published_model, stored_name
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -124,7 +124,7 @@ def of_weights(config: Config, typed: set[str]) -> Values:
 
 def _model_of(path: Path, content: Any) -> str | None:
     """Return the name of the model of a file that another project wrote; None if it is unknown."""
-    name = models.stored_name(content)
+    name = stored_name(content)
     if name is not None and name not in models.available():
         name = f"timm/{name}"  # timm's files name the model without the prefix
     return published_model(path) or name

@@ -6,9 +6,7 @@ from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file
 from models.weights import safetensors_metadata as safetensors_metadata
-from models.weights import stored_name as stored_name
 from models.weights import weights_in as weights_in
-from models.weights import write_safetensors as write_safetensors
 from models.zoo import available as available
 from models.zoo import build as build
 from models.zoo import use_channels_last as use_channels_last

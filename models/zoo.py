@@ -61,8 +61,8 @@ def build(
         name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
         image_size: S, for models whose parameters depend on it.
         in_channels: C. The first convolution over three channels takes so many instead.
-        pretrained: download and load the published weights. If the number of classes or C differs,
-            see `fit_weights`.
+        pretrained: download and load the published weights. If the number of classes differs, see
+            `fit_weights`.
         args: further arguments of the model's function.
     """
     options = dict(args or {})

@@ -42,6 +42,14 @@ def published_model(path: Path) -> str | None:
     return _torchvision_files().get(path.name, (None, None))[0]
 
 
+def stored_name(content: Any) -> str | None:
+    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    if not isinstance(content, dict):
+        return None
+    name = content.get("arch") or getattr(content.get("args"), "model", None)
+    return name if isinstance(name, str) else None
+
+
 def _torchvision_files() -> dict[str, tuple[str, Any]]:
     """Return the model and the entry of each file that torchvision publishes, by file name."""
     vision = import_torchvision().models

@@ -27,7 +27,7 @@ from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
 from models.weights import head_of
 from models.zoo import RGB
-from scripts.lib.published import exported, published
+from scripts.lib.published import exported, published, stored_name
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
 SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
@@ -225,7 +225,7 @@ def _advice(content: Any) -> str:
     if isinstance(content, dict) and type(content.get("format")) is int:
         version = f"another version of this program (format {content['format']})"
         return f"was written by {version}; give model.name=NAME"
-    name = models.stored_name(content)
+    name = stored_name(content)
     if name is None:
         return (
             "does not name its model; give model.name=NAME, of torchvision, of timm as timm/NAME, "
