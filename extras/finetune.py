@@ -18,6 +18,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.plan import suited_batch
 from pipeline.build import build_datasets
+from scripts.lib.published import exported, published, published_model, stored_name
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -98,12 +99,12 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     names_model = bool(typed & {"model", "model.name"})
     if checkpoint.is_ours(content):
         values = {**content["config"], "data.image_size": content["plan"]["image_size"]}
-    elif exported := models.exported(path):
-        values = exported.values
+    elif own := exported(path):
+        values = own.values
     else:
         name = config.model.name if names_model else _model_of(path, content) or config.model.name
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
-        stated = models.published(name, path, val_size=val_size)
+        stated = published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})
     val, size = values.get("augment.val"), values.get("data.val_size", 0)
     if val and "resize" not in str(val).lower():  # of files of about this size: scale others to it
@@ -123,10 +124,10 @@ def of_weights(config: Config, typed: set[str]) -> Values:
 
 def _model_of(path: Path, content: Any) -> str | None:
     """Return the name of the model of a file that another project wrote; None if it is unknown."""
-    name = models.stored_name(content)
+    name = stored_name(content)
     if name is not None and name not in models.available():
         name = f"timm/{name}"  # timm's files name the model without the prefix
-    return models.published_model(path) or name
+    return published_model(path) or name
 
 
 def _bicubic(transform: Any, size: int) -> Any:

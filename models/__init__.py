@@ -2,16 +2,11 @@
 
 from models.frozen import freeze as freeze
 from models.frozen import train_mode as train_mode
-from models.published import exported as exported
-from models.published import published as published
-from models.published import published_model as published_model
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file
 from models.weights import safetensors_metadata as safetensors_metadata
-from models.weights import stored_name as stored_name
 from models.weights import weights_in as weights_in
-from models.weights import write_safetensors as write_safetensors
 from models.zoo import available as available
 from models.zoo import build as build
 from models.zoo import use_channels_last as use_channels_last

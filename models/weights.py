@@ -6,15 +6,15 @@ Reading a file never executes code from it.
 import argparse
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conf.schema import UserError
@@ -25,20 +25,12 @@ Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. The moving average comes first: timm and
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Of DistributedDataParallel, AveragedModel and torch.compile, in any order.
-PREFIXES = ("module.", "_orig_mod.", "module.")
 # Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
 RENAMED = (
     (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
     (r"\.mlp\.linear_1\.", ".mlp.0."),
     (r"\.mlp\.linear_2\.", ".mlp.3."),
 )
-# Last part of the name of a position embedding, float [1, tokens, C] -> how its library resizes it:
-# torchvision's interpolate_embeddings, timm's resample_abs_pos_embed.
-POSITIONS: dict[str, dict[str, bool]] = {
-    "pos_embedding": {"align_corners": True},
-    "pos_embed": {"antialias": True},
-}
 
 
 def read_torch_file(path: Path) -> Any:
@@ -97,18 +89,10 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     weights.pop("n_averaged", None)
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-
-
-def stored_name(content: Any) -> str | None:
-    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
-    if not isinstance(content, dict):
-        return None
-    name = content.get("arch") or getattr(content.get("args"), "model", None)
-    return name if isinstance(name, str) else None
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+    while all(name.startswith("module.") for name in weights):  # of DDP and AveragedModel
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    return weights
 
 
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
@@ -152,14 +136,13 @@ def fit_weights(
         new_head: they are the initial weights of a training. If they have no head of this number
             of classes, it is set to zero as in ViT (arXiv 2010.11929), as gradients of a random
             head would damage the trained layers; but not a convolution, which a ReLU may follow, as
-            in SqueezeNet. Positions of another image size and other input channels are adapted.
+            in SqueezeNet. Positions of torchvision's ViT are resized.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
     head: list[str] = []
     if new_head:
-        weights = {name: _resized(name, value, own) for name, value in weights.items()}
-        head = head_of(model)
+        weights, head = _resized(weights, model), head_of(model)
         # A head for another number of classes differs in the first dimension only.
         shapes = [(weights[k].shape, own[k].shape) for k in head if k in weights]
         if any(stored == now or stored[1:] != now[1:] for stored, now in shapes):
@@ -174,8 +157,8 @@ def fit_weights(
     kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in found.items() if keys]
     if kinds:
         raise UserError(
-            f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name and "
-            "data.image_size"
+            f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name, "
+            "data.image_size and the channels of the images"
         )
     if head:
         logger.warning(
@@ -202,55 +185,14 @@ def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
     return name if name in own else next((new for new in names if new in own), name)
 
 
-def _resized(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor of a file with the model's number of input channels or tokens."""
-    if value.ndim == 4 and value.shape[1] == 3 and name in own and own[name].ndim == 4:
-        return adapt_channels(value, own[name].shape[1])
-    options = POSITIONS.get(name.rpartition(".")[2])
-    if options is None or name not in own or value.ndim != 3:
-        return value
-    return resize_positions(value, own[name].shape[1], **options)
+def _resized(weights: Weights, model: Any) -> Weights:
+    """Resize the position embeddings of torchvision's ViT to the image size of the model."""
+    if "encoder.pos_embedding" in weights and hasattr(model, "patch_size"):
+        from torchvision.models.vision_transformer import interpolate_embeddings
 
-
-def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Return weights for RGB, [N, 3, H, W], for other images, [N, channels, H, W].
-
-    As timm: for grey images the sum over RGB, else repeated and scaled to keep the outputs' size.
-    """
-    if channels == 1:
-        return weight.sum(1, keepdim=True)
-    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
-
-
-def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor:
-    """Interpolate the position embeddings of a square grid of patches; other tokens stay.
-
-    Returns `positions` if both numbers are not the same number of tokens plus a square.
-
-    Args:
-        positions: float [1, N, C]: tokens such as the class token, then the patches row by row.
-        tokens: N of the result, float [1, N, C].
-        options: of torch's bicubic interpolation.
-    """
-    for others in range(min(positions.shape[1], tokens)):
-        old, new = (math.isqrt(n - others) for n in (positions.shape[1], tokens))
-        if (others + old**2, others + new**2) == (positions.shape[1], tokens):
-            grid = positions[:, others:].float().transpose(1, 2).unflatten(2, (old, old))
-            grid = nn.functional.interpolate(grid, size=(new, new), mode="bicubic", **options)
-            patches = grid.flatten(2).transpose(1, 2).to(positions.dtype)
-            return torch.cat([positions[:, :others], patches], dim=1)
-    return positions
-
-
-def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:
-    """Write a safetensors file; `texts` becomes its `__metadata__`.
-
-    Raises OSError if the disk is full, for example.
-    """
-    try:
-        save_file({name: value.contiguous() for name, value in weights.items()}, path, dict(texts))
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from None
+        with suppress(ValueError):  # they are not those of a square: of another model
+            weights = dict(interpolate_embeddings(model.image_size, model.patch_size, weights))
+    return weights
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:

@@ -16,7 +16,6 @@ from torch import nn
 from conf.named import is_name, named
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
-from models.published import address
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights, head_of
@@ -62,8 +61,8 @@ def build(
         name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
         image_size: S, for models whose parameters depend on it.
         in_channels: C. The first convolution over three channels takes so many instead.
-        pretrained: download and load the published weights. If the number of classes or C differs,
-            see `fit_weights`.
+        pretrained: download and load the published weights. If the number of classes differs, see
+            `fit_weights`.
         args: further arguments of the model's function.
     """
     options = dict(args or {})
@@ -83,11 +82,13 @@ def build(
     except Exception as error:  # whatever a constructor or a download raises
         reason = (str(error).splitlines() or [""])[0]
         if pretrained:
-            file = address(name)
-            remedy = f"copy {file} to this machine and " if file else ""
+            vision, file = import_torchvision().models, "them"
+            if not name.startswith("timm/"):
+                file = vision.get_model_weights(name).DEFAULT.url
             raise UserError(
                 f"model.weights=pretrained: the weights of {name} cannot be loaded "
-                f"({type(error).__name__}: {reason}); {remedy}give model.weights=FILE"
+                f"({type(error).__name__}: {reason}); copy {file} to this machine and give "
+                "model.weights=FILE"
             ) from None
         if not isinstance(error, AssertionError) and not args:
             raise

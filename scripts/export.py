@@ -72,6 +72,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -188,7 +189,8 @@ def explicit(entry: Any) -> Any:
 def save(job: Job, model: nn.Module, path: Path) -> None:
     """Write the file. `model` is the plain model, in eval mode on the CPU."""
     if job.to == "safetensors":
-        models.write_safetensors(path, model.state_dict(), job.texts())
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        path.write_bytes(safetensors.torch.save(weights, job.texts()))
         return
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
     example = job.input(torch.zeros(2, *job.pixels, dtype=torch.uint8))

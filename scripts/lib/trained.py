@@ -27,6 +27,7 @@ from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
 from models.weights import head_of
 from models.zoo import RGB
+from scripts.lib.published import exported, published, stored_name
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
 SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
@@ -154,7 +155,7 @@ def open_trained(
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
-    elif stated := models.exported(path):
+    elif stated := exported(path):
         config = load(overrides, stored=stated.values)
         found = _of_config(path, config, weights, stated.classes)
     else:
@@ -213,7 +214,7 @@ def _open_foreign(
         raise UserError(f"{path}: {_advice(content)}")
     config = load(overrides, runnable=False)
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
-    stated = models.published(config.model.name, path, val_size=val_size)
+    stated = published(config.model.name, path, val_size=val_size)
     if stated is not None:
         config = load(overrides, runnable=False, decided=stated.values)
     return _of_config(path, config, weights, () if stated is None else stated.classes)
@@ -224,7 +225,7 @@ def _advice(content: Any) -> str:
     if isinstance(content, dict) and type(content.get("format")) is int:
         version = f"another version of this program (format {content['format']})"
         return f"was written by {version}; give model.name=NAME"
-    name = models.stored_name(content)
+    name = stored_name(content)
     if name is None:
         return (
             "does not name its model; give model.name=NAME, of torchvision, of timm as timm/NAME, "

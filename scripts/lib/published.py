@@ -42,18 +42,12 @@ def published_model(path: Path) -> str | None:
     return _torchvision_files().get(path.name, (None, None))[0]
 
 
-def address(name: str) -> str:
-    """Return the address of the file that `pretrained` downloads; empty if none is published."""
-    vision = import_torchvision().models
-    if not name.startswith("timm/"):
-        return str(vision.get_model_weights(name).DEFAULT.url)
-    import timm
-
-    about = timm.get_pretrained_cfg(name.removeprefix("timm/"))
-    if about is None or not about.hf_hub_id:
-        return "" if about is None else about.url
-    file = about.hf_hub_filename or "model.safetensors"
-    return f"https://huggingface.co/{about.hf_hub_id}/resolve/main/{file}"
+def stored_name(content: Any) -> str | None:
+    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    if not isinstance(content, dict):
+        return None
+    name = content.get("arch") or getattr(content.get("args"), "model", None)
+    return name if isinstance(name, str) else None
 
 
 def _torchvision_files() -> dict[str, tuple[str, Any]]:
