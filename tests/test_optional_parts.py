@@ -3,12 +3,11 @@
 import ast
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.processes import HANGS_SECONDS, run_python
+from tests.processes import HANGS_SECONDS, run_command, run_python
 from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +53,7 @@ def copied(copy: Path) -> Path:
 def check_fork(copy: Path, parts: list[str], image_root: Path, tests: str) -> None:
     """Delete parts in a copy, train, ask for each part, and run pytest with these arguments."""
     for part in parts:
-        subprocess.run(ROWS[part][0].split(), cwd=copy, check=True)
+        run_command(ROWS[part][0].split(), cwd=copy).check_returncode()
 
     options = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
     asked = [row[1] for row in map(ROWS.get, parts) if row and row[1]]
@@ -93,7 +92,7 @@ def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
     copy = copied(tmp_path / "fork")
     first = re.search(r"^```sh\n(rm .*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     assert first is not None
-    subprocess.run(["sh", "-euc", first[1]], cwd=copy, check=True)
+    run_command(["sh", "-euc", first[1]], cwd=copy).check_returncode()
     schema = copy / "conf" / "schema.py"
     schema.write_text(schema.read_text().replace(KEY, f"{OWN_KEY}{KEY}"))
     (copy / "pipeline" / "of_the_fork.py").write_text("SIZE = 3\n")

@@ -2,8 +2,7 @@
 
 import ast
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from pipeline import build, index
 from pipeline.containers import csv_rows
 from scripts import report
 from tests.conf.refused import refusal
-from tests.processes import HANGS_SECONDS
 from tests.sources import PROGRAM, ROOT, calls
 
 KINDS: dict[str, Callable[[Path], Any]] = {
@@ -27,14 +25,6 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "a folder": Path.mkdir,
 }
 SAYS = {"a sparse file": "has 8,796,093,022,208 bytes", "a folder": "Is a directory"}
-
-
-@pytest.fixture(autouse=True)
-def no_waiting() -> Iterator[None]:
-    """End a test that waits for a file."""
-    signal.alarm(int(HANGS_SECONDS))
-    yield
-    signal.alarm(0)
 
 
 @pytest.fixture(params=KINDS)

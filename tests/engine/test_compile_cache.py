@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from engine.distributed import World
 from tests.engine.plans import ALONE, plan
 from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, state_of
 from tests.limits import file_size_limit
+from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
 PLAN = plan(compile="default")
@@ -207,17 +205,12 @@ def test_a_run_that_resumes_on_a_new_machine_compiles_nothing(tmp_path: Path, mo
     """Nothing in the model defeats torch's caches, nor do our layers with a Triton kernel."""
     model = "resnet18" if mode == "default" else "resnet_tiny"  # to tune ResNet-18 takes minutes
     for number in (1, 2):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-c", START, "data=fake", "data.fake_images=64"),
-                *("data.image_size=64", "data.val_size=64", "loader.batch_size=16"),
-                *("loader.workers=0", "log.trackers=[]", f"run.dir={tmp_path / 'run'}"),
-                *(f"model={model}", f"model.compile={mode}", f"train.max_steps={number}"),
-            ],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"machine{number}")},
-            capture_output=True,
-            text=True,
+        done = run_python(
+            *("-c", START, "data=fake", "data.fake_images=64"),
+            *("data.image_size=64", "data.val_size=64", "loader.batch_size=16"),
+            *("loader.workers=0", "log.trackers=[]", f"run.dir={tmp_path / 'run'}"),
+            *(f"model={model}", f"model.compile={mode}", f"train.max_steps={number}"),
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / f"machine{number}"),
         )
         assert done.returncode == 0, done.stderr
         seen = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from engine.extras.profiler import StepProfiler
 from engine.log.tracker import Tracker
 from tests import small_run
 from tests.engine import plans
+from tests.processes import run_command
 from tests.results import check_not_trained
 
 
@@ -100,5 +100,5 @@ def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> No
     """The error is one line, without a crash of the interpreter."""
     options = ["optim.lr=1e30", "schedule.warmup_epochs=0", "profile.steps=[0,8]"]
     arguments = small_run.command(image_root, tmp_path / "run", "loader.workers=0", *options)
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = run_command(arguments)
     assert done.returncode == 1 and "train.py: the loss is " in done.stderr

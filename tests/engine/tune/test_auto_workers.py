@@ -32,7 +32,7 @@ from tests.engine.tune.tuning import (
     simulate_engines,
 )
 from tests.engines import PillowEngines
-from tests.processes import family, wait_until
+from tests.processes import family, wait_for
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
@@ -84,7 +84,7 @@ def no_process_is_left(before: set[int]) -> None:
         forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
     }
-    wait_until(lambda: family(os.getpid()) - before == stay - before)
+    wait_for("the others end", lambda: family(os.getpid()) - before == stay - before)
 
 
 def tuning(console: str) -> list[str]:
