@@ -10,9 +10,8 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
-from tests.processes import Started, run_command, wait_for
+from tests.processes import ROOT, Started, run_command, wait_for
 
-ROOT = Path(__file__).parents[1]
 TRAINS_SECONDS = 600  # a training that takes longer hangs
 # The `python` of the commands: adds the overrides of a test to each training.
 PYTHON = f"""#!/bin/sh

@@ -23,6 +23,7 @@ import pytest
 
 HANGS_SECONDS = 100  # a wait that takes longer hangs; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[1]
+NONE: Mapping[str, str] = {}
 MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one that starts them
 
 
@@ -35,24 +36,13 @@ class Started(subprocess.Popen[str]):
     """
 
     def __init__(
-        self,
-        arguments: Sequence[object],
-        variables: Mapping[str, str] | None = None,
-        *,
-        cwd: Path = ROOT,
-        **options: Any,
+        self, arguments: Sequence[object], variables: Mapping[str, str] = NONE, **options: Any
     ) -> None:
         self.mark = uuid4().hex
-        environment = {**os.environ, **(variables or {})}
+        environment = {**os.environ, **variables}
         environment[MARKS] = f"{environment.get(MARKS, '')} {self.mark}"
-        super().__init__(
-            [*map(str, arguments)],
-            cwd=cwd,
-            env=environment,
-            text=True,
-            start_new_session=True,
-            **options,
-        )
+        fixed = {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}
+        super().__init__([*map(str, arguments)], **fixed | options)
 
     def members(self) -> set[int]:
         """Return the running ones of the process and of those that it has started.
@@ -72,15 +62,13 @@ class Started(subprocess.Popen[str]):
     def wait(self, timeout: float | None = HANGS_SECONDS) -> int:
         return super().wait(timeout)
 
-    def communicate(
-        self, input: str | None = None, timeout: float | None = HANGS_SECONDS
-    ) -> tuple[str, str]:
+    def communicate(self, input: Any = None, timeout: float | None = HANGS_SECONDS) -> Any:
         return super().communicate(input, timeout)
 
 
 def run_command(
     arguments: Sequence[object],
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] = NONE,
     *,
     input: str | None = None,
     seconds: float = HANGS_SECONDS,
@@ -107,8 +95,6 @@ while os.getppid() == int(sys.argv[1]):
     time.sleep(0.5)
 kill_while(lambda: marked(sys.argv[2]))
 """
-
-
 reapers = list[subprocess.Popen[bytes]]()
 
 

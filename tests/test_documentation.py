@@ -29,9 +29,8 @@ from conf import cli
 from conf.overrides import read_override
 from conf.schema import FIELDS, KEYS, NAMES, SPEED
 from tests import small_run
-from tests.processes import run_command
+from tests.processes import ROOT, run_command
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = ("sh timm", "sh pytorch/examples")
 PROGRAMS = r"(?:python|torchrun|make|pip|sbatch) "

@@ -16,10 +16,9 @@ import train
 from conf import cli
 from conf.multirun import MOST, WORST, Sweep
 from tests.conf.refused import refusal
-from tests.processes import Started, run_python, wait_for
+from tests.processes import ROOT, Started, run_python, wait_for
 from tests.small_run import SMALL_RUN
 
-ROOT = Path(__file__).parents[1]
 DEMO = "recipe=demo"
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import HANGS_SECONDS, run_command, run_python
+from tests.processes import HANGS_SECONDS, ROOT, run_command, run_python
 from tests.small_run import SMALL_RUN
 
-ROOT = Path(__file__).parents[1]
 COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline", "scripts")
 COPIED += ("tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
 ROW = re.compile(r"^\| (.+?) \| [\d,]+ \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.processes import run_command, run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 

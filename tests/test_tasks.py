@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from tests.forks import (
-    TRAINS_SECONDS,
-    Fork,
-    check_applies,
-    check_lint,
-    copy_tree,
-    read_guide,
-    summary,
-    weights,
-)
+from tests.forks import Fork, check_applies, check_lint, copy_tree, read_guide, summary, weights
 from tests.results import rows
 from tests.task_images import draw_channels, draw_clips, draw_patterns, draw_rows
 
@@ -114,7 +105,7 @@ def test_it_trains_and_resumes(heading: str, tree: Path, tmp_path: Path) -> None
     fork, training = prepared(tree, tmp_path / "tree", heading, "cpu"), GUIDE[heading].commands[-1]
     with fork.start(training, "run.name=straight") as straight:  # at the same time, to save seconds
         killed = fork.kill_and_resume(training, "", step=20)
-        output, _ = straight.communicate(timeout=TRAINS_SECONDS)
+        output, _ = straight.communicate()
     assert straight.returncode == 0, output
     check_score(heading, fork.root / "runs" / "straight")
     assert weights(killed) == weights(fork.root / "runs" / "straight")

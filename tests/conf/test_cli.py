@@ -31,9 +31,8 @@ from pipeline.augment import TRANSFORMS
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA, refusal
-from tests.processes import run_command, run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 OPTIM, RECIPE = (", ".join(group_names(group)) for group in ("optim", "recipe"))
 # tests/conf/test_recipes.py builds the choices of the other groups.
 GROUPS = ("data", "loader", "optim", "schedule")

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from conf.launch import REMEDY, Launch, first_host, ranks_of_srun, read_launch
 from conf.schema import UserError
 from tests.processes import run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_USE_AGENT_STORE",

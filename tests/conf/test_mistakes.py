@@ -19,7 +19,6 @@ from pipeline import machine
 from tests.processes import descendants
 from tests.results import tree
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "model=resnet_tiny",
     "augment=demo",

@@ -10,9 +10,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from conf import start
-from tests.processes import run_command, run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
 PYTHON = sys._base_executable

@@ -29,7 +29,13 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("more", [[], ["model.compile=default"]], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="eager"),
+        pytest.param(["model.compile=default"], id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_train_as_one_on_the_whole_batch(
     image_root: Path, tmp_path: Path, more: list[str]
 ) -> None:

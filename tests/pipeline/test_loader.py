@@ -34,7 +34,6 @@ from tests.processes import (
     writers_to,
 )
 
-REPOSITORY = Path(__file__).parents[2]
 START_METHODS = [
     "forkserver",
     pytest.param("fork", marks=pytest.mark.slow),

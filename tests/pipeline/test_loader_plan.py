@@ -34,7 +34,6 @@ from tests.pipeline.test_dataset import Grey
 
 FOR_15 = FILES_KEPT + 15 * FILES_PER_WORKER  # open files that 15 workers need
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
-ROOT = Path(__file__).parents[2]
 Machine = Callable[..., None]
 
 

@@ -13,7 +13,6 @@ import pytest
 from pipeline import machine
 from tests.processes import run_command
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 NO_LIMIT = 9223372036854771712  # version 1 without a limit: 2**63 rounded down to a page
 

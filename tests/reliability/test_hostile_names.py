@@ -22,10 +22,9 @@ import pytest
 from conf import cli
 from conf.schema import UserError
 from scripts import prepare
-from tests.processes import HANGS_SECONDS, run_command
+from tests.processes import HANGS_SECONDS, ROOT, run_command
 from tests.small_run import SMALL
 
-ROOT = Path(__file__).parents[2]
 ROW = "hostile names that ran code or wrote outside"
 SHELL = "$(touch canary)"
 PYTHON = "__import__('os').system('touch canary')"

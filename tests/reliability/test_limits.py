@@ -13,8 +13,6 @@ from tests.limits import soft_limit
 from tests.processes import needs_linux, run_command
 from tests.small_run import command
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_too_few_open_files() -> None:
     message = r"^the limit of 0 open files is too low; raise ulimit"

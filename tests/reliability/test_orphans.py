@@ -24,7 +24,7 @@ from tests.conftest import SLOW_SECONDS
 from tests.processes import HANGS_SECONDS, Started, is_running, needs_linux, processes, wait_for
 from tests.ranks import Ranks
 from tests.results import logged_steps, rows
-from tests.small_run import command, torchrun
+from tests.small_run import command, measured, torchrun
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -159,10 +159,7 @@ class Running(Started):
         options = [f"checkpoint.every_steps={EVERY_STEPS}", *OPTIONS[way.during]]
         self.arguments = command(root, self.run, "train.epochs=100000", *options, *more)
         if way.during == "measurement":
-            script = Path(__file__).parents[1] / "engine" / "tune" / "measured_on_cpu.py"
-            if not script.exists():
-                pytest.skip("this copy does not measure")
-            self.arguments[1:2] = [str(script), str(folder)]
+            self.arguments = measured(self.arguments, folder)
         start = torchrun(self.arguments, 2) if way.ranks == 2 else self.arguments
         if way.target == "terminal":
             start = [sys.executable, "-c", IN_SESSION, *start]

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import train
 from conf.signals import handle_stops
 from pipeline.dataset import BadImageError, FolderDataset
 from tests.processes import (
+    ROOT,
     Started,
     compiled_preload,
     descendants,
@@ -35,11 +35,10 @@ from tests.processes import (
     writers_to,
 )
 from tests.results import logged_steps, rows
-from tests.small_run import command, compose, overrides_of, torchrun
+from tests.small_run import command, compose, measured, torchrun
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 NEVER_SAVED = ["train.epochs=10000", "checkpoint.every_steps=100000"]
-ROOT = Path(train.__file__).parent
 Figure = Callable[[str, int, int], None]
 
 
@@ -171,11 +170,7 @@ class Stalled(Started):
         options = [*NEVER_SAVED, *stall.options, "loader.timeout_seconds=20"]
         arguments = command(self.root, self.folder, *options)
         if self.measures:
-            overrides = overrides_of(self.root, self.folder, *options)
-            script = Path(__file__).parents[1] / "engine" / "tune" / "measured_on_cpu.py"
-            if not script.exists():
-                pytest.skip("this copy does not measure")
-            arguments = [sys.executable, str(script), str(folder), *overrides]
+            arguments = measured(arguments, folder)
         if stall.ranks > 1:
             arguments = torchrun(arguments, stall.ranks)
         variables = {"PYTHONPATH": str(ROOT)}

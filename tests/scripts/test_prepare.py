@@ -38,7 +38,6 @@ from tests.processes import Started, run_command, wait_for
 from tests.reliability.odd_images import encoded
 from tests.scripts.conftest import Mistake
 
-ROOT = Path(__file__).parents[2]
 # Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real
 # kit, and a synset above them.
 IDS = {1: "n02119789", 2: "n02100735", 3: "n01443537"}
