@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick soak lint size bench clean lock
+.PHONY: help env demo test quick gpu soak lint size bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -31,6 +31,9 @@ quick: env  ## the test files that start no process and run no training: 1 minut
 	    $$(grep -rLE --include='test_*.py' \
         -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
+
+gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an H100
+	@$(RUN) -m pytest -q -m "gpu and not slow" --durations=10 $(ARGS)
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)

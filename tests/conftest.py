@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _pytest.config import create_terminal_writer
 
 from conf.files import default_cache_dir
 from tests.drawings import draw_image
+from tests.processes import leave_nothing
 from tests.ranks import Ranks
 
 pytest_plugins = ["tests.figures"]
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
+SLOW_SECONDS = 1800  # of a test that is marked `slow`; pyproject.toml limits the others
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -28,11 +32,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    leave_nothing()
+    # pytest-timeout would print the stacks to stdout, which is /dev/null in the processes of xdist.
+    stderr = create_terminal_writer(session.config, sys.stderr)
+    session.config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]
+    # nohup ignores SIGHUP, and a script's `&` the others. Processes inherit that, but no handler.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
 
 @pytest.fixture(scope="session")
@@ -80,16 +96,6 @@ def _one_torch_thread() -> None:
     tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
     """
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def handled_sighup() -> Iterator[None]:
-    """Handles SIGHUP if the tests run under nohup: processes would inherit that it is ignored."""
-    before = signal.getsignal(signal.SIGHUP)
-    if before == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,16 +4,15 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
-from tests.processes import wait_until
+from tests.processes import ROOT, Started, run_command, wait_for
 
-ROOT = Path(__file__).parents[1]
+TRAINS_SECONDS = 600  # a training that takes longer hangs
 # The `python` of the commands: adds the overrides of a test to each training.
 PYTHON = f"""#!/bin/sh
 [ "$1" = train.py ] && set -- "$@" $OVERRIDES
@@ -56,33 +55,22 @@ class Fork:
         shutil.copytree(parent, root, symlinks=True)
 
     def apply(self, section: Section, *options: str) -> None:
-        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.root.parent)}
+        variables = {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}
         command = ["git", "apply", *options, "-"]
-        subprocess.run(
-            command, cwd=self.root, env=environment, input=section.diff, text=True, check=True
-        )
+        run_command(command, variables, cwd=self.root, input=section.diff).check_returncode()
 
-    def start(self, command: str, overrides: str) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own."""
-        environment = {
-            **os.environ,
+    def start(self, command: str, overrides: str) -> Started:
+        variables = {
             "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
             "OVERRIDES": f"{self.always} {overrides}",
             "OMP_NUM_THREADS": "1",
         }
-        return subprocess.Popen(
-            ["sh", "-eu", "-c", command],
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        shell = ["sh", "-eu", "-c", command]
+        return Started(shell, variables, cwd=self.root, stdout=PIPE, stderr=STDOUT)
 
     def run(self, command: str, overrides: str = "") -> str:
         with self.start(command, overrides) as process:
-            output, _ = process.communicate()
+            output, _ = process.communicate(timeout=TRAINS_SECONDS)
         assert process.returncode == 0, output
         return output
 
@@ -92,8 +80,8 @@ class Fork:
         overrides += f" run.name=killed checkpoint.every_steps={step}"
         with self.start(command, overrides) as process:
             saved = folder / "checkpoints" / f"step-{step:08}.json"
-            wait_until(saved.exists, process)
-            os.killpg(process.pid, signal.SIGKILL)
+            wait_for(f"a checkpoint of step {step}", saved.exists, process, seconds=TRAINS_SECONDS)
+            process.kill_all()
         assert not (folder / "summary.json").exists()
         assert "resumed from step-0" in self.run(command, overrides)
         return folder
@@ -122,8 +110,7 @@ def weights(folder: Path) -> str:
 
 def copy_tree(root: Path) -> None:
     """Copy the tracked files, and make `python` a command."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    for name in filter(None, run_command(["git", "ls-files", "-z"]).stdout.split("\0")):
         if (ROOT / name).is_file():  # not deleted since
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
@@ -133,8 +120,7 @@ def copy_tree(root: Path) -> None:
 
 
 def check_applies(section: Section) -> None:
-    command = ["git", "apply", "--check", "-"]
-    done = subprocess.run(command, cwd=ROOT, input=section.diff, text=True, capture_output=True)
+    done = run_command(["git", "apply", "--check", "-"], input=section.diff)
     advice = "update the diff; a fork deletes this test with the first command of docs/fork.md"
     assert done.returncode == 0, f"{done.stderr}{advice}"
 

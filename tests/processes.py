@@ -1,36 +1,139 @@
-"""Functions to observe processes, for tests that kill them; with `ps` where there is no /proc."""
+"""Processes that tests start, and functions to observe them; with `ps` where there is no /proc.
+
+Tests start programs with `Started`, `run_command` and `run_python` only: nothing is left of them at
+the end, and no wait is endless.
+"""
 
 import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, CompletedProcess
+from time import monotonic, sleep  # not those that a test replaces
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import pytest
 
-HANGS_SECONDS = 120  # a test that takes longer hangs
+HANGS_SECONDS = 100  # a wait that takes longer hangs; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[1]
+NONE: Mapping[str, str] = {}
+MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one that starts them
+
+
+class Started(subprocess.Popen[str]):
+    """A process in a session of its own; the end of its `with` block kills what is left of it.
+
+    Args:
+        variables: of its environment, besides those of this process.
+        options: of subprocess.Popen.
+    """
+
+    def __init__(
+        self, arguments: Sequence[object], variables: Mapping[str, str] = NONE, **options: Any
+    ) -> None:
+        self.mark = uuid4().hex
+        environment = {**os.environ, **variables}
+        environment[MARKS] = f"{environment.get(MARKS, '')} {self.mark}"
+        fixed = {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}
+        super().__init__([*map(str, arguments)], **fixed | options)
+
+    def members(self) -> set[int]:
+        """Return the running ones of the process and of those that it has started.
+
+        On Linux, whoever their parents are now.
+        """
+        return marked(self.mark) if sys.platform == "linux" else family(self.pid)
+
+    def kill_all(self) -> None:
+        kill_while(self.members)
+        self.wait()
+
+    def __exit__(self, *error: Any) -> None:
+        kill_while(self.members)
+        super().__exit__(*error)
+
+    def wait(self, timeout: float | None = HANGS_SECONDS) -> int:
+        return super().wait(timeout)
+
+    def communicate(self, input: Any = None, timeout: float | None = HANGS_SECONDS) -> Any:
+        return super().communicate(input, timeout)
+
+
+def run_command(
+    arguments: Sequence[object],
+    variables: Mapping[str, str] = NONE,
+    *,
+    input: str | None = None,
+    seconds: float = HANGS_SECONDS,
+    **options: Any,
+) -> CompletedProcess[str]:
+    """Run a command to its end; the arguments are those of `Started`."""
+    pipes = {"stdin": DEVNULL if input is None else PIPE, "stdout": PIPE, "stderr": PIPE}
+    with Started(arguments, variables, **pipes | options) as process:
+        out, err = process.communicate(input, seconds)
+    return CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run_python(
     *words: object, cwd: Path = ROOT, seconds: float = HANGS_SECONDS, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run Python in a session of its own, with further environment variables."""
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        start_new_session=True,
-    )
+) -> CompletedProcess[str]:
+    return run_command([sys.executable, *words], variables, cwd=cwd, seconds=seconds)
+
+
+# pytest-timeout ends the tests without the end of a `with` block; a user may kill them.
+REAPER = """
+import os, sys, time
+from tests.processes import kill_while, marked
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.5)
+kill_while(lambda: marked(sys.argv[2]))
+"""
+reapers = list[subprocess.Popen[bytes]]()
+
+
+def leave_nothing() -> None:
+    """On Linux, kill what this process starts from now on when it has ended, in whatever way."""
+    if sys.platform == "linux":
+        mark = uuid4().hex
+        arguments = [sys.executable, "-c", REAPER, str(os.getpid()), mark]
+        nowhere = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL}
+        reapers.append(subprocess.Popen(arguments, cwd=ROOT, start_new_session=True, **nowhere))
+        os.environ[MARKS] = f"{os.environ.get(MARKS, '')} {mark}"
+
+
+def kill_while(running: Callable[[], set[int]]) -> None:
+    """Kill processes, and those that they start in the meantime, until there are none."""
+    while found := running():
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        sleep(0.01)
+
+
+def wait_for(
+    what: str,
+    condition: Callable[[], object],
+    process: subprocess.Popen[Any] | None = None,
+    *,
+    seconds: float = HANGS_SECONDS,
+) -> None:
+    """Wait for a condition. Fail after `seconds`, or if `process` ends before."""
+    __tracebackhide__ = True
+    deadline = monotonic() + seconds
+    while True:
+        ended = process is not None and process.poll() is not None
+        if condition():
+            return
+        assert not ended, f"ended with status {process.returncode} before: {what}"  # type: ignore[union-attr]
+        assert monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        sleep(0.01)
 
 
 def needs_linux() -> None:
@@ -45,7 +148,7 @@ def compiled_preload(source: Path, folder: Path) -> Path:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library = folder / source.with_suffix(".so").name
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    run_command(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"]).check_returncode()
     return library
 
 
@@ -110,6 +213,16 @@ def family(pid: int) -> set[int]:
     return found & relatives.keys()
 
 
+def marked(mark: str) -> set[int]:
+    """Return the running processes that have inherited a mark; none without /proc."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is that of another user
+            if mark.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
 def writers_to(fifo: Path) -> list[int]:
     """Open the writing end of a FIFO if a process has opened the other one, and then waits."""
     try:
@@ -118,18 +231,3 @@ def writers_to(fifo: Path) -> list[int]:
         if error.errno != errno.ENXIO:
             raise
         return []
-
-
-def wait_until(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[Any] | None = None,
-    seconds: float = HANGS_SECONDS,
-) -> None:
-    """Wait for a condition. Fail after `seconds`, or if `process` ends before."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, (
-            f"ended early with status {process.returncode}"
-        )
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.01)

@@ -10,20 +10,20 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess
 from typing import IO, Any
 
-from tests.processes import HANGS_SECONDS, ROOT
+from tests.processes import HANGS_SECONDS, ROOT, Started
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
 
-class Ranks(contextlib.AbstractContextManager["Ranks"]):
+class Ranks(Started):
     """Starts several ranks of a Python command, as often as needed.
 
     Args:
@@ -34,18 +34,11 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         variables = {**NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if preload is not None:
             variables["LD_PRELOAD"] = str(preload)
-        self.server = subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        super().__init__([sys.executable, __file__], variables, stdin=PIPE, stdout=PIPE)
 
     def run(
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT
-    ) -> subprocess.CompletedProcess[str]:
+    ) -> CompletedProcess[str]:
         """Run `command` on each rank, with the environment of this process; wait for all."""
         with self.running(command, number, cwd=cwd) as job:
             return job.wait()
@@ -54,12 +47,12 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def running(
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT, **environment: str
     ) -> Iterator["Job"]:
-        """Start `command` on each rank; wait for the job at the end of the block.
+        """Start `command` on each rank; wait for the job at the end of the block, or kill it.
 
         Args:
             environment: variables of each rank, besides those that torchrun sets.
         """
-        assert self.server.stdin is not None and self.server.stdout is not None
+        assert self.stdin is not None and self.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
@@ -67,23 +60,14 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 "cwd": str(cwd),
                 "outputs": folder,
             }
-            self.server.stdin.write(json.dumps(job) + "\n")
-            self.server.stdin.flush()
-            running = Job(command, self.server.stdout, Path(folder))
+            self.stdin.write(json.dumps(job) + "\n")
+            self.stdin.flush()
+            running = Job(command, self.stdout, Path(folder))
             try:
                 yield running
-            except BaseException:
-                for pid in running.pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                raise
-            finally:
                 running.wait()
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.server.pid, signal.SIGKILL)
-        self.server.communicate()
+            finally:
+                running.kill()
 
 
 class Job:
@@ -96,24 +80,37 @@ class Job:
     def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
         self.command, self.answers, self.folder = command, answers, folder
         self.pids: list[int] = json.loads(self._answer())
-        self._result: subprocess.CompletedProcess[str] | None = None
+        self._result: CompletedProcess[str] | None = None
 
     def _answer(self) -> str:
-        assert self.ends_within(HANGS_SECONDS), "hangs"
-        return self.answers.readline()
+        """Read one line and no more: `ends_within` waits for what has not been read."""
+        line = b""
+        while not line.endswith(b"\n"):
+            assert self.ends_within(HANGS_SECONDS), f"hangs: {self.command}"
+            line += (read := os.read(self.answers.fileno(), 1))
+            assert read, "the process that starts the ranks has ended"
+        return line.decode()
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for up to this time; return whether the ranks have ended."""
         return bool(connection.wait([self.answers.fileno()], seconds))
 
-    def wait(self) -> subprocess.CompletedProcess[str]:
+    def wait(self) -> CompletedProcess[str]:
         """Wait for the process that has started the ranks; 128 + signal if one ended a rank."""
         if self._result is None:
             status = int(self._answer())
-            self._result = subprocess.CompletedProcess(
+            self._result = CompletedProcess(
                 self.command, status, self.read("out"), self.read("err")
             )
         return self._result
+
+    def kill(self) -> None:
+        """Kill what has not ended. The pids are still those of the job until its answer is read."""
+        if self._result is None:
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.wait()
 
     def read(self, name: str) -> str:
         """Return what the ranks have written to "out" or "err", in rank order."""

@@ -13,7 +13,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -30,8 +29,8 @@ from conf import cli
 from conf.overrides import read_override
 from conf.schema import FIELDS, KEYS, NAMES, SPEED
 from tests import small_run
+from tests.processes import ROOT, run_command
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = ("sh timm", "sh pytorch/examples")
 PROGRAMS = r"(?:python|torchrun|make|pip|sbatch) "
@@ -303,9 +302,7 @@ def test_trainings_run(
     if "timm/" in line:
         pytest.importorskip("timm")
     script = line.split("train.py ", 1)[1]
-    words = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {script}"], capture_output=True, text=True, check=True
-    ).stdout.split("\0")[:-1]
+    words = run_command(["bash", "-c", f"printf '%s\\0' {script}"]).stdout.split("\0")[:-1]
     # The small images have a validation split and other classes.
     words = [w for w in words if not w.startswith(("data.val_fraction", "data.classes"))]
     if "model.weights" in line:

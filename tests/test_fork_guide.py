@@ -5,8 +5,6 @@ the commands of the section.
 """
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.forks import Fork, check_applies, check_lint, copy_tree, read_guide, weights
+from tests.processes import run_python
 from tests.results import rows, stored
 
 pytest.importorskip("extras.demo")
@@ -36,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
     (root / "data").mkdir()
     draw = "from pathlib import Path; from extras.demo import draw_dataset as draw; "
-    subprocess.run([sys.executable, "-c", f"{draw}draw(Path('data/demo'))"], cwd=root, check=True)
+    run_python("-c", f"{draw}draw(Path('data/demo'))", cwd=root).check_returncode()
     return root
 
 

@@ -110,8 +110,17 @@ def test_quick_tests_start_no_process_but_take_a_step() -> None:
     left_out = re.compile("|".join(rules), re.MULTILINE)
     quick = {n for n, p in SOURCES.items() if "test_" in n and not left_out.search(p.read_text())}
     assert {"tests.test_train_step", "tests.engine.test_divergence"} <= quick
-    assert not [n for n in quick if {"subprocess", "train.train"} & set(imports(SOURCES[n]))]
+    slow = ["tests.processes", "train.train"]
+    assert not [n for n in quick if any(within(i, slow) for i in imports(SOURCES[n]))]
     assert not {"tests.test_train", "tests.test_layout", "tests.scripts.test_doctor"} & quick
+
+
+def test_only_one_module_starts_processes() -> None:
+    """Of the tests: tests/processes.py kills what is left of them."""
+    named = {"PIPE", "STDOUT", "DEVNULL", "CompletedProcess", "TimeoutExpired"}
+    for name in SOURCES.keys() - PROGRAM.keys() - {"tests.processes"}:
+        found = {i for i in imports(SOURCES[name]) if within(i, ["subprocess", "os.fork"])}
+        assert found <= {f"subprocess.{each}" for each in named}, name
 
 
 def test_modules_have_specific_names() -> None:

@@ -1,9 +1,7 @@
 """What surrounds the program: make, the container, the hooks and the workflow."""
 
-import os
 import re
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.processes import run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
@@ -38,7 +35,7 @@ def test_make_uses_what_every_system_has() -> None:
     text = (ROOT / "Makefile").read_text()
     assert not re.search(r"^\.(ONESHELL|SHELLFLAGS)|!=|\$\(file", text, re.MULTILINE)
     for script in ("env", "lock"):
-        subprocess.run(["sh", "-n", ROOT / ".ci" / script], check=True)
+        run_command(["sh", "-n", ROOT / ".ci" / script]).check_returncode()
 
 
 PYTHON = """#!/bin/sh
@@ -59,13 +56,7 @@ def test_make_env_says_what_it_installs_and_what_does_not_fit(tmp_path: Path) ->
     (tmp_path / "python").chmod(0o755)
     for status in (1, 0):
         (tmp_path / "offline").touch() if status else (tmp_path / "offline").unlink()
-        done = subprocess.run(
-            [tmp_path / ".ci" / "env"],
-            env=os.environ | {"PYTHON": str(tmp_path / "python")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_command([tmp_path / ".ci" / "env"], {"PYTHON": str(tmp_path / "python")})
         assert (done.returncode, (tmp_path / ".venv" / "complete").exists()) == (status, not status)
         assert "    numpy==2\n" in done.stdout, done.stderr
     version = re.findall(r"^torchvision==(\S+)", (ROOT / "requirements.lock").read_text(), re.M)

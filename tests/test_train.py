@@ -10,12 +10,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from models import build
 from tests.limits import file_size_limit
-from tests.processes import HANGS_SECONDS, wait_until
+from tests.processes import HANGS_SECONDS, Started, wait_for
 from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import command, compose, run
@@ -295,11 +295,12 @@ def test_resume_after_max_steps(
 
 
 PAUSE_AT_IMPORT = """
-import pathlib, signal, sys
+import pathlib, sys, time
 def pause(event, arguments):
     if event == "import" and arguments[0] == "models":
         pathlib.Path("reached").touch()
-        signal.pause()
+        while True:
+            time.sleep(0.01)  # a longer one would not notice a signal that came just before it
 sys.addaudithook(pause)
 """
 
@@ -307,17 +308,13 @@ sys.addaudithook(pause)
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
     """There is nothing to save and no message. The process pauses after it has imported torch."""
     (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
-    with subprocess.Popen(
-        command(image_root, tmp_path / "run"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    ) as process:
-        wait_until((tmp_path / "reached").exists, process)
+    start = command(image_root, tmp_path / "run")
+    variables = {"PYTHONPATH": str(tmp_path)}
+    with Started(start, variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        wait_for("the import of models", (tmp_path / "reached").exists, process)
         process.send_signal(signal.SIGINT)
-        output, error = process.communicate(timeout=HANGS_SECONDS)
-    assert (process.returncode, output, error) == (-signal.SIGINT, b"", b"")
+        output, error = process.communicate()
+    assert (process.returncode, output, error) == (-signal.SIGINT, "", "")
     assert not (tmp_path / "run").exists()
 
 
@@ -497,12 +494,12 @@ def test_disk_full(go: Any, status: Any, folder: Path, short: Ended, monkeypatch
     save, runs, begin = RunDirectory.save, list[RunDirectory](), threading.Event()
 
     def save_later(self: RunDirectory, state: TrainState, flush: Callable[[], None]) -> None:
-        save(self, state, lambda: (begin.wait(), flush()))
+        save(self, state, lambda: (begin.wait(HANGS_SECONDS), flush()))
         runs.append(self)
 
     with monkeypatch.context() as patch, file_size_limit(2**19):  # a checkpoint has 2.5 MB
         patch.setattr(RunDirectory, "save", save_later)
-        at_step(5, lambda: (begin.set(), wait_until(runs[-1].failed)), patch)
+        at_step(5, lambda: (begin.set(), wait_for("it fails", runs[-1].failed)), patch)
         number, error = status()
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error

@@ -3,20 +3,19 @@
 The short test replaces the two programs torchrun by the store that one of them provides.
 """
 
-import contextlib
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE, STDOUT
 
 import pytest
 
-from tests.processes import HANGS_SECONDS, descendants, processes, wait_until
+from tests.processes import Started, processes, run_command, wait_for
 from tests.ranks import Ranks
 from tests.results import logged_steps, rows
 from tests.small_run import command, run
@@ -29,15 +28,15 @@ ADDRESSES = "10.0.0.1", "10.0.0.2"
 @pytest.fixture
 def nodes() -> Iterator[list[list[str]]]:
     """Two namespaces; what to write before a command so that it runs in one of them."""
-    holders: list[subprocess.Popen[bytes]] = []
-    try:
-        for _ in ADDRESSES:
-            try:
-                holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-            except OSError:
-                pytest.skip("needs unshare")
-            holders.append(holder)
-        time.sleep(0.5)
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("needs unshare, nsenter and ip")
+    with ExitStack() as stack:
+        words = ["unshare", "--net", "sh", "-c", "echo made; exec sleep 100000"]
+        started = (Started(words, stdout=PIPE, stderr=STDOUT) for _ in ADDRESSES)
+        holders = [*map(stack.enter_context, started)]
+        for holder in holders:
+            if (said := holder.stdout.readline()) != "made\n":
+                pytest.skip(f"no network namespaces here: {said}")
         pids = [str(holder.pid) for holder in holders]
         prefixes = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in pids]
         cable = ["ip", "link", "add", "wire", "netns", pids[0], "type", "veth", "peer", "name"]
@@ -49,20 +48,13 @@ def nodes() -> Iterator[list[list[str]]]:
                 [*prefix, "ip", "link", "set", "wire", "up"],
             ]
         for words in commands:
-            try:
-                done = subprocess.run(words, capture_output=True, text=True)
-            except OSError:
-                pytest.skip("needs nsenter and ip")
+            done = run_command(words)
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
         yield prefixes
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
 
 
-def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Any:
+def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Started:
     """Start one rank on a node. Node 0 is the meeting point."""
     launcher = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
@@ -72,37 +64,20 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Any:
         *("--rdzv-conf", f"last_call_timeout=5,is_host={int(node == 0)}"),
         *("--local-addr", ADDRESSES[node]),
     ]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
+    variables = {"GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
-        return subprocess.Popen(
-            [*prefix, *launcher, *arguments[1:]],
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return Started([*prefix, *launcher, *arguments[1:]], variables, stdout=file, stderr=STDOUT)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a node without a goodbye."""
-    for pid in [process.pid, *descendants(process.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-@contextlib.contextmanager
+@contextmanager
 def training(
     nodes: list[list[str]], arguments: list[str], tmp_path: Path
-) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[Path]]]:
+) -> Iterator[tuple[list[Started], list[Path]]]:
     """Start torchrun on both nodes; return the two processes and their consoles."""
     logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
-    started = [start(nodes[i], arguments, i, logs[i]) for i in (0, 1)]
-    try:
-        yield started, logs
-    finally:
-        for process in started:
-            kill(process)
+    with ExitStack() as stack:
+        started = (start(nodes[i], arguments, i, logs[i]) for i in (0, 1))
+        yield [*map(stack.enter_context, started)], logs
 
 
 @pytest.mark.slow
@@ -111,9 +86,9 @@ def test_two_nodes_train_and_one_continues_without_the_other(
 ) -> None:
     folder = tmp_path / "two"
     with training(nodes, command(image_root, folder, *OPTIONS), tmp_path) as (started, logs):
-        wait_until(lambda: logged_steps(folder) >= 25, started[0])
-        kill(started[1])
-        assert started[0].wait(HANGS_SECONDS) == 0, logs[0].read_text()
+        wait_for("step 25", lambda: logged_steps(folder) >= 25, started[0])
+        started[1].kill_all()  # without a goodbye
+        assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
     assert "4 on each of 2 ranks" in console
     assert "resumed from step-000000" in console
@@ -133,11 +108,11 @@ def test_a_killed_rank_of_one_node_restarts_both(
     folder = tmp_path / "two"
     with training(nodes, command(image_root, folder, *OPTIONS), tmp_path) as (started, logs):
         for node, step in ((1, 25), (0, 60), (1, 100)):
-            wait_until(lambda step=step: logged_steps(folder) >= step, started[0])
+            wait_for(f"step {step}", lambda step=step: logged_steps(folder) >= step, started[0])
             (rank,) = (pid for pid, one in processes().items() if one.parent == started[node].pid)
             os.kill(rank, signal.SIGKILL)
         for process, log in zip(started, logs, strict=True):
-            assert process.wait(HANGS_SECONDS) == 0, log.read_text()
+            assert process.wait() == 0, log.read_text()
     whole = ranks.run(command(image_root, tmp_path / "whole", *OPTIONS), 2)
     assert whole.returncode == 0, whole.stderr
     found, expected = (

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 from tests.small_run import SMALL, overrides_of, run
 
-ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import json, os, sys
 assert not hasattr(os, "memfd_create") and not os.path.exists("/proc/self")

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -27,9 +26,8 @@ from conf.schema import (
 )
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA, offered, refusal
-from tests.processes import run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 OPTIM, RECIPE = (", ".join(group_names(group)) for group in ("optim", "recipe"))
 # tests/conf/test_recipes.py builds the choices of the other groups.
 GROUPS = ("data", "loader", "optim", "schedule")
@@ -126,10 +124,9 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
     """As in `python train.py --help | head`."""
     read, write = os.pipe()
     os.close(read)
-    line = [sys.executable, str(ROOT / "train.py"), "--help"]
-    done = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, check=False)
+    done = run_command([sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, stdout=write)
     os.close(write)
-    assert done.stderr == b""
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -142,13 +139,17 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
     ],
 )
 def test_surroundings(
-    variable: str, words: list[str], status: int, message: str, tmp_path: Path
+    variable: str,
+    words: list[str],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python without docstrings, or without the script's folder; and a path that is too long."""
-    line = [sys.executable, str(ROOT / words[0]), *words[1:]]
-    environment = os.environ | dict([variable.split("=")])
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv(*variable.split("="))
+    done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)
     assert done.returncode == status
     assert done.stderr.count("\n") == bool(message) and message in done.stderr
 

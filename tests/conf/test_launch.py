@@ -3,18 +3,15 @@
 import os
 import pty
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from conf import launch
 from conf.launch import REMEDY, Launch, first_host, ranks_of_srun, read_launch
 from conf.schema import UserError
-from tests.processes import run_python
+from tests.processes import run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -149,7 +146,9 @@ def test_the_nodes_of_a_step_are_not_written_out() -> None:
     assert ranks_of_srun(many)["LOCAL_WORLD_SIZE"] == "3"
 
 
-def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
+def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """srun --ntasks-per-node=8 --pty bash"""
     program = """if True:
         import fcntl, os, sys, termios
@@ -159,17 +158,8 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
         assert ranks_of_srun(os.environ) == {}
     """
     outer, inner = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | STEP
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=inner,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+    monkeypatch.delenv("RANK", raising=False)
+    done = run_command([sys.executable, "-c", program], STEP, stdout=inner)
     os.close(outer)
     os.close(inner)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ from conf import cli
 from tests.processes import descendants
 from tests.results import tree
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "model=resnet_tiny",
     "augment=demo",

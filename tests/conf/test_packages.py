@@ -1,31 +1,26 @@
 """Without the environment, every script prints one line: the missing packages and a remedy."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from conf import start
-from tests.processes import run_python
+from tests.processes import ROOT, run_command, run_python
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
 PYTHON = sys._base_executable
 
 
-def run(program: str, packages: Path) -> subprocess.CompletedProcess[str]:
+def run(program: str, packages: Path) -> CompletedProcess[str]:
     """Run a script with only the standard library and `packages`."""
-    environment = {**os.environ, "PYTHONPATH": str(packages)}
-    line = [PYTHON, "-S", str(ROOT / program), "--help"]
-    return subprocess.run(
-        line, env=environment, cwd=packages, capture_output=True, text=True, check=False
-    )
+    line = [PYTHON, "-S", ROOT / program, "--help"]
+    return run_command(line, {"PYTHONPATH": str(packages)}, cwd=packages)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -1,11 +1,13 @@
 """Ranks: a world of size 1 in this process, and two gloo ranks in processes."""
 
+import math
 import os
 import re
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -199,8 +201,9 @@ def test_signal_is_received_and_the_handlers_restored(number: signal.Signals) ->
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_repeated_and_ignored_signals() -> None:
+def test_repeated_and_ignored_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything."""
+    monkeypatch.setattr("engine.stop_signal.ECHO_SECONDS", math.inf)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignal(ALONE) as stop:
@@ -260,14 +263,17 @@ def test_a_process_that_does_not_answer_a_signal_ends(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    jump: Callable[[], None],
 ) -> None:
     """It compiles, or waits for a disk; unless it still has steps to save."""
-    monkeypatch.setattr("engine.stop_signal.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("engine.stop_signal.ANSWER_SECONDS", 900)
     statuses = list[int]()
     monkeypatch.setattr(os, "_exit", statuses.append)
     with StopSignal(ALONE, unsaved=lambda: unsaved) as stop:
         with stop.saving("run/checkpoints", 0) if saving else nullcontext():
             signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.3)
+            assert 800 < signal.getitimer(signal.ITIMER_REAL)[0] <= 900
+            jump()
+            signal.raise_signal(signal.SIGALRM)
     assert statuses == ([] if message is None else [128 + signal.SIGTERM])
     assert message is None or f"SIGTERM: {message}" in caplog.text

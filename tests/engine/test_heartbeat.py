@@ -12,7 +12,7 @@ import pytest
 
 from engine import heartbeat
 from engine.heartbeat import Heartbeat, Peer
-from tests.processes import wait_until
+from tests.processes import wait_for
 
 SECONDS = 0.5  # a datagram every 0.1 s
 
@@ -26,12 +26,16 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[Heartbeat, Heartbeat]]:
-    """Two ranks. The first one has an address that cannot be reached from elsewhere."""
+def two(exits: list[int]) -> Iterator[tuple[Heartbeat, Heartbeat]]:
+    """Two ranks that do not wait for each other yet, or they would end on a busy machine.
+
+    The first one has an address that cannot be reached from elsewhere.
+    """
     first, second = Heartbeat(0, SECONDS), Heartbeat(1, SECONDS)
     name, peer = first.introduction("localhost")
     introductions = [(name, Peer((peer.address[0], 9))), second.introduction("localhost")]
     for each in (first, second):
+        each.set_section(None)
         each.meet(introductions)
     yield first, second
     for each in (first, second):
@@ -43,11 +47,20 @@ def other(beat: Heartbeat) -> Peer:
     return peer
 
 
+def pass_time(beat: Heartbeat, seconds: float = 0.0) -> None:
+    """Wait until so much time has passed for a rank, and it has exchanged datagrams."""
+    for more in (seconds, 0.0):
+        wanted = beat._clock + more
+        wait_for("the clock of a rank", lambda wanted=wanted: beat._clock > wanted)
+
+
 def test_each_rank_learns_the_section_of_the_other(two: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = two
     second.set_section("validation")
-    wait_until(lambda: other(first).section == "validation" and other(second).section == "start")
-    assert other(second).address[1] != 9, "the datagrams of the first one tell where it is"
+    wait_for("the section of the second one", lambda: other(first).section == "validation")
+    # Its datagrams tell it.
+    wait_for("the address of the first one", lambda: other(second).address[1] != 9)
+    assert other(second).section == "start"
     assert list(first.peers) == [f"rank 1 (process {os.getpid()} on {socket.gethostname()})"]
 
 
@@ -66,15 +79,12 @@ def test_a_rank_that_does_not_respond(
 ) -> None:
     """It ends this rank, unless this one waits for no other, as when it only closes files."""
     first, second = two
-    wait_until(lambda: other(first).heard < 1000)
-    second.set_section(None)
+    wait_for("a datagram", lambda: other(first).heard < 1000)
     second.name = "another program"  # its datagrams do not count any more
-    first.set_section(None)
-    heard = other(first).heard
-    wait_until(lambda: first._clock > heard + 2 * SECONDS)
+    pass_time(first, 3 * SECONDS)
     assert not exits
     first.set_section("step 12")
-    wait_until(lambda: bool(exits))
+    wait_for("its end", lambda: exits)
     assert exits[0] == 1
     message = capfd.readouterr().err
     assert f"no response for {SECONDS:g} s from {next(iter(first.peers))}, while " in message
@@ -87,8 +97,10 @@ def test_nothing_is_concluded_without_datagrams(
     """The network may drop them; those of other programs do not count."""
     first, second = two
     second.peers = {}
-    wait_until(lambda: second._clock > 0.2)
+    pass_time(second)
+    pass_time(first)  # none is left to be received
     other(first).heard = float("inf")
+    first.set_section("start")
     address = first._socket.getsockname()
     with socket.socket(first._socket.family, socket.SOCK_DGRAM) as stranger:
         for content in (
@@ -97,8 +109,7 @@ def test_nothing_is_concluded_without_datagrams(
             json.dumps([[1], "step 5", 0]).encode(),
         ):
             stranger.sendto(content, address)
-    began = first._clock
-    wait_until(lambda: first._clock > began + 3 * SECONDS)
+    pass_time(first, 3 * SECONDS)
     assert other(first).heard == float("inf") and not exits
 
 
@@ -109,7 +120,7 @@ def test_time_in_which_this_process_did_not_run_does_not_count(
     first, _ = two
     before, monotonic = first._clock, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1000)
-    wait_until(lambda: first._clock > before + 0.2)
+    pass_time(first, 0.2)
     assert first._clock < before + 100
 
 
@@ -120,12 +131,10 @@ def test_a_signal_is_passed_on_once(
     sent = list[tuple[int | None, int]]()
     monkeypatch.setattr(signal, "pthread_kill", lambda *one: sent.append(one))
     first.wakeup.send(bytes([signal.SIGCHLD, signal.SIGTERM]))
-    wait_until(lambda: first._signal == signal.SIGTERM)
-    began = second._clock
-    wait_until(lambda: second._clock > began + 0.3)
+    wait_for("the signal", lambda: first._signal == signal.SIGTERM)
+    pass_time(second, 0.3)
     assert not sent, "before its main thread handles signals"
     second.forwards = True
-    wait_until(lambda: bool(sent))
-    began = first._clock
-    wait_until(lambda: first._clock > began + 0.3)
+    wait_for("the signal is passed on", lambda: sent)
+    pass_time(first, 0.3)
     assert sent == [(threading.main_thread().ident, signal.SIGTERM)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import checkpoint
-from tests.processes import needs_linux
+from tests.processes import HANGS_SECONDS, needs_linux
 
 Calls = list[tuple[str, ...]]
 
@@ -102,6 +102,7 @@ def killed_saves(folder: Path, number: int) -> int:
     """Save step 20 again, then 30 as the best, in a process that is killed; return its status."""
     child = os.fork()
     if child == 0:
+        signal.alarm(HANGS_SECONDS)
         killed_before(number)
         save(folder, 20, best_step=10)
         save(folder, 30, best_step=30)

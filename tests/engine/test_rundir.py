@@ -2,11 +2,11 @@
 
 import json
 import multiprocessing
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from engine.identity import FIXED, accepted_changes
 from engine.rundir import RunDirectory
 from tests.engine.plans import ALONE, plan
 from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, open_run, state_of
+from tests.processes import HANGS_SECONDS, Started
 from tests.results import tree
 
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
@@ -211,6 +212,7 @@ def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
 
 def hold(path: Path, connection: Connection) -> None:
     """Open a run directory in another process, until it is killed."""
+    signal.alarm(HANGS_SECONDS)
     run = directory(path)
     run.open(state_of(), plan(), {})
     connection.send("open")
@@ -222,14 +224,16 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
     arguments = (tmp_path / "run", there)
     holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
     holder.start()
-    assert here.recv() == "open"
-    before = tree(tmp_path)
-    for resume in ("auto", "never"):
-        with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
-            open_run(tmp_path / "run", resume, {})
-    assert tree(tmp_path) == before
-    holder.kill()
-    holder.join()
+    try:
+        assert here.poll(HANGS_SECONDS) and here.recv() == "open"
+        before = tree(tmp_path)
+        for resume in ("auto", "never"):
+            with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
+                open_run(tmp_path / "run", resume, {})
+        assert tree(tmp_path) == before
+    finally:
+        holder.kill()
+        holder.join()
     assert open_run(tmp_path / "run", identity={}) is None
 
 
@@ -237,16 +241,11 @@ def test_lock_is_not_inherited(run: Path) -> None:
     """A child process that outlives the trainer must not keep the lock."""
     with directory(run) as first:
         first.open(state_of(), plan(stop_step=100), IDENTITY)
-        with subprocess.Popen(
-            [sys.executable, "-c", "print('ready', flush=True); input()"],
-            close_fds=False,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        waits = ["sh", "-c", "echo ready; read end"]
+        with Started(waits, close_fds=False, stdin=PIPE, stdout=PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
             first.__exit__(None)
             assert open_run(run) is not None
-            child.communicate(b"\n")
 
 
 COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}

@@ -14,10 +14,12 @@ from engine.log.measurements import step_points
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
+from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.clock import Marks, StepClock
 from tests.batches import batch_of, on_device, toy_loss
+from tests.models.test_vit import short_vit
 from tests.optimizers import OPTIMIZERS
 
 SIZE, ROWS, STEPS = 64, 16, 3 * STEPS_BEFORE_CAPTURE
@@ -73,13 +75,19 @@ def weights(state: TrainState) -> list[str]:
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         *((False, ["model=resnet_tiny", f"optim={n}", "train.ema_decay=0.9"]) for n in OPTIMIZERS),
         (True, ["model.name=efficientnet_b0", "train.micro_batch=4"]),
-        (False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
+        pytest.param(
+            *(False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
+            marks=pytest.mark.slow,
+        ),
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
         (False, ["model=resnet_tiny", "model.compile=default"]),
         (False, ["model=vit_s16", "optim=adamw", "model.compile=default"]),
     ],
 )
-def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: World) -> None:
+def test_a_graph_gives_the_same_bits(
+    mixed: bool, overrides: list[str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
     found: list[tuple[list[str], list[dict[str, float]]]] = []
     for refused in (None, "for the comparison"):
         torch._dynamo.reset()

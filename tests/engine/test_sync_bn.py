@@ -1,12 +1,11 @@
 """model.sync_bn on several ranks: BatchNorm with the statistics of the whole batch."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import run_command
 from tests.results import rows
 from tests.small_run import command, torchrun
 
@@ -20,9 +19,7 @@ OPTIONS = [
 
 def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
     """Train; return the training loss of every step, and the validation losses."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
-    # The limit is for a rank that hangs at its end.
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
+    done = run_command(arguments, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus})
     assert done.returncode == 0, done.stderr
     assert "not captured" not in done.stderr
     train = [row["loss"] for row in rows(folder, "train")]
@@ -32,7 +29,13 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("more", [[], ["model.compile=default"]], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="eager"),
+        pytest.param(["model.compile=default"], id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_train_as_one_on_the_whole_batch(
     image_root: Path, tmp_path: Path, more: list[str]
 ) -> None:

@@ -149,17 +149,16 @@ def test_frozen_stages_and_resume_bit_by_bit(
 
 
 @pytest.mark.gpu
-def test_frozen_stages_on_a_gpu(learned: Path, angles: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["off", pytest.param("default", marks=pytest.mark.slow)])
+def test_frozen_stages_on_a_gpu(mode: str, learned: Path, angles: Path, tmp_path: Path) -> None:
     """The step is a CUDA graph, compiled or not."""
-    for mode in ("off", "default"):
-        folder = tmp_path / mode
-        options = ["train.device=cuda", "model.freeze=[conv1,bn1,layer1]", f"model.compile={mode}"]
-        config = cli.load(overrides(learned, angles, folder, *options, "train.ema_decay=0.9"))
-        summary = train.train(config)
-        before, state = frozen_tensors(stored(learned)["model"]), stored(folder)
-        assert same(frozen_tensors(state["model"]), before)
-        assert same(frozen_tensors(state["ema"]), before)
-        assert summary["top1"] > 70
+    options = ["train.device=cuda", "model.freeze=[conv1,bn1,layer1]", f"model.compile={mode}"]
+    config = cli.load(overrides(learned, angles, tmp_path, *options, "train.ema_decay=0.9"))
+    summary = train.train(config)
+    before, state = frozen_tensors(stored(learned)["model"]), stored(tmp_path)
+    assert same(frozen_tensors(state["model"]), before)
+    assert same(frozen_tensors(state["ema"]), before)
+    assert summary["top1"] > 70
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:

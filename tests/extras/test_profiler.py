@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from engine.log.tracker import Tracker
 from extras.profiler import Profiler
 from tests import small_run
 from tests.engine import plans
+from tests.processes import run_command
 from tests.results import check_not_trained
 
 
@@ -107,6 +107,5 @@ def test_run_with_a_profile(
 def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> None:
     """The error is one line, without a crash of the interpreter."""
     options = ["loader.workers=0", "optim.lr=1e30", "schedule.warmup_epochs=0", entry(0, 8)]
-    arguments = small_run.command(image_root, tmp_path / "run", *options)
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = run_command(small_run.command(image_root, tmp_path / "run", *options))
     assert done.returncode == 1 and "train.py: the loss is " in done.stderr

@@ -4,9 +4,9 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
@@ -16,10 +16,9 @@ import train
 from conf import cli
 from extras.sweep import MOST, WORST, Sweep
 from tests.conf.refused import refusal
-from tests.processes import is_running, wait_until
+from tests.processes import ROOT, Started, run_python, wait_for
 from tests.small_run import SMALL_RUN
 
-ROOT = Path(__file__).parents[2]
 FAKE = "data=fake"
 NAME = "imagenet_rn50,data.source=fake"
 
@@ -121,7 +120,7 @@ if status == 0:
 if status == "wait":
     signals = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    Path("job").write_text(str(os.getpid()))
+    Path("job").touch()
     status = 128 + signal.sigwait(signals)
     Path("saved").touch()
 if status < 0:
@@ -157,18 +156,13 @@ class Desk:
         self.folder = folder
         (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
 
-    def start(self, outcomes: list[Any], *more: str) -> "subprocess.Popen[str]":
+    def start(self, outcomes: list[Any], *more: str) -> Started:
         (self.folder / "started").write_text("")
         (self.folder / "outcomes").write_text(json.dumps(outcomes))
-        return subprocess.Popen(
-            [sys.executable, "train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        words = ["train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more]
+        variables = {"PYTHONPATH": str(self.folder)}
+        command = [sys.executable, *words]
+        return Started(command, variables, cwd=self.folder, stdout=PIPE, stderr=STDOUT)
 
     def run(self, outcomes: list[Any], *more: str) -> tuple[int, list[str], str]:
         """Return the exit status of the sweep, the seeds that were started, and the output."""
@@ -228,16 +222,14 @@ def test_a_signal_reaches_the_job(desk: Desk, number: int) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("needs prctl")
     with desk.start(["wait", 0]) as process:
-        wait_until((desk.folder / "job").exists, process)
+        wait_for("the job can receive signals", (desk.folder / "job").exists, process)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as Ctrl-C in a terminal
         else:
             process.send_signal(number)
-        process.wait()
-    assert process.returncode == (128 + number if number != signal.SIGKILL else -number)
-    wait_until((desk.folder / "saved").exists)
-    job = int((desk.folder / "job").read_text())
-    wait_until(lambda: not is_running(job))
+        assert process.wait() == (128 + number if number != signal.SIGKILL else -number)
+        wait_for("the job ends", lambda: not process.members())
+    assert (desk.folder / "saved").exists()
     assert (desk.folder / "started").read_text() == "0\n"
 
 
@@ -287,6 +279,6 @@ def test_real_runs(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, second = (Path(config.run.dir) for config in Sweep(words).jobs.values())
     train.train(cli.load([*words[:-1], "optim.lr=0.2"]))
     before = (first / "summary.json").stat().st_mtime_ns
-    subprocess.run([sys.executable, train.__file__, "-m", *words], check=True)
+    run_python(train.__file__, "-m", *words, cwd=tmp_path).check_returncode()
     assert (first / "summary.json").stat().st_mtime_ns == before
     assert json.loads((second / "summary.json").read_text())["step"] == 5

@@ -4,13 +4,13 @@ import os
 import random
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,16 @@ from pipeline.loader import Loader, WorkerPool, slots_needed, start_source
 from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task, start_worker
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
-    HANGS_SECONDS,
+    Started,
     descendants,
     is_running,
     needs_linux,
     process_state,
     processes,
-    wait_until,
+    wait_for,
     writers_to,
 )
 
-REPOSITORY = Path(__file__).parents[2]
 START_METHODS = [
     "forkserver",
     pytest.param("fork", marks=pytest.mark.slow),
@@ -82,9 +81,9 @@ class Trap:
     def catch(self, pool: WorkerPool) -> int:
         """Wait until a worker is reading the FIFO; return its id."""
         writers: list[int] = []  # kept open, or the worker would read an empty file
-        wait_until(lambda: bool(writers.extend(writers_to(self.path)) or writers))
+        wait_for("a read", lambda: writers.extend(writers_to(self.path)) or writers)
         self.writer, found = writers[0], list[int]()
-        wait_until(lambda: bool(found.extend(filter(self._is_read_by, pool.pids)) or found))
+        wait_for("its worker", lambda: found.extend(filter(self._is_read_by, pool.pids)) or found)
         return found[0]
 
     def _is_read_by(self, pid: int) -> bool:
@@ -98,10 +97,10 @@ class Trap:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)  # it must not see that the FIFO has ended
-        wait_until(lambda: process_state(pid) == "T")
+        wait_for("it is stopped", lambda: process_state(pid) == "T")
         os.close(self.writer)  # before its replacement is forked, which would inherit it
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not is_running(pid))
+        wait_for("it has ended", lambda: not is_running(pid))
 
     def release(self) -> None:
         """Let the blocked worker read the image."""
@@ -149,7 +148,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
         released = thread.submit(release_late)
         batch = next(loader.batches(5, 6))  # in slot 1 again
         released.result()
-        wait_until(lambda: loader.pool.done(tasks))
+        wait_for("the late worker", lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
 
@@ -218,7 +217,7 @@ def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, i
             unread.append(batch)
             if len(unread) == in_use + 1:
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
-                wait_until(lambda: not workers or loader.pool.done(begun(loader)))
+                wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 unread.pop(0).release(None)
         assert len(places) == 5
@@ -335,7 +334,7 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
             batch.release(None)  # at once: waiting for the next batch detects that the workers died
             if batch.step == 1:
                 os.kill(server, signal.SIGKILL)
-                wait_until(lambda: not is_running(server))
+                wait_for("it has ended", lambda: not is_running(server))
         assert not any(is_running(pid) for pid in orphans)
     for batch in taken:
         check(batch, dataset, loader.samples(batch.step))
@@ -394,10 +393,8 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
     After SIGKILL to the training process, a worker ends even during a read that never returns.
     """
     needs_linux()
-    command = [sys.executable, "-c", PROGRAM, str(changeable), start_method]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, process_group=0
-    ) as process:
+    command = [sys.executable, "-c", PROGRAM, changeable, start_method]
+    with Started(command, stdout=PIPE) as process:
         assert process.stdout is not None
         fifo = process.stdout.readline().strip()
         assert fifo, "it ended early"
@@ -405,8 +402,8 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
             family = descendants(process.pid)
             assert len(family) >= 2 and all(is_running(pid) for pid in family)
             process.kill()
-            process.wait(HANGS_SECONDS)
-            wait_until(lambda: not any(is_running(pid) for pid in family))
+            process.wait()
+            wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
 
 
 # Files that cannot be read.
@@ -509,6 +506,7 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         trap = Trap(loader, step=1)
         batches = loader.batches(0, 12)
         next(batches).release(None)
+        trap.catch(loader.pool)
         loader.pool.timeout_seconds = 0.5
         with pytest.raises(
             LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading"

@@ -4,15 +4,15 @@ import math
 import os
 import resource
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline import machine
+from tests.processes import run_command
 
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -110,13 +110,8 @@ except OSError:
 @pytest.mark.parametrize("limits", [(64, 64), (64, 300)])
 def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
     """The soft limit is raised to the hard one; counting opens a folder, which may count too."""
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_FILES],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
-    )
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+    done = run_command([sys.executable, "-c", COUNT_FILES], preexec_fn=limit)
     spare, opened, soft, hard = map(int, done.stdout.split())
     assert (soft, hard) == (limits[1], limits[1])
     assert opened - 1 <= spare <= opened
@@ -125,10 +120,10 @@ def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
 def test_open_files_without_proc() -> None:
     """/dev/fd is a link into /proc, which a container may lack."""
     hide = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*hide, "true"], check=False).returncode:
+    if shutil.which("unshare") is None or run_command([*hide, "true"]).returncode:
         pytest.skip("needs the right to mount")
     program = "from pipeline.machine import spare_files; assert spare_files() > 0"
-    subprocess.run([*hide, sys.executable, "-c", program], cwd=ROOT, check=True)
+    run_command([*hide, sys.executable, "-c", program]).check_returncode()
 
 
 def test_infinite_hard_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

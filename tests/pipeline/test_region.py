@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline import decode, region
-from tests.processes import is_running, run_python, wait_until
+from tests.processes import Started, is_running, run_command, run_python, wait_for
 from tests.reliability.odd_images import FILES
 
 needs_compiler = pytest.mark.skipif(
@@ -43,15 +42,12 @@ def test_damaged_files_and_memory(tmp_path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
     for name in ("libasan.so", "libubsan.so"):
-        found = subprocess.run(
-            [compiler, f"-print-file-name={name}"], capture_output=True, text=True
-        )
-        libraries.append(found.stdout.strip())
+        libraries.append(run_command([compiler, f"-print-file-name={name}"]).stdout.strip())
     if not all(map(os.path.isfile, libraries)):
         checks, libraries = [], []
     code = tmp_path / "region.so"
     command = [compiler, "-g", "-shared", "-fPIC", *checks, "-o", str(code), str(region.SOURCE)]
-    subprocess.run(command, check=True)
+    run_command(command).check_returncode()
     program = (
         "import sys; from pathlib import Path; from pipeline import region; "
         "region.compiled = lambda folder: Path(sys.argv[1]); "
@@ -116,15 +112,20 @@ def test_a_compiler_that_hangs_ends_with_its_children(
     (tmp_path / "cc").write_text(HANGS.format(numbers))
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def its_end() -> None:
+        pids = [*map(int, numbers.read_text().split())]
+        wait_for("the compiler and its child end", lambda: not any(map(is_running, pids)))
+
     if killed:
-        program = [sys.executable, "-c", "from pipeline import region; region.load()"]
-        with subprocess.Popen(program, cwd=Path(__file__).parents[2]) as process:
-            wait_until(numbers.exists, process)
-            process.kill()
+        with Started([sys.executable, "-c", "from pipeline import region; region.load()"]) as start:
+            wait_for("the compiler", numbers.exists, start)
+            start.kill()
+            its_end()
     else:
-        monkeypatch.setattr(region, "LONGEST_SECONDS", 0.5)
+        monkeypatch.setattr(region, "LONGEST_SECONDS", 3)
         assert "takes longer than" in str(region.load())
-    wait_until(lambda: not any(map(is_running, map(int, numbers.read_text().split()))))
+        its_end()
 
 
 @needs_compiler
@@ -178,4 +179,4 @@ assert not wrong, wrong
 @needs_compiler
 def test_two_threads_decode_at_the_same_time() -> None:
     """In a process of its own: a shared box once made one of them write past its array."""
-    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True)
+    run_python("-c", TWO_THREADS).check_returncode()

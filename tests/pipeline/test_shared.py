@@ -12,14 +12,15 @@ import torch
 from conf.schema import UserError
 from pipeline.shared import Pinned, SharedArray, page_locked_bytes
 from tests.limits import file_size_limit
-from tests.processes import needs_linux
+from tests.processes import HANGS_SECONDS, needs_linux
 
 
 def run_in_child(start_method: str, code: str, **names: Any) -> None:
     """Run `code` in a child process; `exec` is a target that every start method can pickle."""
     process = multiprocessing.get_context(start_method).Process(target=exec, args=(code, names))  # type: ignore[attr-defined]
     process.start()
-    process.join()
+    process.join(HANGS_SECONDS)
+    process.kill()
     assert process.exitcode == 0
 
 

@@ -9,7 +9,6 @@ import getpass
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -23,10 +22,9 @@ import pytest
 from conf import cli
 from conf.schema import UserError
 from scripts import prepare
-from tests.processes import HANGS_SECONDS
+from tests.processes import HANGS_SECONDS, ROOT, run_command
 from tests.small_run import SMALL
 
-ROOT = Path(__file__).parents[2]
 ROW = "hostile names that ran code or wrote outside"
 SHELL = "$(touch canary)"
 PYTHON = "__import__('os').system('touch canary')"
@@ -171,15 +169,14 @@ def run_script(box: Box, script: str, *words: str, status: int = 0) -> str:
 
     The console must not receive the escape sequences of a name.
     """
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
+    done = run_command(
+        [sys.executable, ROOT / script, *words],
+        box.environment(),
         cwd=box.root / "work",
-        env={**os.environ, **box.environment()},
-        capture_output=True,
-        timeout=5 * HANGS_SECONDS,  # doctor.py measures the disk, the decoder and the step
-        check=False,
+        errors="surrogateescape",
+        seconds=5 * HANGS_SECONDS,  # doctor.py measures the disk, the decoder and the step
     )
-    said = os.fsdecode(done.stdout + done.stderr)
+    said = done.stdout + done.stderr
     assert done.returncode == status, said
     assert "Traceback" not in said and "\x1b[31m" not in said and "\x07" not in said, said
     return said

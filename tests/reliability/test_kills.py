@@ -3,13 +3,11 @@
 The short form is tests/engine/test_order_of_writes.py.
 """
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.figures import Record
-from tests.processes import HANGS_SECONDS, compiled_preload, processes, wait_until
+from tests.processes import Started, compiled_preload, processes, wait_for
 from tests.ranks import Ranks
 from tests.results import logged_steps, rows, same, stored
 from tests.small_run import command, torchrun
@@ -99,13 +97,12 @@ def test_kills_at_random_instants(
             shutil.rmtree(folder)
         else:
             differ.append((folder, ended))
-    wait_until(
-        lambda: (
-            not any(
-                one.session in sessions and one.state not in "ZX" for one in processes().values()
-            )
-        )
-    )
+
+    def left() -> list[int]:
+        found = processes().items()
+        return [pid for pid, one in found if one.session in sessions and one.state not in "ZX"]
+
+    wait_for("no process is left", lambda: not left())
     figure("kills at random instants, final weights equal", kept, done)
     assert not differ
 
@@ -167,22 +164,18 @@ def test_torchrun_restarts_the_ranks(
         found = {pid for pid, one in processes().items() if one.parent == process.pid}
         return sorted(found - killed)
 
-    with (tmp_path / "console").open("w") as console:
-        process = subprocess.Popen(start, stdout=console, stderr=console, start_new_session=True)
-    try:
+    with (
+        (tmp_path / "console").open("w") as console,
+        Started(start, stdout=console, stderr=console) as process,
+    ):
         for _ in range(3):
-            wait_until(lambda: len(new_ranks()) == number, process)
+            wait_for("all ranks have started", lambda: len(new_ranks()) == number, process)
             victims, at = new_ranks(), logged_steps(folder) + chosen.choice([0, 1, 10, 30])
-            wait_until(lambda at=at: logged_steps(folder) >= at, process)
+            wait_for(f"step {at}", lambda at=at: logged_steps(folder) >= at, process)
             time.sleep(chosen.uniform(0, 0.5))
             os.kill(chosen.choice(victims), signal.SIGKILL)
             killed.update(victims)
-        assert process.wait(HANGS_SECONDS) == 0, (tmp_path / "console").read_text()
-    finally:
-        for pid in [process.pid, *new_ranks()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        assert process.wait() == 0, (tmp_path / "console").read_text()
     assert is_whole(folder, whole)
     hashes = {
         json.loads((path / "summary.json").read_text())["params_sha256"] for path in (whole, folder)

@@ -1,7 +1,6 @@
 """Limits of the system, such as too few open files: one line, and no step is trained."""
 
 import resource
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,8 @@ from conf.schema import UserError
 from pipeline.machine import reached_limit
 from pipeline.shared import SharedArray
 from tests.limits import soft_limit
-from tests.processes import needs_linux
+from tests.processes import needs_linux, run_command
 from tests.small_run import command
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_too_few_open_files() -> None:
@@ -45,7 +42,7 @@ def test_training_under_a_limit(limit: str, image_root: Path, tmp_path: Path) ->
     run = tmp_path / "runs" / "a"
     line = command(image_root, run, "train.max_steps=1")
     shell = ["sh", "-c", f'{limit}\nexec "$@"', "sh", *line]
-    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True)
+    done = run_command(shell, cwd=tmp_path)
     assert done.returncode == (2 if CASES[limit] else 0) and "Traceback" not in done.stderr, done
     assert not CASES[limit] or CASES[limit] in done.stderr.splitlines()[-1]
     assert any(run.glob("checkpoints/*")) == (not CASES[limit])

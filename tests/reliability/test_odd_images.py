@@ -1,9 +1,9 @@
 """Odd and hostile image files are trained or named, in bounded memory and time."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from tests.reliability.odd_images import KINDS, load_mutated
 MUTATED = 100_000  # JPEGs for each decoder in the long form
 
 
-def child(*arguments: object, seconds: float) -> subprocess.CompletedProcess[str]:
+def child(*arguments: object, seconds: float) -> CompletedProcess[str]:
     return run_python("-m", "tests.reliability.odd_images", *arguments, seconds=seconds)
 
 
@@ -73,7 +73,7 @@ def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], No
     try:
         result = child(",".join(decoders), "mutated", 0, MUTATED, progress, seconds=7200)
         ended, message = result.returncode == 0, result.stderr[-2000:]
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         ended, message = False, "no end within two hours"
     reached = MUTATED if ended else int(progress.read_text())
     figure(

@@ -11,22 +11,20 @@ import pty
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
 
 from conf.signals import STOPS
-from tests.processes import HANGS_SECONDS, is_running, needs_linux, processes, wait_until
+from tests.conftest import SLOW_SECONDS
+from tests.processes import HANGS_SECONDS, Started, is_running, needs_linux, processes, wait_for
 from tests.ranks import Ranks
 from tests.results import logged_steps, rows
-from tests.small_run import command, torchrun
+from tests.small_run import command, measured, torchrun
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -40,9 +38,9 @@ ONLY_STEPS = ["train.epochs=2000", "loader.workers=0", "data=fake", "data.fake_i
 def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
     with ranks.running(start, 2, TORCHELASTIC_RUN_ID="job") as job:
-        wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[0], KILL)
-        wait_until(lambda: not any(map(is_running, job.pids)))
+        wait_for("the ranks end", lambda: not any(map(is_running, job.pids)))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
     last = json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())
@@ -52,12 +50,10 @@ def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ra
 def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=4")
     with ranks.running(start, 2) as job:
-        try:
-            wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
-            os.kill(job.pids[2], STOP)
-            wait_until(lambda: not is_running(job.pids[1]))
-        finally:
-            os.kill(job.pids[2], KILL)
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[2], STOP)
+        wait_for("the other rank ends", lambda: not is_running(job.pids[1]))
+        os.kill(job.pids[2], KILL)
         done = job.wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -71,7 +67,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(
 ) -> None:
     start = command(image_root, tmp_path / "run", *ONLY_STEPS)
     with ranks.running(start, 2) as job:
-        wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[2], KILL)
         done = job.wait()
     assert done.returncode == 1
@@ -155,52 +151,38 @@ OPTIONS = {
 }
 
 
-class Running:
-    """A job in a session of its own. All of its processes have a variable of their own."""
+class Running(Started):
+    """A job with a terminal."""
 
     def __init__(self, way: Way, root: Path, folder: Path, *more: str) -> None:
         self.way, self.folder, self.run = way, folder, folder / "run"
         options = [f"checkpoint.every_steps={EVERY_STEPS}", *OPTIONS[way.during]]
         self.arguments = command(root, self.run, "train.epochs=100000", *options, *more)
         if way.during == "measurement":
-            script = Path(__file__).parents[1] / "engine" / "tune" / "measured_on_cpu.py"
-            if not script.exists():
-                pytest.skip("this copy does not measure")
-            self.arguments[1:2] = [str(script), str(folder)]
+            self.arguments = measured(self.arguments, folder)
         start = torchrun(self.arguments, 2) if way.ranks == 2 else self.arguments
-        self.marker = f"JOB={uuid4().hex}"
-        name, _, value = self.marker.partition("=")
+        if way.target == "terminal":
+            start = [sys.executable, "-c", IN_SESSION, *start]
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.terminal, terminal = pty.openpty()
-        self.output = (folder / "output").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_SESSION, *start] if way.target == "terminal" else start,
-            env={**os.environ, "OMP_NUM_THREADS": "1", name: value, "PYTHONPATH": path},
-            stdin=terminal,
-            stdout=self.output,
-            stderr=self.output,
-            start_new_session=True,
-        )
+        with (folder / "output").open("wb") as output:
+            super().__init__(start, variables, stdin=terminal, stdout=output, stderr=output)
         os.close(terminal)
 
-    def members(self) -> set[int]:
-        """Return the running processes of the job, whoever their parents are."""
-        found = set()
-        for pid, process in processes().items():
-            with contextlib.suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes()
-                if process.state not in "ZX" and self.marker.encode() in variables:
-                    found.add(pid)
-        return found
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.terminal >= 0:
+            os.close(self.terminal)
 
     def rank(self, number: int) -> int:
         if self.way.ranks == 1:
-            return self.process.pid
+            return self.pid
         for pid in self.members():
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 parent = processes()[pid].parent
-                if parent == self.process.pid and f"RANK={number}".encode() in variables:
+                if parent == self.pid and f"RANK={number}".encode() in variables:
                     return pid
         raise AssertionError(f"no rank {number}")
 
@@ -208,7 +190,7 @@ class Running:
         """Return the processes to which the signal goes."""
         match self.way.target:
             case "trainer" | "torchrun":
-                return [self.process.pid]
+                return [self.pid]
             case "rank 0" | "rank 1":
                 return [self.rank(int(self.way.target[-1]))]
         parents = {pid: process.parent for pid, process in processes().items()}
@@ -237,19 +219,10 @@ class Running:
             os.close(self.terminal)
             self.terminal = -1
         elif self.way.target == "group":
-            os.killpg(self.process.pid, self.way.number)
+            os.killpg(self.pid, self.way.number)
         else:
             for pid in self.targets():
                 os.kill(pid, self.way.number)
-
-    def clean_up(self) -> None:
-        for pid in self.members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, KILL)
-        self.process.wait(HANGS_SECONDS)
-        self.output.close()
-        if self.terminal >= 0:
-            os.close(self.terminal)
 
 
 # The terminal on stdin becomes that of the session.
@@ -265,12 +238,9 @@ def started(way: Way, root: Path, folder: Path, *more: str) -> Iterator[Running]
     """Start a job, with `more` overrides, and wait until it reaches the phase of the way."""
     if way.during == "validation":
         root = many_validation_images(root, folder / "images")
-    job = Running(way, root, folder, *more)
-    try:
-        wait_until(job.reached, job.process, seconds=3 * HANGS_SECONDS)
+    with Running(way, root, folder, *more) as job:
+        wait_for(f"the job is in {way.during}", job.reached, job, seconds=3 * HANGS_SECONDS)
         yield job
-    finally:
-        job.clean_up()
 
 
 def many_validation_images(root: Path, folder: Path) -> Path:
@@ -287,10 +257,10 @@ def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
     with started(way, root, folder) as job:
         job.end()
         if way.target in SURVIVED:
-            time.sleep(3)
-            with contextlib.suppress(ProcessLookupError):
-                job.process.terminate()
-        wait_until(lambda: not job.members())
+            enough = logged_steps(job.run) + 2 * EVERY_STEPS
+            wait_for("training continues", lambda: logged_steps(job.run) >= enough, job)
+            job.terminate()
+        wait_for("no process is left", lambda: not job.members())
     trained = logged_steps(job.run)
     last = job.run / "checkpoints" / "last.json"
     saved = json.loads(last.read_text())["step"] if last.exists() else 0
@@ -310,7 +280,7 @@ def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("handled_sighup")
+@pytest.mark.timeout(2 * SLOW_SECONDS)
 def test_ways_to_die(
     image_root: Path, tmp_path: Path, ranks: Ranks, figure: Callable[[str, int, int], None]
 ) -> None:
@@ -350,9 +320,10 @@ def check_stopped(during: str, root: Path, folder: Path, *more: str, seconds: in
     with started(way, root, folder, f"loader.timeout_seconds={seconds}", *more) as job:
         leader = job.rank(0)
         job.end()
-        wait_until(lambda: not is_running(leader))
-        wait_until(lambda: not job.members())  # torchrun kills the stopped rank after 30 s
-        assert job.process.wait(HANGS_SECONDS) == 1
+        wait_for("rank 0 ends", lambda: not is_running(leader))
+        # torchrun kills the stopped rank after 30 s.
+        wait_for("no process is left", lambda: not job.members())
+        assert job.wait() == 1
     text = (folder / "output").read_text()
     (line,) = [line for line in text.splitlines() if re.match(r"\w+\.py: .*rank", line)]
     # In its start, a rank may be stopped before the others know it.

@@ -247,7 +247,12 @@ def test_self_check_of_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("deterministic", "compile"), [("true", "off"), ("true", "default"), ("false", "off")]
+    ("deterministic", "compile"),
+    [
+        ("true", "off"),
+        ("true", "default"),
+        pytest.param("false", "off", marks=pytest.mark.slow),
+    ],
 )
 def test_self_check_on_a_gpu(
     whole_runs: None, image_root: Path, tmp_path: Path, deterministic: str, compile: str

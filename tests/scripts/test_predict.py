@@ -5,13 +5,13 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from scripts.lib.trained import exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.libraries import timm_module
+from tests.processes import Started
 from tests.reliability.odd_images import exif
 from tests.scripts.conftest import Mistake
 
@@ -173,10 +174,9 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
     """Results are written batch by batch, before the list ends; Ctrl-C ends the script."""
     python = [sys.executable, "-X", "importtime"]
     command = [*python, predict.__file__, str(folder), "-", *HERE, "loader.batch_size=1"]
-    pipe = subprocess.PIPE
     with (
-        open(tmp_path / "stderr", "w+") as messages,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=messages, text=True) as process,
+        open(tmp_path / "stderr", "w") as messages,
+        Started(command, stdin=PIPE, stdout=PIPE, stderr=messages) as process,
     ):
         assert process.stdin and process.stdout
         path = str(image_root / "val" / "dots" / "00.jpg")
@@ -188,9 +188,8 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
         for entry in row["predictions"]:
             assert CLASSES[entry["index"]] == entry["class"] == entry["name"]
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130 and process.stdout.read() == ""
-        messages.seek(0)
-        lines = messages.read().splitlines()
+        assert process.wait() == 130 and process.stdout.read() == ""
+    lines = (tmp_path / "stderr").read_text().splitlines()
     assert all(line.startswith("import time:") for line in lines)
     # The compiler takes as long to import as the rest of torch.
     imported = {line.rpartition("|")[2].strip() for line in lines}

@@ -10,10 +10,8 @@ import pickle
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
-import time
 import tracemalloc
 import zipfile
 import zlib
@@ -36,10 +34,10 @@ from scripts.lib.sources.files import Place, Sample, read_place, tree_of_folder
 from scripts.lib.sources.layouts import recognise
 from tests.drawings import draw_image
 from tests.limits import file_size_limit
+from tests.processes import Started, run_command, wait_for
 from tests.reliability.odd_images import encoded
 from tests.scripts.conftest import Mistake
 
-ROOT = Path(__file__).parents[2]
 # Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real
 # kit, and a synset above them.
 IDS = {1: "n02119789", 2: "n02100735", 3: "n01443537"}
@@ -698,12 +696,12 @@ def test_a_killed_process_resumes(tmp_path: Path, options: tuple[str, ...]) -> N
     files |= {f"val/{i}/0.jpg": data for i in range(7)}
     write(source, {"all.tar": tar(files)})
     command = [sys.executable, "scripts/prepare.py", source, "--to", to, *options]
-    process = subprocess.Popen(command, cwd=ROOT)
-    while process.poll() is None and sum(p.stat().st_size for p in to.rglob("[!.]*.*")) < 500_000:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with Started(command) as process:
+        written_bytes = lambda: sum(p.stat().st_size for p in to.rglob("[!.]*.*"))  # noqa: E731
+        wait_for("500 kB", lambda: written_bytes() >= 500_000, process)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    done = run_command(command)
     assert done.returncode == 0, done.stderr
     if "--side" in options:
         data = prepare.reencoded(data, "a.jpg", 24)

@@ -2,19 +2,17 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from tests.processes import HANGS_SECONDS
-from tests.results import rows
+from tests.processes import Started, run_command, wait_for
+from tests.results import logged_steps, rows
 from tests.small_run import command
 
 pytestmark = pytest.mark.usefixtures("own_logging")
-ROOT = Path(__file__).parents[2]
 # Starts two tasks, with the variables that the real srun sets, and returns the highest status.
 SRUN = """#!/bin/bash
 echo "$@" >>"$STARTED"
@@ -45,8 +43,7 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
         (tools / name).chmod(0o755)
     folder = tmp_path / "run"
     words = command(image_root, folder, "loader.workers=0", "train.epochs=40")[2:]
-    environment = {
-        **os.environ,
+    variables = {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "SLURM_JOB_ID": "4711",
@@ -57,25 +54,18 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
     }
     job = ["bash", "scripts/train.sbatch", *words]
     # srun gives its tasks no terminal, so a session of their own.
-    with subprocess.Popen(
-        job, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True
-    ) as first:
-        limit = time.monotonic() + HANGS_SECONDS
-        while not (folder / "metrics.jsonl").exists() or len(rows(folder, "train")) < 3:
-            assert time.monotonic() < limit and first.poll() is None
-            time.sleep(0.1)
+    with Started(job, variables, stdout=PIPE) as first:
+        wait_for("three steps", lambda: logged_steps(folder) >= 3, first)
         for pid in (tmp_path / "tasks").read_text().split():
             os.kill(int(pid), signal.SIGTERM)
-        console, _ = first.communicate(timeout=HANGS_SECONDS)
+        console, _ = first.communicate()
     assert first.returncode == 143
-    assert b"4 on each of 2 ranks" in console
+    assert "4 on each of 2 ranks" in console
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     started = f" {(tmp_path / 'started').read_text()}"
     # The processors of a task; and no task may end rank 0 before it has written summary.json.
     assert " --cpus-per-task=12 " in started and " --kill-on-bad-exit=0 " in started
-    again = subprocess.run(
-        job, cwd=ROOT, env=environment, capture_output=True, text=True, start_new_session=True
-    )
+    again = run_command(job, variables)
     assert again.returncode == 0, again.stderr
     assert "resumed from step-" in again.stdout
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again

@@ -16,7 +16,7 @@ import torch
 from engine.log import telemetry
 from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
 from tests.nvml import Nvml, NvmlError
-from tests.processes import needs_linux, wait_until
+from tests.processes import HANGS_SECONDS, needs_linux, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
@@ -43,7 +43,7 @@ def nvml_with(**answers: Any) -> Nvml:
 def wait_for_samples(nvml: Nvml) -> None:
     """Wait until a query that never fails here has been asked 20 times more."""
     after = nvml.calls.count("nvmlDeviceGetTemperature") + 20
-    wait_until(lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
+    wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
 
 
 EVERYTHING = {
@@ -144,13 +144,13 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
     def mask(handle: str) -> int:
         number = next(asked)
         if number == 24:
-            release.wait()  # in the driver: 24 samples are complete
+            release.wait(HANGS_SECONDS)  # in the driver: 24 samples are complete
         return masks[number] if number < 24 else 0
 
     query = "nvmlDeviceGetCurrentClocksThrottleReasons"
     nvml = install(nvml_with(**{query: mask}))
     with GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.calls.count(query) == 25)
+        wait_for("24 samples", lambda: nvml.calls.count(query) == 25)
         assert monitor.read()["gpu/throttled_fraction"] == 13 / 24
         text, driver = monitor.slowdowns("epoch"), "thermal throttling by the driver"
         assert text.startswith(f"{driver}, 25 % ") and "limit" not in text and "sync" not in text
@@ -187,7 +187,7 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("pynvml")
     found: dict[str, float] = {}
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: found.update(monitor.read()) or EVERYTHING.keys() <= found.keys())
+        wait_for("all", lambda: found.update(monitor.read()) or EVERYTHING.keys() <= found.keys())
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 10 < found["gpu/power_watts"] < 2000 and 0 <= found["gpu/utilization"] <= 100
     assert 0 <= found["gpu/throttled_fraction"] <= 1

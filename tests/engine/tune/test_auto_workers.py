@@ -7,7 +7,6 @@ measurements.
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -23,11 +22,10 @@ from engine.tune import autotune
 from pipeline import decode
 from tests import small_run
 from tests.engine.tune.tuning import TUNED, choose, measure_on_cpu
-from tests.processes import family, wait_until
+from tests.processes import family, wait_for
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
-ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1"]
 ADAMW += ["augment.batch=[{mixup: {alpha: 0.4}}]"]
@@ -62,13 +60,6 @@ def pixels_after(folder: Path, step: int) -> str:
     return str(checkpoint.load(path)["identity"]["pixels"])
 
 
-def command(notes: Path, root: Path, folder: Path, *overrides: str) -> list[str]:
-    """Return the command line of a run that measures; it writes its results to `notes`."""
-    script = str(Path(__file__).with_name("measured_on_cpu.py"))
-    arguments = small_run.overrides_of(root, folder, "loader.workers=auto", *overrides)
-    return [sys.executable, script, str(notes), *arguments]
-
-
 def no_process_is_left(before: set[int]) -> None:
     """Wait until only the forkserver and the resource tracker have been added since `before`."""
     stay: set[Any] = {
@@ -76,7 +67,7 @@ def no_process_is_left(before: set[int]) -> None:
         forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
     }
-    wait_until(lambda: family(os.getpid()) - before == stay - before)
+    wait_for("the others end", lambda: family(os.getpid()) - before == stay - before)
 
 
 def tuning(console: str) -> list[str]:
@@ -210,7 +201,8 @@ def test_ranks_choose_together(
         folder = tmp_path / decoder
         options = [f"loader.decoder={decoder}", f"loader.workers={workers}", MODES]
         options += [*ADAMW, "loader.batch_size=12"]
-        done = ranks.run(command(tmp_path, image_root, folder, *options), 3)
+        command = small_run.command(image_root, folder, "loader.workers=auto", *options)
+        done = ranks.run(small_run.measured(command, tmp_path), 3)
         assert done.returncode == 0, done.stderr
         hashes.append(json.loads((folder / "summary.json").read_text())["params_sha256"])
         assert pixels_after(folder, 6) == "gpu"

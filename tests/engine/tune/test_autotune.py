@@ -98,8 +98,9 @@ class Sleepy(FakeDataset):
         return super().load(epoch, index)
 
 
-def test_dataset_without_files_is_measured() -> None:
+def test_dataset_without_files_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that wait leave their core to others."""
+    monkeypatch.setattr(worker, "waited_for_core", lambda: 0.0)  # of a busy machine
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
     config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
     datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))

@@ -3,23 +3,22 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.processes import HANGS_SECONDS, needs_linux, wait_until
+from tests.processes import HANGS_SECONDS, Started, needs_linux, wait_for
 from tests.ranks import ranks_environment
 from tests.results import rows
 from tests.small_run import command
 
-Job = list[subprocess.Popen[bytes]]
+Job = list[Started]
 pytestmark = pytest.mark.slow
 # 36 images in batches of 32: one step per epoch.
 OPTIONS = [
@@ -49,10 +48,8 @@ def verdict_of(
         for environment in reversed(ranks_environment(2)):
             log = stack.enter_context(folder.with_suffix(f".{environment['RANK']}").open("wb"))
             environment["OMP_NUM_THREADS"] = "1"
-            rank = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
-            stack.callback(rank.wait)
-            stack.callback(rank.kill)
-            ranks.append(rank)
+            rank = Started(arguments, environment, stdout=log, stderr=log)
+            ranks.append(stack.enter_context(rank))
         disturb(ranks)
         for rank in ranks:
             assert rank.wait(3 * HANGS_SECONDS) == 0, folder.with_suffix(".0").read_text()
@@ -61,21 +58,11 @@ def verdict_of(
     return verdict
 
 
-@contextmanager
-def running(*arguments: str) -> Iterator[None]:
-    other = subprocess.Popen(arguments)
-    try:
-        yield
-    finally:
-        other.kill()
-        other.wait()
-
-
 def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
     """Both ranks and another process have one core."""
     needs_linux()
     prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
-    with running(*prefix, sys.executable, "-c", "while True: pass"):
+    with Started([*prefix, sys.executable, "-c", "while True: pass"]):
         verdict = verdict_of(image_root, tmp_path / "cores", "train.max_steps=100", prefix=prefix)
     assert verdict.startswith("core-bound: rank ")
 
@@ -87,7 +74,7 @@ def test_straggler(image_root: Path, tmp_path: Path) -> None:
 
     def disturb(ranks: Job) -> None:
         slow = ranks[0]
-        wait_until(lambda: folder.is_dir() and (folder / "metrics.jsonl").exists(), slow)
+        wait_for("the first row", (folder / "metrics.jsonl").exists, slow)
         while slow.poll() is None and len(rows(folder, "train")) < 35:
             os.kill(slow.pid, signal.SIGSTOP)
             time.sleep(0.3)
@@ -135,7 +122,7 @@ def two_gpus(image_root: Path, tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.gpu
 def test_straggler_among_gpus(two_gpus: Callable[..., str]) -> None:
     """Another process uses the GPU of rank 1."""
-    with running(sys.executable, "-c", LOADS_GPU):
+    with Started([sys.executable, "-c", LOADS_GPU]):
         # For half a minute: one step per second is measured.
         verdict = two_gpus("straggler", "train.max_steps=2000")
     assert verdict.startswith("slowed by a straggler: rank 1 on ")

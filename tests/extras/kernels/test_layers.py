@@ -22,7 +22,8 @@ from extras.kernels.layers import (
     _PlacedMaxPool,
     rewrite,
 )
-from models.vit import AddNorm, vit_s16
+from models.vit import AddNorm
+from tests.models.test_vit import short_vit
 from tests.results import same
 
 
@@ -387,16 +388,16 @@ def objective(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def train_two_steps(
-    model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool = False
+    model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool = False, compiled: bool = True
 ) -> tuple[list[float], Tensor]:
-    """Compiled as in train.py: losses before and after one step of SGD, first gradients."""
-    compiled = torch.compile(objective, dynamic=False)
+    """Losses before and after one step of SGD, first gradients; compiled as in train.py."""
+    function = torch.compile(objective, dynamic=False) if compiled else objective
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, grads = [], []
     for _ in range(2):
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-            loss = compiled(model, images, labels)
+            loss = function(model, images, labels)
         loss.backward()
         grads.append(torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]))
         optimizer.step()
@@ -431,7 +432,7 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
     """Up to rounding: no error is hidden by a tolerance for low precision."""
     plain, rewritten = (model.double() for model in pair_on_gpu())
     images, labels = batch_on_gpu()
-    losses, grads = train_two_steps(plain, images.double(), labels)
+    losses, grads = train_two_steps(plain, images.double(), labels, compiled=False)
     our_losses, our_grads = train_two_steps(rewritten, images.double(), labels)
     assert our_losses == pytest.approx(losses, rel=1e-9)
     assert (our_grads - grads).norm() < 1e-9 * grads.norm()
@@ -447,7 +448,7 @@ def test_compiled_resnet_learns_the_same_in_bf16() -> None:
     """
     (plain, rewritten), (images, labels) = pair_on_gpu(), batch_on_gpu()
     again = copy.deepcopy(rewritten)
-    _, exact = train_two_steps(copy.deepcopy(plain), images, labels)
+    _, exact = train_two_steps(copy.deepcopy(plain), images, labels, compiled=False)
     losses, grads = train_two_steps(plain, images, labels, bf16=True)
     our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
     assert our_losses == pytest.approx(losses, rel=0.03)
@@ -515,13 +516,14 @@ def test_gradients_of_the_norm_compared_with_float64(width: int, rows: tuple[int
 def test_compiled_vit_learns_the_same() -> None:
     """The gradient errors of bf16 are at most 1.2 times those of the plain layers."""
     torch.manual_seed(0)
-    plain = vit_s16(10, 64).cuda()
+    plain = short_vit(10, 64).cuda()
     nn.init.normal_(plain.head.weight, std=0.05)
     rewritten = copy.deepcopy(plain)
     rewrite(rewritten, channels_last=False)
     images, labels = batch_on_gpu()
     images = images.contiguous()
-    _, exact = train_two_steps(copy.deepcopy(plain).double(), images.double(), labels)
+    precise = copy.deepcopy(plain).double()
+    _, exact = train_two_steps(precise, images.double(), labels, compiled=False)
     losses, grads = train_two_steps(plain, images, labels, bf16=True)
     our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
     assert our_losses == pytest.approx(losses, rel=0.01)

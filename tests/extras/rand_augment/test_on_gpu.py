@@ -1,11 +1,8 @@
 """The operations of RandAugment on a GPU: Pillow's pixels, byte for byte."""
 
 import itertools
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +40,7 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from tests.extras.rand_augment.test_operations import TIMM
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, open_loader, opened, training
+from tests.processes import run_python
 
 MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FILL = 124 | 116 << 8 | 104 << 16
@@ -338,17 +336,18 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_without_a_compiler_the_workers_apply_the_operations(tmp_path: Path) -> None:
+def test_without_a_compiler_the_workers_apply_the_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A warning says why; Triton keeps what it compiled in a folder of its own."""
     code = (
         "import torch, extras.rand_augment.on_gpu as gpu;"
         "print(gpu.has_kernels(torch.device('cuda', 0)))"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "CC"}
-    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    monkeypatch.delenv("CC", raising=False)
+    variables = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    ended = run_python("-c", code, **variables)
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "False"
     assert "augment.train: the workers apply the random operations" in ended.stderr
     assert "Failed to find C compiler" in ended.stderr
