@@ -28,7 +28,7 @@ test: env  ## the tests that take seconds each
 # A test file that can start a process or run a training imports one of these modules or calls it.
 quick: env  ## the test files that start no process and run no training: 1 minute
 	@$(PYTEST) $(ARGS) \
-	    $$(grep -rLE --include='test_*.py' \
+	    $$(grep -rLE --include='test_*.py' --exclude-dir=equal \
         -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
 
