@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick soak lint size bench clean lock
+.PHONY: help env demo test quick equal soak lint size bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -31,6 +31,9 @@ quick: env  ## the test files that start no process and run no training: 1 minut
 	    $$(grep -rLE --include='test_*.py' --exclude-dir=equal \
         -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
+
+equal: env  ## compare trainings with those of an earlier revision, bit for bit: 3 minutes
+	@$(RUN) -m tests.equal.compare $(ARGS)
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
