@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick gpu soak lint size bench clean lock
+.PHONY: help env demo test quick gpu equal soak lint size mutants bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -28,12 +28,15 @@ test: env  ## the tests that take seconds each
 # A test file that can start a process or run a training imports one of these modules or calls it.
 quick: env  ## the test files that start no process and run no training: 1 minute
 	@$(PYTEST) $(ARGS) \
-	    $$(grep -rLE --include='test_*.py' \
+	    $$(grep -rLE --include='test_*.py' --exclude-dir=equal \
         -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
 
 gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an H100
 	@$(RUN) -m pytest -q -m "gpu and not slow" --durations=10 $(ARGS)
+
+equal: env  ## compare trainings with those of an earlier revision, bit for bit: 3 minutes
+	@$(RUN) -m tests.equal.compare $(ARGS)
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)

@@ -14,7 +14,6 @@ from pipeline import machine
 from tests.processes import run_command
 
 
-
 @pytest.fixture(autouse=True)
 def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program read these files, which do not exist yet, instead of those of the machine."""

@@ -1,0 +1,105 @@
+"""Digests of the batches of each recipe.
+
+    python -m tests.equal.batches FOLDER
+
+prints those of other images, at the sizes of the recipes, and those of the float fields on the
+device, to compare two checkouts. The folder has train/<class>/* and val/<class>/*, or <class>/*.
+"""
+
+import hashlib
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image
+
+from conf.compose import load
+from engine.distributed import World
+from pipeline.build import build_datasets
+from pipeline.feed import open_feed
+from pipeline.loader_plan import plan_loader
+from tests.drawings import TEXTURES, draw_image
+
+BATCHES = 16  # of each split
+# With 16 training and 21 validation images for each of 3 classes, epochs end within batches, and
+# the last validation batch is short. The sizes of data.sizes change within the 16 batches.
+SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=4", "train.seed=3"]
+GROWING = {"imagenet_rn50_fast": ["data.sizes={0: 24, 1: 32}"]}
+TURNED = Image.Exif()
+TURNED[ExifTags.Base.Orientation] = 6
+# Decoders treat each kind of file on its own.
+KINDS: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"exif": TURNED}]
+
+
+def draw(root: Path, classes: slice = slice(3)) -> str:
+    """Draw train/ and val/ with some of the textures; return the digest of the files."""
+    digest = hashlib.sha256()
+    names = list(enumerate(TEXTURES))[classes]
+    for (split, count), (label, name) in itertools.product((("train", 16), ("val", 21)), names):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            image = draw_image(name, np.random.default_rng([split == "val", label, number]))
+            image = image.convert("L") if number % 7 == 6 else image
+            path = folder / f"{number:02d}.jpg"
+            image.save(path, quality=90, **KINDS[number % len(KINDS)])
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def digests(overrides: list[str], *, on_device: bool = False) -> dict[str, list[str]]:
+    """Adapter: split -> SHA-256 of each batch, over its samples and then its fields.
+
+    Fields are uint8 images and labels as the workers write them; with `on_device`, normalised
+    and mixed float images, labels and targets.
+    """
+    config = load(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    datasets = build_datasets(config)
+    plan = plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
+    found: dict[str, list[str]] = {}
+    with open_feed(config, datasets, plan, world) as feed:
+        for split, prefetcher in (("train", feed.train), ("val", feed.val)):
+            source: Any = prefetcher if on_device else prefetcher.loader
+            stop = BATCHES if split == "train" else min(BATCHES, feed.val_batches)
+            for batch in source.batches(0, stop):
+                there = batch.samples[:, 1] >= 0
+                rows = [batch.samples, *(batch.fields[name] for name in sorted(batch.fields))]
+                content = b"".join(each[there].contiguous().numpy().tobytes() for each in rows)
+                found.setdefault(split, []).append(hashlib.sha256(content).hexdigest()[:16])
+                if not on_device:
+                    batch.release(None)
+    return found
+
+
+def of_recipe(recipe: str, root: Path) -> dict[str, list[str]]:
+    """Return the digests for the drawn images."""
+    typed = [*SMALL, *GROWING.get(recipe, [])]
+    return digests([f"recipe={recipe}", f"data.root={root}", *typed])
+
+
+def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stored lines with the answers of this code."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        files = draw(root)
+        recipes = [line["recipe"] for line in lines]
+        return [{"recipe": name, "files": files, **of_recipe(name, root)} for name in recipes]
+
+
+def main(root: Path) -> None:
+    whole = [] if (root / "train").exists() else ["data.val_fraction=0.5"]
+    for recipe in sorted(path.stem for path in Path("conf/recipe").glob("*.yaml")):
+        typed = [f"recipe={recipe}", f"data.root={root}", "loader.batch_size=8", *whole]
+        for on_device, kind in enumerate(("uint8", "float")):
+            for split, found in digests(typed, on_device=bool(on_device)).items():
+                for number, digest in enumerate(found):
+                    print(f"{recipe} {split} batch {number} in {kind}: {digest}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

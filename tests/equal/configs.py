@@ -1,0 +1,69 @@
+"""The values of the config, the run's name among them, for each recipe and list of overrides."""
+
+import json
+from typing import Any
+
+from conf.compose import load
+from conf.schema import UserError, config_values
+
+Values = dict[str, str]  # dotted key -> Python's repr of its value
+
+
+def values_of(overrides: list[str]) -> dict[str, Any] | None:
+    """Adapter: dotted key -> value of the composed config; None if it is refused."""
+    try:
+        # The default of this key depends on the system.
+        return config_values(load(["loader.start_method=spawn", *overrides], runnable=False))
+    except UserError:
+        return None
+
+
+def compose(recipe: str, typed: list[str]) -> Values | None:
+    """Return the values; those of the run's name and folder as templates, alike for all recipes."""
+    values = values_of([f"recipe={recipe}", *typed])
+    if values is None:
+        return None
+    name, folder = values["run.name"], values["run.dir"].replace(values["run.name"], "{run.name}")
+    values |= {"run.name": name.replace(recipe, "{recipe}", 1), "run.dir": folder}
+    return {key: repr(value) for key, value in values.items()}
+
+
+def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | None]:
+    """Overrides, in JSON -> stored values, for one recipe.
+
+    The first line has all values of the default recipe. Each next one has those in which another
+    recipe `differs` from it, or overrides change some recipes; null if these are refused.
+    """
+    usual, *lines = lines
+    (own,) = (line["differs"] for line in lines if line.get("recipe") == recipe)
+    base = usual | own
+    found: dict[str, Values | None] = {"[]": base}
+    for line in lines:
+        if recipe in line.get("recipes", []):
+            differs = line["differs"]
+            found[json.dumps(line["typed"])] = None if differs is None else base | differs
+    return found
+
+
+def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stored lines with the answers of this code."""
+    recipes = [line["recipe"] for line in lines if "recipe" in line]
+    bare = {recipe: compose(recipe, []) or {} for recipe in recipes}
+    usual = bare[recipes[0]]
+    found: list[dict[str, Any]] = [usual]
+    found += [{"recipe": r, "differs": difference(usual, bare[r])} for r in recipes]
+    for typed in dict.fromkeys(json.dumps(line["typed"]) for line in lines if "typed" in line):
+        alike: dict[str, list[str]] = {}
+        for recipe in recipes:
+            values = compose(recipe, json.loads(typed))
+            differs = values and difference(bare[recipe], values)
+            alike.setdefault(json.dumps(differs), []).append(recipe)
+        found += [
+            {"typed": json.loads(typed), "recipes": names, "differs": json.loads(differs)}
+            for differs, names in alike.items()
+        ]
+    return found
+
+
+def difference(before: Values, after: Values) -> Values:
+    return {key: value for key, value in after.items() if value != before.get(key)}

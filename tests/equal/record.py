@@ -1,0 +1,52 @@
+"""What "equal" means for a change that should change nothing: answers of revision 71e3027.
+
+Each kind is a file of JSON lines, with the answers of the code to the inputs in it:
+
+    batches   SHA-256 of 16 training and validation batches of each recipe, on drawn JPEG files
+    configs   values and run name of 60 lists of overrides for each of 15 recipes
+    verdicts  the cause that limits a run, for measured numbers of its ranks
+    searches  the number of workers that loader.workers=auto chooses, for recorded sweeps
+
+A refactoring changes none of these files. It may edit the function of each kind that calls the
+program, whose docstring begins with "Adapter". An intended change replaces entries, in a commit of
+its own that says so: this command asks the code again, and writes the file of a kind.
+
+    python -m tests.equal.record KIND ...
+
+What depends on the arithmetic of a machine is not stored. `make equal` compares it with 71e3027:
+see compare.py.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.equal import batches, configs, searches, verdicts
+
+Lines = list[dict[str, Any]]
+KINDS: dict[str, Callable[[Lines], Lines]] = {
+    "batches": batches.answered,
+    "configs": configs.answered,
+    "verdicts": verdicts.answered,
+    "searches": searches.answered,
+}
+
+
+def path(kind: str) -> Path:
+    return Path(__file__).with_name(f"{kind}.jsonl")
+
+
+def stored(kind: str) -> Lines:
+    return [json.loads(line) for line in path(kind).read_text().splitlines()]
+
+
+def main(kinds: list[str]) -> None:
+    for kind in kinds:
+        lines = KINDS[kind](stored(kind))
+        path(kind).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
