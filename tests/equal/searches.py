@@ -23,18 +23,18 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
 
     tried, *columns = zip(*cells, strict=True)
 
-    def trial(decoder: str, workers: int, steps: int, demand: float) -> Any:
+    def trial(mode: str, workers: int, steps: int, demand: float) -> Any:
         rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
         slowed = rate < SLOWED * demand * (1 - wait)
         cpu_ms = 1e3 * workers / supply
         return Measured(cpu_ms=cpu_ms, rate=rate, wait_fraction=wait, slowed=slowed)
 
-    loader = SimpleNamespace(decoder="region", uses_engines=False, ceiling=MOST)
+    loader = SimpleNamespace(modes=("cpu",), ceiling=MOST)
     benchmark: Any = SimpleNamespace(
         plan=SimpleNamespace(loader=loader),
         world=SimpleNamespace(all_gather=lambda value: [value], broadcast=lambda make: make()),
         loader=SimpleNamespace(batch_size=32),
-        max_workers=lambda decoder: MOST,
+        max_workers=lambda mode: MOST,
         trial=trial,
     )
     trials, _ = search(benchmark, demand, Measured(cpu_ms=1e3 / probed), math.inf)

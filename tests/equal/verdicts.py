@@ -20,7 +20,12 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
     from engine.tune.measured import Measured, figures_of
     from engine.tune.verdict import judge
 
-    measured = [Measured(**{NAMES.get(k, k): v for k, v in rank.items()}) for rank in ranks]
+    measured = []
+    for rank in ranks:
+        values = {NAMES.get(key, key): value for key, value in rank.items()}
+        if values["decoder"] in ("gpu", "hybrid"):
+            values |= {"mode": values["decoder"], "decoder": "region"}
+        measured.append(Measured(**values))
     return judge(figures_of(measured))[0].partition(":")[0]
 
 
