@@ -38,7 +38,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def refuse_word(word: str, before: str = "") -> NoReturn:
-    """Refuse a word without `=`, such as `demo`; `before` is the word before it."""
+    """Refuse a word without `=`, such as `cifar10`; `before` is the word before it."""
     if group := next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None):
         remedy = f"write {group}={word}"
     elif _is_path(word):

@@ -259,8 +259,8 @@ class Data:
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
     exif_orientation: bool = key(False, BOTH)
-    """turn photos upright by the orientation in their EXIF data, as recipe=finetune does; false
-    takes the stored pixels, as the published results of ImageNet do"""
+    """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
+    the published results of ImageNet do"""
     on_device: list[Any] = key([], SPEED, ENTRIES)
     """what a GPU makes of a training sample instead of a worker: module:name of functions of
     (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
@@ -451,7 +451,7 @@ class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
-    """where curves and pictures go, besides metrics.jsonl: [tensorboard] or []"""
+    """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
     values: list[str] = key([], NOTHING, TABLES)
     """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
     tables such as VALUES in engine/scores.py; train.best_by takes their names"""

@@ -400,8 +400,8 @@ def few_images(config: Config, datasets: Datasets, world: World, flops: int) -> 
     batch = min(16, suited_batch(images))
     return [
         f"a network of {flops / 1e9:.1f} GFLOP per image learns slowly from {images:,} images on a "
-        f"CPU; try {SMALL} loader.batch_size={batch} optim.lr={0.0125 * batch / 16:g}, or "
-        "recipe=finetune model.weights=pretrained"
+        f"CPU; try {SMALL} loader.batch_size={batch} optim.lr={0.0125 * batch / 16:g}, or start "
+        "from trained weights with model.weights=pretrained"
     ]
 
 

@@ -9,14 +9,16 @@ from tests.processes import HANGS_SECONDS, run_python
 from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = ("extras", ".venv", ".git", "runs", "data", "__pycache__", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns("extras", ".*", "runs", "data", "__pycache__")
 STRUCTURE = ("tests/test_layout.py", "tests/conf/test_named.py")
 
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
     """A copy of the checkout without extras and tests/extras."""
-    return Path(shutil.copytree(ROOT, tmp_path / "core", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+    copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=LEFT_OUT))
+    shutil.copytree(ROOT / "conf" / "data", copy / "conf" / "data")  # LEFT_OUT is of any folder
+    return copy
 
 
 def test_it_trains_and_refuses_what_names_an_extra(core: Path, image_root: Path) -> None:
@@ -25,7 +27,7 @@ def test_it_trains_and_refuses_what_names_an_extra(core: Path, image_root: Path)
     assert trained.returncode == 0, trained
     named = next(line for line in trained.stdout.splitlines() if line.startswith("note"))
     assert "extras" in named, "a default that is not there is left out, and named"
-    for words in (["recipe=demo"], ["optim=lamb"], ["model.rewrite=extras.kernels:rewrite"]):
+    for words in (["data=demo"], ["optim=lamb"], ["model.rewrite=extras.kernels:rewrite"]):
         done = run_python("train.py", *small, "run.dir=other", *words, cwd=core)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "extras" in done.stderr
     assert not (core / "other").exists()

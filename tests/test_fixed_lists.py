@@ -31,7 +31,6 @@ def test_measured_values_become_valid_json() -> None:
     }
     assert found == {
         "conf.strict_json",
-        "engine.compile_cache",
         "engine.heartbeat",
         "engine.tune.autotune",
         "models.weights",
@@ -67,8 +66,8 @@ def test_environment_variables() -> None:
 
 KEYS_BY_SECTION = {
     "data": (
-        "source root train val classes val_fraction val_fold image_size val_size on_error "
-        "max_bad_fraction max_pixels exif_orientation mean std repeats fake_images fake_classes"
+        "source root train val val_fraction val_fold image_size val_size on_error max_bad_fraction "
+        "max_pixels exif_orientation on_device mean std repeats fake_images fake_classes"
     ),
     "loader": (
         "batch_size workers decoder pin_memory prefetch_factor prefetch_batches timeout_seconds "
@@ -80,8 +79,8 @@ KEYS_BY_SECTION = {
     "optim": "name args lr momentum nesterov betas eps weight_decay decay_norms clip_norm",
     "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
     "train": (
-        "epochs max_steps seed precision deterministic device micro_batch loss bce_threshold "
-        "class_weights label_smoothing ema_decay best_by validate_every_epochs"
+        "prepare epochs max_steps seed precision deterministic device micro_batch loss "
+        "bce_threshold class_weights label_smoothing ema_decay best_by validate_every_epochs"
     ),
     "checkpoint": "every_steps keep resume accept_changes",
     "run": "name dir",
@@ -105,26 +104,21 @@ def test_what_each_key_affects() -> None:
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
         *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
-        "train.best_by",
+        *("train.best_by", "train.prepare"),
     }
     assert sections <= {n.split(".")[0] for n in found[NOTHING]}
     loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
     assert found[SPEED] == {
         *(f"loader.{name}" for name in loader),
-        *(
-            "model.channels_last",
-            "model.rewrite",
-            "model.compile",
-            "train.deterministic",
-            "train.device",
-        ),
+        *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),
+        *("train.deterministic", "train.device"),
     }
 
 
 # The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
 JOURNEY = [
     *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
-    *("parameters", "torchvision_transforms", "augment", "batch_augment"),
+    *("parameters", "torchvision_transforms", "augment", "batch", "batch_augment"),
     *("dataset", "build"),
     *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
 ]

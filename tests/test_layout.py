@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tests": ("conf", "pipeline", "models", "engine", "train", "scripts", "extras"),
 }
 # Names of extras that are also words of the core, such as the demo of the README.
-WORDS = {"demo", "kernels", "metrics", "pictures", "table"}
+WORDS = {"demo", "kernels", "metrics", "pictures", "progressive", "table"}
 
 
 def test_imports_have_one_direction() -> None:

@@ -1,1 +1,1 @@
-"""What observes a run: console, metrics.jsonl, TensorBoard, telemetry and pictures."""
+"""What observes a run: console, metrics.jsonl, TensorBoard, telemetry and observers."""

@@ -55,7 +55,7 @@ def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Prints lines, and writes rows, JSON files, curves and pictures into a run directory.
+    """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.

@@ -178,7 +178,7 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
 @pytest.mark.parametrize(
     ("task", "mistake", "printed"),
     [
-        ("0", "-m", "train.py: -m: a sweep does not run under torchrun or srun; "),
+        ("0", "a.b=1", "train.py: a.b=1: there is no key a.b; "),
         ("1", "a.b=1", ""),
     ],
 )

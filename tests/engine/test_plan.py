@@ -211,7 +211,7 @@ BIG = ["model=resnet18", "data.image_size=224", "data.val_size=32", "loader.batc
 @pytest.mark.parametrize(
     ("images", "typed", "advice"),
     [
-        (480, [], "loader.batch_size=16 optim.lr=0.0125, or recipe=finetune "),
+        (480, [], "loader.batch_size=16 optim.lr=0.0125, or start from trained weights "),
         (100, [], "loader.batch_size=8 optim.lr=0.00625, or "),
         (480, ["model.weights=mine.pt"], ""),
         (480, ["data.image_size=32"], ""),

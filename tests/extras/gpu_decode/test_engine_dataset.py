@@ -12,7 +12,7 @@ from PIL import Image
 from conf import cli
 from conf.schema import UserError
 from extras import gpu_decode
-from extras.gpu_decode import FILE, GEOMETRY, LEAST_ROOM, READERS, EngineDataset, engines
+from extras.gpu_decode import FILE, GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
 from extras.gpu_decode.geometry import HEIGHT, LENGTH, engines_support
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.containers import Folder
@@ -49,7 +49,7 @@ def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
     """Half of the files, whatever the tasks are."""
     plain = crops(image_root / "train")
     dataset: Any = EngineDataset(plain)
-    assert dataset.room == max(LEAST_ROOM, int(2.3 * plain.mean_bytes()))
+    assert dataset.room == max(LEAST_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.set_mode("hybrid")
     dataset.shared.array[gpu_decode.SHARE] = 0.5
     with open_loader(dataset, workers=0) as loader:
@@ -310,7 +310,10 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
         for batch, before in zip(training(feed), plain, strict=True):
             for row, (epoch, index) in enumerate(batch.samples.tolist()):
                 rows = FolderDataset.load(dataset.dataset, epoch, index)["operations"]
-                operations = [drawn.Operation(drawn.NAMES[int(n)], *more) for n, *more in rows]
+                operations = [
+                    drawn.Operation(drawn.NAMES[int(n)], value, int(mode), int(fill))
+                    for n, value, mode, fill in rows
+                ]
                 image = before["image"][row].round().to(torch.uint8).permute(1, 2, 0).numpy()
                 picture = drawn.apply_operations(drawn.Picture(image), operations)
                 expected = torch.from_numpy(picture.pixels().copy()).permute(2, 0, 1).float()
