@@ -85,6 +85,7 @@ def test_no_other_test_imports_a_part() -> None:
             assert not wrong, f"{path.relative_to(ROOT)}: import {wrong} where it is used"
 
 
+@pytest.mark.timeout(600)  # it runs tests, each of which has its own limit
 def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
     """It has a key and a file of its own, and no tests of the documents."""
     assert len(ROWS) >= 11 and len(IN_MAKE_TEST) == 2
