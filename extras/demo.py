@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from conf.files import read_text
-from conf.schema import Data, UserError, show
+from conf.schema import Data, UserError
 from pipeline.augment import Compose
 from pipeline.build import Splits, options_of
 from pipeline.containers import Folder
@@ -188,10 +188,8 @@ class DemoDataset(FolderDataset):
 
     def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
-            raise UserError(
-                f"data=demo draws the splits {' and '.join(COUNTS)} into one folder; it cannot "
-                f"use data.root={show(data.root)} with {split}"
-            )
+            splits = " and ".join(COUNTS)
+            raise UserError(f"data=demo draws the splits {splits} into one folder; {split} is none")
         self.root = Path(data.root or "").expanduser()
         is_drawn(self.root)
         names = [f"{number:04d}.jpg" for number in range(COUNTS[split] // len(CLASSES))]

@@ -155,6 +155,5 @@ def test_build(drawn: Path, tmp_path: Path) -> None:
     for root in (drawn, tmp_path / "later"):
         datasets = build_datasets(cli.load(["recipe=demo", f"data.root={root}"]))
         assert datasets.classes == tuple(sorted(CLASSES)) and len(datasets.train) == 40
-    for wrong in ("data.root=[a,b]", "data.val=elsewhere"):
-        with pytest.raises(UserError, match="data=demo draws the splits train and val into one"):
-            build_datasets(cli.load(["recipe=demo", f"data.root={root}", wrong]))
+    with pytest.raises(UserError, match="data=demo draws the splits train and val into one"):
+        build_datasets(cli.load(["recipe=demo", f"data.root={root}", "data.val=elsewhere"]))

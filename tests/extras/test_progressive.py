@@ -4,9 +4,9 @@ import atexit
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from conf.schema import UserError
 from engine.distributed import World
 from extras.progressive import _start_again, run
 from tests.conf.refused import DATA, offered
-from tests.processes import HANGS_SECONDS, wait_until
+from tests.processes import Started, wait_for
 from tests.results import rows, stored
 from tests.small_run import SMALL_RUN, compose, torchrun
 from tests.small_run import run as run_here
@@ -33,10 +33,8 @@ def command(root: Path, folder: Path, *more: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *words]
 
 
-def started(words: list[str]) -> "subprocess.Popen[str]":
-    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(words, **options)
+def started(words: list[str]) -> Started:
+    return Started(words, {"OMP_NUM_THREADS": "1"}, stdout=PIPE, stderr=STDOUT)
 
 
 def size(folder: Path) -> int:
@@ -68,9 +66,10 @@ def test_a_command_trains_all_sizes(
     words = command(image_root, folder, "checkpoint.every_steps=1", "loader.workers=0")
     words = words if ranks == 1 else torchrun(words, ranks)
     with started([*words, "checkpoint.resume=never"]) as process:
-        wait_until((folder / "checkpoints" / "step-00000006.json").exists, process)
+        saved = folder / "checkpoints" / "step-00000006.pt"
+        wait_for("a step of the second size", saved.exists, process)
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=HANGS_SECONDS)
+        printed, _ = process.communicate()
     assert process.returncode != 0, printed
     assert "note     16 px until step 5, then the program starts again" in printed
     assert "data.image_size was 16, is 32" in printed
@@ -78,7 +77,7 @@ def test_a_command_trains_all_sizes(
         assert process.returncode == 128 + signal.SIGTERM
         assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     with started(words) as process:
-        printed, _ = process.communicate(timeout=HANGS_SECONDS)
+        printed, _ = process.communicate()
     assert process.returncode == 0, printed
     found = json.loads((folder / "summary.json").read_text())
     assert (found["step"], size(folder)) == (9, 32)
