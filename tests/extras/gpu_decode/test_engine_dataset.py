@@ -76,7 +76,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     paths = [Path(plain.name(index)) for index in range(8)]
     image = Image.open(paths[0]).convert("RGB")
     contents = encoded(image, progressive=True), encoded(image, "PNG"), encoded(image.convert("L"))
-    large = encoded(image) + bytes(1 << 17)
+    large = encoded(Image.effect_noise((600, 600), 100).convert("RGB"), quality=95)
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
     dataset: Any = EngineDataset(plain)
