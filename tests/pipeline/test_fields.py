@@ -120,6 +120,12 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
         assert batch.step == 1 and batch.valid.sum() == 3
 
 
+PARTIAL: Fields = {
+    "file": Field(np.uint8, (5, 2), partial=True),
+    "scale": Field(np.float32, partial=True),
+}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("changed", "reason"),
@@ -128,20 +134,17 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
         ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
         ({"mask": np.zeros((12, 12))}, r"field mask is float64 .* states uint8 \(12, 12\) "),
         ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
+        ({"file": np.zeros((6, 2), np.uint8)}, r"field file is uint8 \(6, 2\), .* uint8 \(5, 2\) "),
+        ({"file": np.zeros((2, 3), np.uint8)}, r"field file is uint8 \(2, 3\), .* uint8 \(5, 2\) "),
     ],
 )
 def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: int) -> None:
+    fields = only("image", "mask", "number")
     with (
-        opened(only("image", "mask", "number"), workers=workers, **changed) as feed,
+        opened(lambda side: fields(side) | PARTIAL, workers=workers, **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
     ):
         list(feed.train.batches(0, 3))
-
-
-PARTIAL: Fields = {
-    "file": Field(np.uint8, (5, 2), partial=True),
-    "scale": Field(np.float32, partial=True),
-}
 
 
 def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
@@ -165,16 +168,6 @@ def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
                 np.testing.assert_array_equal(batch.fields["file"][row], expected[:, None] + [0, 0])
                 assert batch.fields["scale"][row] == (index if given else 77)
     assert Batch.zeros(dataset.fields, CPU).fields.keys() == {"image"}
-
-
-def test_a_partial_field_that_is_too_long_is_named() -> None:
-    fields = only("image")(SIDE) | PARTIAL
-    for rows in (np.zeros((6, 2), np.uint8), np.zeros((2, 3), np.uint8)):
-        with (
-            open_loader(Noise(8, fields, {"file": rows}), workers=0) as loader,
-            pytest.raises(LoaderError, match=rf"^noise 3: .* file is uint8 \({len(rows)}, "),
-        ):
-            next(loader.batches(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,8 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
     dataset.set_mode(mode)
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0
-    with open_loader(dataset, workers=1, batch_size=13, pinned=True, in_use=2) as loader:
+    options: Any = {"start_method": "forkserver", "pinned": True, "in_use": 2}
+    with open_loader(dataset, workers=1, batch_size=13, **options) as loader:
         loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
         prefetcher = Prefetcher(loader, format, depth=1)
         for batch in prefetcher.batches(0, 2):

@@ -15,9 +15,7 @@ from extras import gpu_decode
 from extras.gpu_decode import FILE, GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
 from extras.gpu_decode.geometry import HEIGHT, LENGTH, engines_support
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.containers import Folder
 from pipeline.dataset import FakeDataset, FolderDataset
-from pipeline.index import Index
 from tests.conftest import Clock
 from tests.extras.gpu_decode.engines import PillowEngines
 from tests.pipeline.loaders import (
@@ -30,6 +28,7 @@ from tests.pipeline.loaders import (
     training,
     validation,
 )
+from tests.pipeline.test_loader_plan import Files
 from tests.reliability.odd_images import encoded, exif
 
 CUDA = torch.device("cuda", 0)
@@ -46,12 +45,12 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
-    """Half of the files, whatever the tasks are."""
+    """Two in five have a file, whatever the tasks are."""
     plain = crops(image_root / "train")
     dataset: Any = EngineDataset(plain)
     assert dataset.room == max(LEAST_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.set_mode("hybrid")
-    dataset.shared.array[gpu_decode.SHARE] = 0.5
+    dataset.shared.array[gpu_decode.SHARE] = 0.4
     with open_loader(dataset, workers=0) as loader:
         files = 0
         for batch in loader.batches(0, 6):
@@ -67,22 +66,23 @@ def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
                     assert torch.equal(batch.fields["image"][row], expected["image"][row])
                 files += length > 0
             batch.release(None)
-    assert files == 6 * 8 / 2
+    assert files == 6 * 8 * 2 // 5
 
 
 def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
-    """Other kinds of files, large ones, and those that are to be turned."""
+    """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
     plain = crops(changeable)
     plain.exif_orientation = True
     paths = [Path(plain.name(index)) for index in range(8)]
     image = Image.open(paths[0]).convert("RGB")
     contents = encoded(image, progressive=True), encoded(image, "PNG"), encoded(image.convert("L"))
-    large = encoded(image) + bytes(1 << 17)
+    large = encoded(Image.effect_noise((600, 600), 100).convert("RGB"), quality=95)
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
     dataset: Any = EngineDataset(plain)
     dataset.room = 1 << 17
-    dataset.set_mode("gpu")
+    dataset.set_mode("hybrid")
+    dataset.shared.array[gpu_decode.SHARE] = 0.5
     samples = np.array([(0, index) for index in range(8)])
     with open_loader(dataset, workers=1) as loader:
         loader.samples = lambda step: samples
@@ -194,16 +194,11 @@ CROP: Any = {"random_resized_crop": {"size": 24, "interpolation": "bicubic"}}
 GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
 
 
-class Files(FolderDataset):
-    """A list of files that are not there."""
-
-    def __init__(self, *entries: Any) -> None:
-        transforms = build(entries, TRANSFORMS, key="augment.train")
-        index = Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * 9})
-        super().__init__(index, Compose(transforms, 24))
-
-    def mean_bytes(self) -> float:
-        return 1e5
+def listed(*entries: Any, kind: Any = Files) -> Any:
+    """A list of files that are not there, with these transforms."""
+    found = kind(9)
+    found.transform = Compose(build(entries, TRANSFORMS, key="augment.train"), 24)
+    return found
 
 
 class Edges(Files):
@@ -221,13 +216,13 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "reason"),
     [
-        (Files(CROP, "horizontal_flip"), ""),
-        (Files({"resize": {"size": [24, 24]}}), ""),
-        (Files({"random_crop": {"size": 24, "padding": 2}}), ""),  # only some images need pixels
-        (Files(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
-        (Files({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
+        (listed(CROP, "horizontal_flip"), ""),
+        (listed({"resize": {"size": [24, 24]}}), ""),
+        (listed({"random_crop": {"size": 24, "padding": 2}}), ""),  # only some images need pixels
+        (listed(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
+        (listed({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
         (FakeDataset(9, 2, 24), "the dataset makes the images itself"),
-        (Edges(CROP), "the dataset makes the images itself"),
+        (listed(CROP, kind=Edges), "the dataset makes the images itself"),
     ],
 )
 def test_datasets_that_leave_nothing_to_the_engines(dataset: Any, reason: str) -> None:
@@ -241,55 +236,26 @@ def test_datasets_that_leave_nothing_to_the_engines(dataset: Any, reason: str) -
 
 
 def test_machines_and_keys_that_exclude_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert extended(plain := Files(CROP), device=CPU) is plain and not plain.no_modes
+    assert extended(plain := listed(CROP), device=CPU) is plain and not plain.no_modes
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
-    assert extended(Files(CROP), "train.deterministic=true").no_modes.endswith("excludes them")
+    assert extended(listed(CROP), "train.deterministic=true").no_modes.endswith("excludes them")
     exact = "train.deterministic=true", "loader.decoder=gpu"
-    assert isinstance(extended(Files(CROP), *exact), EngineDataset)
+    assert isinstance(extended(listed(CROP), *exact), EngineDataset)
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
-        extended(Files(CROP), "train.deterministic=true", "loader.decoder=hybrid")
+        extended(listed(CROP), "train.deterministic=true", "loader.decoder=hybrid")
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
-    assert extended(Files(CROP)).no_modes.endswith("not used: nvJPEG is not installed")
+    assert extended(listed(CROP)).no_modes.endswith("not used: nvJPEG is not installed")
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
-        extended(Files(CROP), "loader.decoder=gpu")
+        extended(listed(CROP), "loader.decoder=gpu")
 
 
 def test_workers_of_each_mode() -> None:
-    dataset: Any = EngineDataset(Files(CROP))
+    dataset: Any = EngineDataset(listed(CROP))
     found = {mode: [dataset.workers_in(mode, n) for n in (1, 2, 15)] for mode in dataset.modes}
     assert found == {"cpu": [1, 2, 15], "gpu": [2, 2, READERS], "hybrid": [1, 1, 14]}
 
 
 # On a GPU.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_modes_validate_with_the_same_pixels(image_root: Path, dtype: torch.dtype) -> None:
-    """Those of the CPU, bit for bit, also while the engines decode training batches."""
-    with opened(image_root, dtype=dtype) as plain:
-        expected = validation(plain)
-    options: Any = {"device": CUDA, "workers": 2, "processes": 4, "ceiling": 4, "dtype": dtype}
-    for mode in ("cpu", "gpu", "hybrid"):
-        with opened(image_root, ENGINES, modes=(mode,), **options) as feed:
-            batches = feed.train.batches(0, 20)
-            next(batches)
-            with feed.train.pause(), feed.for_validation():
-                assert_equal(validation(feed), expected)
-            assert len(list(batches)) == 19
-
-
-@pytest.mark.gpu
-def test_images_of_the_engines_are_mixed_in_float32(image_root: Path) -> None:
-    """And rounded once. As without a mix, of images of one level each, they are not clipped."""
-    size = "data.image_size=48"
-    options: Any = {"device": CUDA, "workers": 2, "modes": ("gpu",)}
-    with opened(image_root, size, ENGINES, **options) as feed:
-        plain = training(feed)
-    mix = "augment.batch=[{random_erasing: {p: 0}}]"  # changes nothing
-    with opened(image_root, size, ENGINES, mix, dtype=torch.bfloat16, **options) as feed:
-        for ours, theirs in zip(training(feed), plain, strict=True):
-            assert torch.equal(ours["image"], theirs["image"].bfloat16())
 
 
 @pytest.mark.gpu

@@ -158,6 +158,7 @@ def test_rows_keep_the_order_of_operations_and_images() -> None:
 CROP = "{random_resized_crop: {size: 48}}, horizontal_flip"
 RAND = rf"augment.train=[{CROP}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
 TRIVIAL = f"augment.train=[{CROP}, extras.rand_augment:TrivialAugment]"
+CUDA = torch.device("cuda", 0)
 ON_GPU = "data.on_device=[extras.rand_augment.on_gpu:on_gpu]"
 
 
@@ -176,16 +177,27 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu, "has_kernels", lambda device: True)
 
 
-@pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize(
-    ("entries", "batch", "workers"),
-    [(RAND, "[mixup]", 2), (TRIVIAL, "[]", 0)],
-    ids=["rand with mixup", "trivial"],
+    ("entries", "batch", "workers", "device"),
+    [
+        (RAND, "[mixup]", 2, CPU),
+        (TRIVIAL, "[]", 0, CPU),
+        pytest.param(RAND, "[]", 2, CUDA, marks=pytest.mark.gpu),
+        pytest.param(TRIVIAL, "[]", 2, CUDA, marks=pytest.mark.gpu),
+    ],
 )
 def test_operations_on_the_device_make_the_batches_of_the_workers(
-    image_root: Path, tmp_path: Path, entries: str, batch: str, workers: int
+    image_root: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    entries: str,
+    batch: str,
+    workers: int,
+    device: torch.device,
 ) -> None:
     """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
+    if device == CPU:
+        request.getfixturevalue("pillow")
     root = shutil.copytree(image_root, tmp_path / "images")
     for path in sorted(root.glob("train/*/0[3-5].jpg")):
         path.write_bytes(path.read_bytes()[:400])
@@ -193,7 +205,7 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     options: Any = {"dtype": torch.bfloat16, "workers": workers}
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
-    with opened(root, *overrides, ON_GPU, **options) as feed:
+    with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
         assert isinstance(feed.train.loader.dataset, DrawnOperations)
         assert_equal(training(feed), expected)
 
@@ -242,20 +254,6 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
 
 def test_the_kernels_need_a_gpu() -> None:
     assert not has_kernels(CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("entries", [RAND, TRIVIAL], ids=["rand", "trivial"])
-def test_operations_make_the_same_batches_on_a_gpu(
-    image_root: Path, entries: str, dtype: torch.dtype
-) -> None:
-    options: Any = {"workers": 2, "dtype": dtype}
-    with opened(image_root, entries, **options) as feed:
-        expected = training(feed)
-    with opened(image_root, entries, ON_GPU, device=torch.device("cuda", 0), **options) as feed:
-        assert isinstance(feed.train.loader.dataset, DrawnOperations)
-        assert_equal(training(feed), expected)
 
 
 # The pixels.
