@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, config_values, show
+from conf.named import is_name
+from conf.schema import (
+    CHOOSE_SAMPLES,
+    FIELDS,
+    RESULT,
+    Config,
+    UserError,
+    affecting,
+    config_values,
+    show,
+)
 from engine import checkpoint
 from engine.plan import Plan
 from pipeline.build import Datasets
@@ -37,6 +47,9 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     """
     replaced = (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    # An optimiser or a dataset that moves to another module stays the same.
+    alike = {name: FIELDS[name].metadata["alike"] for name in keys}
+    keys |= {name: alike[name](value) for name, value in keys.items() if is_name(value)}
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
             digest = checkpoint.sha256(checkpoint.find(Path(keys[name])))
@@ -75,7 +88,7 @@ def accepted_changes(
         now.pop("model.compile", None)
     changes = {}
     for name in {**now, **stored}:
-        if stored.get(name) != now.get(name):
+        if (stored.get(name) or None) != (now.get(name) or None):  # null is like an empty list
             before, after = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
             changes[name] = f"{name} was {before}, is {after}"
     fixed = [name for name in changes if name in FIXED]

@@ -28,8 +28,8 @@ from pipeline.shared import SharedArray
 
 
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    if not isinstance(data.root, str):
-        raise UserError(f"data.root={show(data.root)}: give one folder, with train.csv and val.csv")
+    if not data.root:
+        raise UserError("data.root is missing: give a folder with train.csv and val.csv")
     options, root = options_of(data, decoder, seed), Path(data.root).expanduser()
     splits = [(data.train.removesuffix(".csv"), train), (data.val.removesuffix(".csv"), val)]
     first, other = (TableDataset(root / f"{name}.csv", each, **options) for name, each in splits)

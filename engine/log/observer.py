@@ -87,6 +87,7 @@ class Observers:
             started = self._tracker.guard(name, partial(observer, log, **parameters))
             if started is not None:
                 self._started.append((name, started))
+                self._tracker.at_exit(name, started.close)  # when no signal waits for an answer
 
     def tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Call a method of each observer; return what they add, all together."""

@@ -108,7 +108,6 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, *_: object) -> None:
         # After an error, others may end while rank 0 still writes.
         self.world.set_section(None)
-        self.observers.tell(lambda observer: observer.close())
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:

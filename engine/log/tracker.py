@@ -167,6 +167,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
         self._to_board(lambda board: board.flush())
 
+    def at_exit(self, name: str, call: Callable[[], Any]) -> None:
+        """Call a writer when the tracker is left, before its own files are closed."""
+        self._open.callback(self.guard, name, call)
+
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again.
 

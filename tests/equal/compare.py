@@ -37,7 +37,6 @@ MIXED = ["augment=torchvision", "optim.clip_norm=1", "train.ema_decay=0.9", "tra
 LAMB = ["optim=lamb", "train.loss=bce", "data.repeats=3", "train.micro_batch=4"]
 TUNED = ["recipe=finetune", "data.root={data}/others", "model.weights={data}/trained"]
 TRAININGS = {
-    "losses": ["recipe=demo", "data.root={own}/demo", "train.max_steps=200"],
     "plain": SMALL,
     "mixed": [*SMALL, *MIXED],
     "vit": [*SMALL, "model=vit_s16", "optim=adamw"],
@@ -46,7 +45,9 @@ TRAININGS = {
     "tar": [*SMALL, "data.root={data}/tars"],
     "finetune": [*TUNED, "loader.batch_size=8", "train.epochs=2"],
     "killed": [*SMALL, "train.epochs=20", "checkpoint.every_steps=4"],
+    "losses": ["recipe=demo", "data.root={own}/demo", "train.max_steps=200"],
 }
+SECONDS = 1800  # a command that takes longer hangs, even on a busy machine
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 KILL_AFTER = 30  # of 120 steps
 
@@ -66,7 +67,8 @@ class Side(NamedTuple):
 
     def run(self, *words: str) -> str:
         """Run Python in the checkout; return what it prints."""
-        done = subprocess.run(**self.command([*words]), capture_output=True, text=True, timeout=600)
+        command = self.command([*words])
+        done = subprocess.run(**command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
             raise RuntimeError(f"{self.own.name}: {' '.join(done.stderr.split()[-60:])}")
         return done.stdout
@@ -126,7 +128,7 @@ def two_sides(revision: str) -> Iterator[list[Side]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    cases = [*TRAININGS, "evaluated", "batches"]
+    cases = ["batches", "evaluated", *TRAININGS]
     parser.add_argument("cases", nargs="*", default=cases, metavar="CASE", help=", ".join(cases))
     parser.add_argument("--base", default=BASE, metavar="REVISION", help="the other revision")
     parser.add_argument("--images", type=os.path.abspath, help="a folder, for the case batches")
@@ -140,7 +142,7 @@ def main() -> int:
                 says = f"{len(then)} values are equal"
                 for name in names[:1]:
                     says = f"DIFFERS: {name} was {then.get(name)}, is {now.get(name)}"
-            except (RuntimeError, KeyError) as error:
+            except (RuntimeError, KeyError, subprocess.TimeoutExpired) as error:
                 names, says = [case], f"FAILED: {error}"
             failed |= bool(names)
             print(f"{case:<10} {says}", flush=True)

@@ -37,6 +37,7 @@ def test_every_region_of_a_small_file() -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.timeout(7500)
 def test_damaged_files_and_memory(tmp_path: Path) -> None:
     """100,000 files, with code that checks every access to memory if the compiler can add it."""
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")

@@ -67,6 +67,7 @@ def test_mutated_jpegs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7500)
 def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], None]) -> None:
     """In a process of its own, whose memory is limited: a crash or a hang names the file."""
     progress, decoders = tmp_path / "progress", decode.installed()
