@@ -1,11 +1,8 @@
-"""Texts of files, such as class names and paths, for a terminal and for a spreadsheet."""
+"""Texts of files, such as class names and paths, for a terminal and for CSV files."""
 
 import csv
-import re
 from collections.abc import Iterable
 from typing import Any, TextIO
-
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*(e[+-]?\d+)?|inf|nan)")
 
 
 def printable(text: str) -> str:
@@ -14,16 +11,6 @@ def printable(text: str) -> str:
 
 
 def write_csv(file: TextIO, rows: Iterable[Iterable[Any]]) -> None:
-    """Write rows as CSV. No cell is a formula, and on a terminal each character is printable."""
-    is_terminal = file.isatty()
-    table = csv.writer(file, lineterminator="\n")
-    for row in rows:
-        cells = map(_cell, row)
-        table.writerow(map(printable, map(str, cells)) if is_terminal else cells)
-
-
-def _cell(value: Any) -> Any:
-    """Put `'` before a text that a spreadsheet would run, as OWASP advises ("CSV injection")."""
-    if isinstance(value, str) and re.match("[=+@\t\r-]", value) and not NUMBER.fullmatch(value):
-        return f"'{value}"
-    return value
+    """Write rows as CSV; on a terminal, each character is printable."""
+    show = printable if file.isatty() else str
+    csv.writer(file, lineterminator="\n").writerows(map(show, map(str, row)) for row in rows)

@@ -126,10 +126,6 @@ def whole_or_auto(low: int, high: int) -> Check:
     )
 
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
 def _are_weights(value: Any) -> bool:
     """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
     numbers = value.values() if isinstance(value, dict) else [None]

@@ -129,7 +129,7 @@ def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
-    """It had a key that is gone, null in place of an empty list, and an optimiser of this module."""
+    """It had a key that is gone, and null in place of an empty list."""
     assert program("train.max_steps=5", "optim=adamw")[0] == 0
     old = {"data.sizes": {}, "model.freeze": None, "optim.layer_decay": None}
     stored_by_another(5, lambda read: read["identity"].update(old))

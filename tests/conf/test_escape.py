@@ -1,7 +1,5 @@
-"""Class names and paths hold any text, which a terminal or a spreadsheet might obey."""
+"""Class names and paths hold any text, which a terminal might obey."""
 
-import csv
-import io
 import os
 import pty
 from pathlib import Path
@@ -12,14 +10,6 @@ from conf.escape import write_csv
 from engine.log.console import print_lines
 
 ESCAPE = "\x1b]0;title\x07"
-
-
-@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+cmd", "-2+3", "@SUM(1)", "\t=1"])
-def test_a_cell_is_no_formula(name: str) -> None:
-    file = io.StringIO(newline="")
-    write_csv(file, [["path", name], [name, -1.5], ["-1.5", 1]])
-    rows = list(csv.reader(io.StringIO(file.getvalue(), newline="")))
-    assert rows == [["path", f"'{name}"], [f"'{name}", "-1.5"], ["-1.5", "1"]]
 
 
 def test_a_table_is_escaped_on_a_terminal_only(tmp_path: Path) -> None:
