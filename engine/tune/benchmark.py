@@ -125,7 +125,7 @@ class Benchmark:
         except Exception as error:  # Triton without a compiler, CUDA, ...
             return describe(error)
         is_known = self.loader.dataset.device_rate < math.inf
-        return None if is_known else "augment.train or the files need the CPU"
+        return None if is_known else "they have decoded no image"
 
     def device_rate(self) -> float:
         """Images/s of `Dataset.on_device`, after `try_mode`."""

@@ -135,7 +135,8 @@ class EngineDataset:
 
     @property
     def device_rate(self) -> float:
-        return 1 / max(self.engine.seconds_per_image, 1e-9) if self.engine else math.inf
+        seconds = self.engine.seconds_per_image if self.engine else 0.0
+        return 1 / seconds if seconds else math.inf
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers, self.demand = workers, demand
@@ -224,7 +225,7 @@ class EngineDataset:
     def _balance(self) -> None:
         """Set the share of hybrid from the measured rates of workers and engines."""
         seconds = self.shared.array[SECONDS]
-        if self.mode == HYBRID and seconds and self.engine and self.engine.seconds_per_image:
+        if self.mode == HYBRID and seconds and self.device_rate < math.inf:
             workers, rate = self.workers / seconds, self.device_rate
             needed = max(0.0, 1 - workers / self.demand)
             self.shared.array[SHARE] = min(rate / (rate + workers), needed, MOST_SHARE)

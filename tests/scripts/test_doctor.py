@@ -117,7 +117,7 @@ def test_a_check_that_raises_is_a_warning(root: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(doctor.CHECKS, "plan", broken)
     found = look(root)
     assert only(found["plan"]).found == "check failed with an error: ZeroDivisionError: a bug"
-    assert only(found["memory"]).found == "not checked: needs the plan, see plan"
+    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found.keys() == doctor.CHECKS.keys()
 
 
@@ -311,7 +311,7 @@ def test_an_error_that_training_would_raise_is_a_failure(root: Path) -> None:
     row = only(found["plan"])
     assert (row.status, row.do) == ("fail", "training refuses to start")
     assert row.found.startswith("model.name=resnet99: ")
-    assert only(found["memory"]).found == "not checked: needs the plan, see plan"
+    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
 
 
 def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

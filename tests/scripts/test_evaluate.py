@@ -194,15 +194,12 @@ def test_another_task(
 def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:
     """The run's own config finds the same validation images, also where its files are not."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
-    (tmp_path / "some.txt").write_text("dots\nstripes\n")
-    options = ["data.val_fraction=0.25", f"data.classes={tmp_path / 'some.txt'}"]
-    folder = tmp_path / "run"
-    summary = small_run.run(flat, folder, *options, "loader.workers=0", "train.epochs=1")
-    (tmp_path / "some.txt").unlink()
+    folder, short = tmp_path / "run", ["loader.workers=0", "train.epochs=1"]
+    summary = small_run.run(flat, folder, "data.val_fraction=0.25", *short)
     again = measured(folder)
-    assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 6
+    assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
     # A test split, however it is stored, in place of the images that were held out.
-    names = [path.stem for path in sorted((image_root / "val").glob("[ds]*/*"))]
+    names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
     for kind, pack in {
         "": shutil.copytree,
         ".tar": as_tar,

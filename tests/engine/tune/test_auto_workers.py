@@ -89,7 +89,7 @@ def test_the_measurement_does_not_change_the_result(
     before, verdicts = family(os.getpid()), []
     tune_loader = autotune.tune_loader
     monkeypatch.setattr(
-        autotune, "tune_loader", lambda *args: verdicts.append(tune_loader(*args)) or verdicts[-1]
+        train, "tune_loader", lambda *args: verdicts.append(tune_loader(*args)) or verdicts[-1]
     )
     expected = run(image_root, tmp_path / "1", "loader.workers=1")["params_sha256"]
     answers, printed = [], []

@@ -14,7 +14,8 @@ from tests.engine.plans import ALONE
 from tests.small_run import SMALL_RUN
 
 OTHER = """loader.decoder=pillow loader.start_method=spawn model.compile=off train.device=cuda
-    model.name=resnet18 optim.name=adamw train.precision=tf32 data.source=fake"""
+    model.name=resnet18 optim.name=adamw train.precision=tf32 data.source=fake
+    model.rewrite=a:b data.val_fold=2/5"""
 
 
 def other_value(config: Config, name: str) -> Any:
