@@ -34,9 +34,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     leave_nothing()
-    # pytest-timeout would print the stacks to stdout, which is /dev/null in the processes of xdist.
-    stderr = create_terminal_writer(session.config, sys.stderr)
-    session.config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]
+    if hasattr(session.config, "workerinput"):
+        # pytest-timeout prints stacks to stdout, which is /dev/null in the processes of xdist.
+        stderr = create_terminal_writer(session.config, sys.stderr)
+        session.config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]
     # nohup ignores SIGHUP, and a script's `&` the others. Processes inherit that, but no handler.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:

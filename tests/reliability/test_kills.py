@@ -62,13 +62,11 @@ def test_kills_at_random_instants(
     kills_wanted = 50
     chosen = random.Random(seed)
     done, kept, training, differ = 0, 0, 0, []
-    sessions = set[int]()
 
     def run(folder: Path, loader: list[str], kill_after: float | None = None) -> Any:
         """Train; kill the process after some seconds, or as a cluster does, with its workers."""
         with ranks.running(command(image_root, folder, *RUN, *loader), 1) as job:
             launcher, trainer = job.pids
-            sessions.add(launcher)
             if kill_after is not None and not job.ends_within(kill_after):
                 if chosen.random() < 0.5:
                     os.killpg(launcher, signal.SIGKILL)
@@ -97,12 +95,7 @@ def test_kills_at_random_instants(
             shutil.rmtree(folder)
         else:
             differ.append((folder, ended))
-
-    def left() -> list[int]:
-        found = processes().items()
-        return [pid for pid, one in found if one.session in sessions and one.state not in "ZX"]
-
-    wait_for("no process is left", lambda: not left())
+    wait_for("no process is left", lambda: ranks.members() == {ranks.pid})
     figure("kills at random instants, final weights equal", kept, done)
     assert not differ
 

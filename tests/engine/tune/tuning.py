@@ -27,16 +27,16 @@ Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatc
 
 
 def measure_on_cpu(patch: Patch, *, seconds: float = 0.2) -> None:
-    """Measure on a CPU, with four simulated cores, for some seconds: longer than a step."""
+    """Measure on a CPU, with four simulated cores; the step and a worker for some seconds."""
     patch(loader_plan, "why_not_measured", lambda *_: "")
     patch(machine, "cores", lambda: 4)
     patch(machine, "threads_per_core", lambda: 1)
     patch(machine, "cpu_quota", lambda: math.inf)
     patch(autotune, "FEWEST_BATCHES", 0)
-    for module in (benchmark, search):
-        patch(module, "MEASURE_SECONDS", seconds)
-    # Also on a busy machine, where steps are slow.
-    patch(search, "FEWEST_STEPS", 1)
+    patch(benchmark, "MEASURE_SECONDS", seconds)
+    # Also on a busy machine, where steps are slow: so many steps in each trial.
+    patch(search, "MEASURE_SECONDS", 1e6)
+    patch(search, "MOST_STEPS", 5)
     patch(autotune, "LATE_SECONDS", math.inf)
 
 
