@@ -240,7 +240,7 @@ class Data:
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
     val_fold: str | None = key(
-        None, BOTH, FOLD, when=FILES, alike=lambda i: i and i.replace("/", "of")
+        None, BOTH, FOLD, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
     )
     """2/5: validate on the second of five disjoint parts of the images of each class, in place of
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""

@@ -1,5 +1,6 @@
 """What identifies a run: everything that affects its result. A resumed run must have the same."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     }
 
 
+def _value(identity: Mapping[str, Any], name: str) -> Any:
+    """Return a value; None also for an empty list or mapping, and for a key that is missing."""
+    value = identity.get(name)
+    return None if isinstance(value, list | dict) and not value else value
+
+
 def accepted_changes(
     path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool, stop_step: int
 ) -> dict[str, str]:
@@ -88,7 +95,7 @@ def accepted_changes(
         now.pop("model.compile", None)
     changes = {}
     for name in {**now, **stored}:
-        if (stored.get(name) or None) != (now.get(name) or None):  # null is like an empty list
+        if _value(stored, name) != _value(now, name):
             before, after = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
             changes[name] = f"{name} was {before}, is {after}"
     fixed = [name for name in changes if name in FIXED]
