@@ -155,7 +155,7 @@ class EngineDataset:
         return max(1, cores - 1) if mode == HYBRID else cores
 
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        # What the worker has computed since then: it has written a sample. It may have been idle, too.
+        # What the worker has computed since then, to write a sample; it may have been idle, too.
         self._spent += max(0.0, time.thread_time() - self._cpu_seconds)
         began = time.perf_counter()
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]

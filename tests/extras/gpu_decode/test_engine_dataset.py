@@ -137,7 +137,7 @@ def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
             return super().read(index)
 
     dataset: Any = EngineDataset(crops(image_root / "train", Slow))
-    for mode, expected in (("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.25)):
+    for mode, expected in (("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.5)):
         dataset.set_mode(mode)
         if mode == "hybrid":
             dataset.shared.array[gpu_decode.SHARE] = 0.5
