@@ -211,6 +211,7 @@ def test_a_run_that_resumes_on_a_new_machine_compiles_nothing(tmp_path: Path, mo
             *("loader.workers=0", "log.trackers=[]", f"run.dir={tmp_path / 'run'}"),
             *(f"model={model}", f"model.compile={mode}", f"train.max_steps={number}"),
             TORCHINDUCTOR_CACHE_DIR=str(tmp_path / f"machine{number}"),
+            seconds=600,
         )
         assert done.returncode == 0, done.stderr
         seen = json.loads(done.stdout.splitlines()[-1])
