@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
 CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")
-# Bytes of a row for a file, as a multiple of the mean. Workers decode the 0.8 % of ImageNet's files
-# that are larger: with 6 instead of 4, the engines became the limit of ResNet-18 (H100).
+# Bytes of a row for a file, as a multiple of the mean: 0.8 % of ImageNet's files are larger, and
+# workers decode them.
 ROOM, LEAST_ROOM = 4.0, 1 << 15
 READERS = 6  # reading a file and drawing its augmentation takes 0.1 ms: more workers are idle
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known

@@ -19,7 +19,8 @@ OPTIONS = [
 
 def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
     """Train; return the training loss of every step, and the validation losses."""
-    done = run_command(arguments, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus})
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    done = run_command(arguments, variables, seconds=240)
     assert done.returncode == 0, done.stderr
     assert "not captured" not in done.stderr
     train = [row["loss"] for row in rows(folder, "train")]
@@ -28,6 +29,7 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(720)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "more",
