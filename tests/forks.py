@@ -36,7 +36,7 @@ def read_guide(page: str) -> dict[str, Section]:
     found = {}
     for part in (ROOT / "docs" / page).read_text().split("\n## ")[1:]:
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", part, re.M | re.S)
-        if blocks:  # not in "What a fork may delete", see test_optional_parts.py
+        if blocks:  # not in "What a fork may delete"
             (diff,) = (text for kind, text in blocks if kind == "diff")
             commands = [text for kind, text in blocks if kind == "sh"]
             found[part.splitlines()[0]] = Section(diff, commands)
