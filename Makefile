@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick soak lint size bench clean lock
+.PHONY: help env demo test quick soak mutants lint size bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -34,6 +34,9 @@ quick: env  ## the test files that start no process and run no training: 1 minut
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
+
+mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 15 minutes
+	@$(RUN) .ci/mutants $(ARGS)
 
 lint: env  ## ruff and mypy
 	@$(RUN) -m ruff check
