@@ -41,6 +41,9 @@ equal: env  ## compare trainings with those of an earlier revision, bit for bit:
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
 
+mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 15 minutes
+	@$(RUN) .ci/mutants $(ARGS)
+
 lint: env  ## ruff and mypy
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check

@@ -26,8 +26,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
     Rank 0 reads and writes the folder; if it raises an error, all ranks raise it. The other ranks
-    only read the checkpoint to resume, and have their own file in compiled/. The folder, run.dir,
-    is created by `open`, not before.
+    only read the checkpoint to resume. The folder, run.dir, is created by `open`, not before.
 
     Attributes, set by `open`:
         resumed: the checkpoint from which this start continues; None at step 0.
@@ -69,9 +68,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def open(self, state: TrainState, plan: Plan, identity: dict[str, Any]) -> None:
         """Claim the folder, load the checkpoint to resume, and write config.yaml. Collective.
 
-        Also loads the kernels that an earlier start has compiled. Raises UserError, before anything
-        is created, if the folder holds something else or is in use, or if the checkpoint is missing
-        or of another training; CheckpointError if all checkpoints are damaged.
+        Raises UserError, before anything is created, if the folder holds something else or is in
+        use, or if the checkpoint is missing or of another training; CheckpointError if all
+        checkpoints are damaged.
         """
         world, values = self.world, {**config_values(self.config), "ranks": self.world.size}
         world.require_same(identity)
