@@ -13,8 +13,7 @@ from models.weights import safetensors_metadata
 class Stated(NamedTuple):
     """What a file or a library states about weights."""
 
-    # Keys of the config: the image sizes, mean, std and augment.val; of an exported file also the
-    # model
+    # Keys of the config: image sizes, mean, std, augment.val; of an exported file also the model
     values: dict[str, Any]
     # Names of the classes, in the order of the logits; empty if they are not stated
     classes: tuple[str, ...]

@@ -7,9 +7,8 @@ the global batch they are. The prefetcher rounds to the training dtype once, aft
 Parameters are drawn on the host, one set per image or group of images, from a generator that is a
 pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
 of an image, and the image it is mixed with, do not depend on the number of ranks. For random
-numbers per pixel, use
-`torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`: torch's global
-generator would give different numbers after a restart.
+numbers per pixel, use `torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`:
+torch's global generator would give different numbers after a restart.
 """
 
 import math

@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-# Reasons for reduced clocks, by bit in NVML's mask. An idle GPU and clocks set by a user are not
-# slowdowns.
+# Reasons for reduced clocks, by bit in NVML's mask, without an idle GPU and clocks set by a user.
 SLOWDOWNS = {
     0x004: "power limit",
     0x080: "external power brake",

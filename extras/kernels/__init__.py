@@ -1,7 +1,6 @@
 """Layers with the same parameters that are faster for compiled bf16 on a GPU.
 
-conf/config.yaml names them: model.rewrite=extras.kernels:rewrite. Without them:
-    python train.py model.rewrite=null
+conf/config.yaml names them. Without them: `python train.py model.rewrite=null`.
 """
 
 from extras.kernels.layers import rewrite as rewrite
