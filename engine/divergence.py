@@ -73,7 +73,7 @@ class Divergence(nn.Module):
         """
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         steps, noted = self.first.unbind()
-        # Part of torch.amp.GradScaler: multiplies by the last argument; sets a flag, never clears it.
+        # Part of torch.amp.GradScaler: multiplies by the last argument; sets a flag only.
         unscale = torch._amp_foreach_non_finite_check_and_unscale_
         if self.scales_loss:
             self.found.copy_(steps > 0)
