@@ -26,7 +26,7 @@ TUNED = autotune.Tuned(
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
 
 
-def measure_on_cpu(patch: Patch, *, seconds: float = 0.2) -> None:
+def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     """Measure on a CPU, with four simulated cores; the step and a worker for some seconds."""
     patch(loader_plan, "why_not_measured", lambda *_: "")
     patch(machine, "cores", lambda: 4)
@@ -36,7 +36,7 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.2) -> None:
     patch(benchmark, "MEASURE_SECONDS", seconds)
     # Also on a busy machine, where steps are slow: so many steps in each trial.
     patch(search, "MEASURE_SECONDS", 1e6)
-    patch(search, "MOST_STEPS", 5)
+    patch(search, "MOST_STEPS", 2)
     patch(autotune, "LATE_SECONDS", math.inf)
 
 
