@@ -196,7 +196,7 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.gpu
 def test_the_allocator() -> None:
     """Reading its counters does not wait for the GPU."""
-    tensor = torch.ones(2**28, device="cuda")  # 1 GiB
+    tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
     figures = memory_figures([], CUDA)
     names = ("allocated", "active", "reserved")
     allocated, active, reserved = (figures[f"memory/{name}_gib"] for name in names)
