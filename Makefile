@@ -41,7 +41,7 @@ equal: env  ## compare trainings with those of an earlier revision, bit for bit:
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
 
-mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 15 minutes
+mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 40 minutes
 	@$(RUN) .ci/mutants $(ARGS)
 
 lint: env  ## ruff and mypy
