@@ -214,10 +214,6 @@ def _engines(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
 
 
-def _without_module(name: str) -> str:
-    return name.rpartition(":")[2].lower()
-
-
 def _in_any_order(names: Any) -> Any:
     if isinstance(names, dict):
         return {str(name): names[name] for name in sorted(names, key=str)}
@@ -226,7 +222,7 @@ def _in_any_order(names: Any) -> Any:
 
 @dataclass
 class Data:
-    source: str = key("folder", BOTH, SOURCE, alike=_without_module)
+    source: str = key("folder", BOTH, SOURCE, alike=after_colon)
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
     root: str | None = key(None, BOTH, alike=last_name)
