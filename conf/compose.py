@@ -96,16 +96,17 @@ def load(
         raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
 
     base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
-    missing = sorted(MISSING & names_in(base[1]))
+    absent = sorted(MISSING & names_in(base[1]))
     lower = [_offered(base), ("decided", decided or {})]
     upper = [_offered(_group(group, choice, config_dir)) for group, choice in choices.items()]
     upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
     planned = _merge(lower, DEFAULTS)  # what the recipe gives
     tree = _merge(upper, planned)
-    _check_functions(_flat(tree))
+    written = _flat(tree)
+    _check_functions(written)
     for key in NAMING:
-        for name in sorted(names_in(_flat(tree)[key])):
+        for name in sorted(names_in(written[key])):
             check_there(name, key)
     try:
         warmup = [] if stored is not None else _limit_warmup(tree, planned, typed)
@@ -115,7 +116,7 @@ def load(
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
         notes = list(_notes(_flat(planned, resolve=True), values, choices, typed))
-        notes += [f"left out, because it is not in this copy: {', '.join(missing)}"] * bool(missing)
+        notes += [f"left out, because it is not in this copy: {', '.join(absent)}"] * bool(absent)
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
@@ -186,7 +187,7 @@ def _recipe(name: str, config_dir: Path | None) -> Layer:
 
 def _checkpoint(stored: Values) -> Layer:
     """The values in a checkpoint, which OmegaConf must not resolve, on those of config.yaml."""
-    own = _dotted({k: v for k, v in read_yaml(FOLDER / "config.yaml").items() if k in SECTIONS})
+    own = _dotted({k: v for k, v in OWN.items() if k in SECTIONS})
     values = own | {name: stored[name] for name in KEYS if name in stored}
     for name, value in values.items():
         if "${" in str(value):
