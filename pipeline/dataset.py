@@ -105,6 +105,12 @@ class Dataset(ABC):
         """Return how many workers a mode can use, of those for which there are cores."""
         return cores
 
+    def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
+        """Take note, in a worker, of the rows of a batch for which it loads samples next.
+
+        `fields`: memory of all rows, for what a dataset writes itself, such as files in one piece.
+        """
+
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
         """Make the tensors of a training step from the fields of a batch on the host.
 

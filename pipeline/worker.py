@@ -106,6 +106,7 @@ def run_task(tasks: list[Task], sources: Sequence[Source], pipe: Any = None) -> 
     write = partial(_write_sample, source.dataset, batch, partials)
     skipped: list[tuple[int, str]] = []
     slowest = (0.0, -1)
+    source.dataset.begin_rows(batch, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began, done = time.perf_counter(), row - task.row

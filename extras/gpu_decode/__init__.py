@@ -22,6 +22,7 @@ from extras.gpu_decode.geometry import (
     COLUMNS,
     HEIGHT,
     LENGTH,
+    OFFSET,
     WIDTH,
     engines_support,
     write_geometry,
@@ -31,18 +32,19 @@ from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import Dataset, FolderDataset, RefusedError
 from pipeline.decode import JpegFile, Picture
+from pipeline.loader import TASK_ROWS
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
 CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")
-# Bytes of a row for a file, as a multiple of the mean: 0.8 % of ImageNet's files are larger, and
-# workers decode them.
-ROOM, LEAST_ROOM = 4.0, 1 << 15
+# Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
+# ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
+ROOM, LEAST_ROOM = 1.5, 1 << 15
 READERS = 6  # reading a file and drawing its augmentation takes 0.1 ms: more workers are idle
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
-MOST_SHARE = 31 / 32  # leaves the workers some images, to time them
+MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
 AVERAGED = 500  # images, of a worker's time for each
 # Numbers that all processes share: which of MODES, the share of the images for the engines, a
 # worker's seconds per image that it decodes, and of how many images they are the mean.
@@ -106,9 +108,12 @@ class EngineDataset:
         self.shared = SharedArray((4,), np.float64)
         self.workers, self.demand = 1, math.inf
         self.engine: GpuDecoder | None = None
-        self._due, self._spent = 0.0, 0.0
-        self._cpu_seconds = math.inf  # of this thread, at the end of the last `load`
         self._decodes_all = False  # this process makes pixels, whatever the mode
+        # Of the rows that a worker fills: the memory of the files, where the next one begins, where
+        # it ends, how many may follow, and when the worker began to make the next image.
+        self._files: np.ndarray | None = None
+        self._offset = self._end = self._due = 0
+        self._began = 0.0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by pickle, before there is a dataset
@@ -119,7 +124,7 @@ class EngineDataset:
         return len(self.dataset)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "engine": None}
+        return {**self.__dict__, "engine": None, "_files": None}
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -154,44 +159,47 @@ class EngineDataset:
             return min(READERS, max(2, cores))
         return max(1, cores - 1) if mode == HYBRID else cores
 
+    def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
+        self._files = fields[FILE].reshape(-1)
+        self._offset, self._end = rows.start * self.room, rows.stop * self.room
+        share = 0.0 if self._decodes_all else self.shared.array[SHARE]
+        # The first rows; those with pixels are neighbours then, and few copies take them.
+        self._due = round(share * len(rows))
+        self._began = time.perf_counter()
+
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        # What the worker has computed since then, to write a sample; it may have been idle, too.
-        self._spent += max(0.0, time.thread_time() - self._cpu_seconds)
-        began = time.perf_counter()
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
-        self._spent += time.perf_counter() - began
-        self._cpu_seconds = time.thread_time()
-        if self.mode == GPU:  # workers only read
-            self._spent = 0.0
-        elif IMAGE in sample:  # the time includes reading the files before it
-            shared = self.shared.array
+        if IMAGE in sample and self.mode != GPU:  # in that mode, workers only read
+            shared, now = self.shared.array, time.perf_counter()
             shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
-            shared[SECONDS] += (self._spent - shared[SECONDS]) / shared[COUNT]
-            self._spent = 0.0
+            # With writing the samples since the last image, and reading the files.
+            shared[SECONDS] += (now - self._began - shared[SECONDS]) / shared[COUNT]
+            self._began = now
         return sample
 
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         if self.mode == CPU:
             return self.dataset.image_fields(picture)
         row = np.zeros(COLUMNS)
-        self._due = min(self._due + self.shared.array[SHARE], 4.0)
-        if self._due >= 1 and not self._decodes_all and self._can_send(picture, row):
-            assert isinstance(picture.source, JpegFile)
-            self._due -= 1
-            row[[LENGTH, WIDTH, HEIGHT]] = len(picture.source.data), *picture.source.size
-            return {FILE: np.frombuffer(picture.source.data, np.uint8), GEOMETRY: row}
+        if self._due > 0 and self._send(picture, row):
+            return {GEOMETRY: row}
         row[:] = 0
         write_pixels(row, self.size)
         return {**self.dataset.image_fields(picture), GEOMETRY: row}
 
-    def _can_send(self, picture: Picture, row: np.ndarray) -> bool:
-        """Write the geometry of a file that the engines decode; else return False."""
+    def _send(self, picture: Picture, row: np.ndarray) -> bool:
+        """Write a file, and its geometry into the row, if the engines decode it."""
         source = picture.source
-        if not isinstance(source, JpegFile) or len(source.data) > self.room:
-            return False
         # Another size is an error that names the file.
-        fits = picture.size == (self.size, self.size)
-        return fits and engines_support(source.data) and write_geometry(picture, row)
+        if not isinstance(source, JpegFile) or picture.size != (self.size, self.size):
+            return False
+        data, end = source.data, self._offset + len(source.data)
+        if end > self._end or not engines_support(data) or not write_geometry(picture, row):
+            return False
+        row[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(data), self._offset, *source.size
+        self._files[self._offset : end] = np.frombuffer(data, np.uint8)  # type: ignore[index]
+        self._offset, self._due = end, self._due - 1
+        return True
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
         rest = dict(fields)

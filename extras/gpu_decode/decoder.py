@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, PITCH, WIDTH
+from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 
 NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
 OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
@@ -151,7 +151,7 @@ class GpuDecoder:
         do not support a file.
 
         Args:
-            files: uint8 [B, bytes] of the slot, in host memory.
+            files: uint8 [B, bytes] of the slot, in host memory, one file after the other.
             geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
             pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
             out: float or uint8 [B, 3, S, S] on the device.
@@ -172,7 +172,7 @@ class GpuDecoder:
         if files_here.any():
             address = self._addresses(table[files_here])
             table[files_here, ADDRESS] = address
-            source = files.data_ptr() + files[0].nbytes * np.flatnonzero(files_here)
+            source = files.data_ptr() + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
             # The engines decode one batch at a time; the kernel has read what this one overwrites.
             self._done.synchronize()
@@ -180,7 +180,7 @@ class GpuDecoder:
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
             began, stream = time.perf_counter(), torch.cuda.current_stream(self.device)
             try:
-                self.engines.decode(source.astype(np.uint64), lengths, targets, stream)
+                self.engines.decode(source, lengths, targets, stream)
             finally:  # before an error, some files may have been decoded
                 self._done.record()
                 self._decoded.reverse()

@@ -8,8 +8,8 @@ import numpy as np
 from pipeline.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, has_end, segments
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
-# The file of the row; LENGTH 0: the row holds pixels. Column 1 is free.
-LENGTH, WIDTH, HEIGHT = 0, 2, 3
+# The file of the row, OFFSET bytes behind the first one; LENGTH 0: the row holds pixels.
+LENGTH, OFFSET, WIDTH, HEIGHT = 0, 1, 2, 3
 # Source pixels that may be read.
 CLIP_LEFT, CLIP_TOP, CLIP_RIGHT, CLIP_BOTTOM = 4, 5, 6, 7
 # Source point = SOURCE + SCALE * (target pixel + 0.5).

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from extras.gpu_decode.decoder import EngineError
-from extras.gpu_decode.geometry import BICUBIC, CLIP_BOTTOM, CLIP_LEFT, LENGTH, MIRRORED
+from extras.gpu_decode.geometry import BICUBIC, CLIP_BOTTOM, CLIP_LEFT, LENGTH, MIRRORED, OFFSET
 from pipeline import decode
 
 
@@ -41,15 +41,16 @@ class PillowEngines:
         if self.broken and len(encoded):
             raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
         for row in encoded:
-            images[row] = _crop(files[row].numpy(), geometry[row].numpy(), images.shape[1])
+            images[row] = _crop(files.flatten().numpy(), geometry[row].numpy(), images.shape[1])
         out.copy_((torch.from_numpy(images).float() * scale + shift).permute(0, 3, 1, 2))
         self.files.append(len(encoded))
         if len(encoded):
             self.seconds_per_image = 1e-3
 
 
-def _crop(file: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
-    picture = decode.open_picture(file[: int(row[LENGTH])].tobytes(), "pillow")
+def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
+    first, length = int(row[OFFSET]), int(row[LENGTH])
+    picture = decode.open_picture(files[first : first + length].tobytes(), "pillow")
     box: Any = tuple(map(int, row[CLIP_LEFT : CLIP_BOTTOM + 1]))
     interpolation = decode.INTERPOLATIONS[int(row[BICUBIC])]
     cropped = picture.resized((size, size), box, interpolation=interpolation, quick=True)

@@ -205,6 +205,7 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
     for number, row in enumerate(rows.numpy()):
         row[:] = row_of(transform(SQUASH)(file_of((side, side)), sample_rng(0, 0, number)))
         row[[geometry.LENGTH, geometry.WIDTH, geometry.HEIGHT]] = len(data), side, side
+        row[geometry.OFFSET] = number * len(data)
     files, pixels = zeros(2, len(data), dtype=torch.uint8), zeros(2, 48, 48, 3, dtype=torch.uint8)
     files[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     out = zeros(2, 3, 48, 48, dtype=torch.uint8, device="cuda")
