@@ -53,7 +53,7 @@ from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import reached_limit
-from pipeline.worker import start_forkserver
+from pipeline.ring import start_forkserver
 
 
 def train(config: Config) -> dict[str, Any]:

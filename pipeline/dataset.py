@@ -160,6 +160,21 @@ class Dataset(ABC):
         """Create the files if they are missing; called once the rest of the config is checked."""
 
 
+class DatasetWrapper:
+    """A dataset that does some things in another way than `dataset`, such as on a GPU."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by pickle, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
 class FolderDataset(Dataset):
     """JPEG and other image files in class folders, containers or lists.
 

@@ -14,9 +14,9 @@ from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
-from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Place
 from pipeline.prefetcher import Mixing, Prefetcher
+from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned
 
@@ -73,17 +73,14 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     shape: Any = {"batch_size": loader.batch_size // world.size, "slots": plan.slots}
     skip = data.on_error == "skip"
-    sources = (
-        start_source(datasets.train, skip_unreadable=skip, **shape),
-        start_source(datasets.val, **shape),
-    )
+    rings = Ring(datasets.train, skip_unreadable=skip, **shape), Ring(datasets.val, **shape)
     with ExitStack() as stack:
         pinned = None
         if loader.pin_memory and on_gpu:
-            pinned = stack.enter_context(Pinned([one for each in sources for one in each.buffers]))
+            pinned = stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
         pool = stack.enter_context(
-            WorkerPool(
-                sources,
+            Pool(
+                rings,
                 workers=plan.processes,
                 prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
                 timeout_seconds=loader.timeout_seconds,

@@ -9,7 +9,7 @@ from conf.schema import Config, UserError
 from pipeline import decode, machine
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.loader import slots_needed
+from pipeline.ring import slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters

@@ -23,7 +23,7 @@ from pipeline.batch import TARGET, Batch, DeviceSlot, HostBatch, ImageFormat
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
 from pipeline.dataset import RefusedError
-from pipeline.loader import Loader
+from pipeline.ring import Loader
 
 T = TypeVar("T")
 

@@ -238,7 +238,7 @@ def measure_loader(
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
     """Take the batches that were decoded before the measurement."""
-    for _ in range(feed.train.loader.slots + feed.train.depth):
+    for _ in range(feed.train.loader.ring.slots + feed.train.depth):
         take()
 
 

@@ -69,11 +69,10 @@ from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import TASK_ROWS
 from pipeline.loader_plan import LoaderPlan, plan_loader
+from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
-from pipeline.worker import start_forkserver
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes

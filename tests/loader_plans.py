@@ -5,8 +5,8 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.loader import slots_needed
 from pipeline.loader_plan import MAX_PREFETCH_FACTOR, LoaderPlan
+from pipeline.ring import slots_needed
 
 
 def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:

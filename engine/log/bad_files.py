@@ -5,7 +5,7 @@ from conf.schema import Data
 from engine.log.tracker import Tracker
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
-from pipeline.loader import Loader
+from pipeline.ring import Loader
 
 
 def too_many_unreadable(loader: Loader, data: Data) -> bool:
@@ -16,7 +16,7 @@ def too_many_unreadable(loader: Loader, data: Data) -> bool:
 class BadFiles:
     """Lists each unreadable training image once in bad_files.txt, over all starts of a run.
 
-    Each rank meets its own unreadable images and replaces them (pipeline/worker.py). Files may be
+    Each rank meets its own unreadable images and replaces them (pipeline/ring.py). Files may be
     repaired before the next start: data.max_bad_fraction limits those of one start. Attribute
     `listed`: path -> reason, of all ranks and starts, as of the last `share`.
     """

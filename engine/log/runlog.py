@@ -34,7 +34,7 @@ from engine.stop_signal import StopSignal
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.feed import Feed
-from pipeline.loader import Loader
+from pipeline.ring import Loader
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
 # Without log rows, the host looks for non-finite gradients this often.

@@ -17,8 +17,7 @@ from engine.tune.measured import Measured, summarize, worker_times
 from pipeline.batch import Batch
 from pipeline.decode import describe
 from pipeline.feed import Feed
-from pipeline.loader import Loader
-from pipeline.worker import LoaderError
+from pipeline.ring import Loader, LoaderError
 
 T = TypeVar("T")
 
@@ -142,7 +141,7 @@ class Benchmark:
             if position == warm:
                 synchronize(self.feed)
                 clock.timing()
-                self.loader.pool.recent[self.loader.source].clear()
+                self.loader.ring.recent.clear()
             self.step(batch)
         timing = clock.timing(steps)
         assert timing is not None
@@ -170,7 +169,7 @@ def time_worker(feed: Feed, step: int, mode: str) -> tuple[Measured, int]:
     """
     feed.set_mode(mode)
     loader = feed.train.loader
-    recent = loader.pool.recent[loader.source]
+    recent = loader.ring.recent
     began = time.perf_counter()
     for batch in loader.batches(step, step + MOST_STEPS):
         batch.release(None)

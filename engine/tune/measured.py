@@ -11,7 +11,7 @@ import numpy as np
 from engine.plan import Plan
 from pipeline.clock import Timing
 from pipeline.feed import Feed
-from pipeline.worker import Reply
+from pipeline.ring import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
@@ -86,7 +86,7 @@ def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) 
     alike = {each.name for each in fields(Measured)} & {each.name for each in fields(Timing)}
     means = {name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in alike}
     loader = feed.train.loader
-    share, names = loader.pool.slow_samples(loader.source)
+    share, names = loader.ring.slow_samples()
     return Measured(
         rate=batches * loader.batch_size / seconds,
         period_ms=1e3 * seconds / batches,
@@ -100,7 +100,7 @@ def summarize(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) 
         cores=plan.loader.cores,
         compile=plan.config.model.compile,
         **means,
-        **worker_times(loader.pool.recent[loader.source]),
+        **worker_times(loader.ring.recent),
         **others,
     )
 

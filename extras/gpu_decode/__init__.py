@@ -30,9 +30,9 @@ from extras.gpu_decode.geometry import (
 )
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
-from pipeline.dataset import Dataset, FolderDataset, RefusedError
+from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
 from pipeline.decode import JpegFile, Picture
-from pipeline.loader import TASK_ROWS
+from pipeline.ring import TASK_ROWS
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _needs_pixels(dataset: Any) -> str:
     return ""
 
 
-class EngineDataset:
+class EngineDataset(DatasetWrapper):
     """A FolderDataset whose samples may be files with the geometry of their crop.
 
     In the mode hybrid, workers decode a share of the images. It is the largest with which they and
@@ -102,26 +102,17 @@ class EngineDataset:
     modes = MODES
 
     def __init__(self, dataset: FolderDataset) -> None:
-        self.dataset: Any = dataset
+        super().__init__(dataset)
         self.size = dataset.transform.image_size
         self.room = max(LEAST_ROOM, int(ROOM * dataset.mean_bytes()))
         self.shared = SharedArray((4,), np.float64)
         self.workers, self.demand = 1, math.inf
         self.engine: GpuDecoder | None = None
         self._decodes_all = False  # this process makes pixels, whatever the mode
-        # Of the rows that a worker fills: the memory of the files, where the next one begins, where
-        # it ends, how many may follow, and when the worker began to make the next image.
+        # Of the rows that a worker fills: the memory of the files, its free bytes, how many files
+        # may follow, and when the worker began to make the next image.
         self._files: np.ndarray | None = None
-        self._offset = self._end = self._due = 0
-        self._began = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by pickle, before there is a dataset
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        self._free, self._due, self._began = range(0), 0, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "engine": None, "_files": None}
@@ -161,7 +152,7 @@ class EngineDataset:
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         self._files = fields[FILE].reshape(-1)
-        self._offset, self._end = rows.start * self.room, rows.stop * self.room
+        self._free = range(rows.start * self.room, rows.stop * self.room)
         share = 0.0 if self._decodes_all else self.shared.array[SHARE]
         # The first rows; those with pixels are neighbours then, and few copies take them.
         self._due = round(share * len(rows))
@@ -193,12 +184,12 @@ class EngineDataset:
         # Another size is an error that names the file.
         if not isinstance(source, JpegFile) or picture.size != (self.size, self.size):
             return False
-        data, end = source.data, self._offset + len(source.data)
-        if end > self._end or not engines_support(data) or not write_geometry(picture, row):
+        data, free = source.data, self._free
+        if len(data) > len(free) or not engines_support(data) or not write_geometry(picture, row):
             return False
-        row[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(data), self._offset, *source.size
-        self._files[self._offset : end] = np.frombuffer(data, np.uint8)  # type: ignore[index]
-        self._offset, self._due = end, self._due - 1
+        row[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(data), free.start, *source.size
+        self._free, self._due = free[len(data) :], self._due - 1
+        self._files[free.start : self._free.start] = np.frombuffer(data, np.uint8)  # type: ignore[index]
         return True
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:

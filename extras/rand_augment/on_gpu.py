@@ -21,7 +21,7 @@ from conf.schema import Config
 from extras.rand_augment import MATRICES, NAMES, RandAugment, as_rows
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import DatasetWrapper, FolderDataset
 from pipeline.decode import Picture
 
 logger = logging.getLogger(__name__)
@@ -47,26 +47,18 @@ def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
     return DrawnOperations(dataset) if ends and has_kernels(device) else dataset
 
 
-class DrawnOperations:
+class DrawnOperations(DatasetWrapper):
     """A FolderDataset whose last transform is only drawn in the workers."""
 
     load = FolderDataset.load
     image_fields = FolderDataset.image_fields
 
     def __init__(self, dataset: FolderDataset) -> None:
+        super().__init__(dataset)
         *others, last = dataset.transform.transforms
         assert isinstance(last, RandAugment)
-        self.dataset: Any = dataset
         self.last = last
         self.transform = Compose(others, dataset.transform.image_size)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by pickle, before there is a dataset
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     @property
     def fields(self) -> dict[str, Field]:

@@ -17,7 +17,7 @@ from pipeline.build import build_datasets
 from pipeline.class_names import imagenet_names
 from pipeline.decode import describe
 from pipeline.index import Index
-from pipeline.loader import SLOW_SAMPLE_SECONDS
+from pipeline.ring import SLOW_SAMPLE_SECONDS
 from scripts.lib.checks import (
     Case,
     Examined,

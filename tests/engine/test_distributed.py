@@ -32,7 +32,7 @@ from engine.plan import make_plan
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
-from pipeline.worker import LoaderError
+from pipeline.ring import LoaderError
 from tests.engine.plans import ALONE
 from tests.processes import run_python
 from tests.ranks import Ranks

@@ -12,7 +12,7 @@ from engine.scores import accuracy
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
-from pipeline.worker import EMPTY_ROW
+from pipeline.ring import EMPTY_ROW
 from tests.batches import batch_of, on_device
 from tests.batches import toy_values as measure
 from tests.engine.plans import ALONE

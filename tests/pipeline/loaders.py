@@ -17,7 +17,7 @@ from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset, RefusedError
 from pipeline.feed import Feed, open_feed
 from pipeline.index import load_index
-from pipeline.loader import Loader, WorkerPool, start_source
+from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned, SharedArray
 from tests.batches import on_device
@@ -101,11 +101,11 @@ def open_loader(
     in_use: int = 1,
     pinned: bool = False,
     validation: bool = False,
-    **source: Any,
+    **shape: Any,
 ) -> Iterator[Loader]:
-    """Open a loader of one rank; `source` has further arguments of `start_source`."""
-    ring = start_source(dataset, **{"batch_size": 8, "slots": slots} | source)
-    batch_size = ring.samples.array.shape[1]
+    """Open a loader of one rank; `shape` has further arguments of `Ring`."""
+    ring = Ring(dataset, **{"batch_size": 8, "slots": slots} | shape)
+    batch_size = ring.batch_size
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
@@ -113,7 +113,7 @@ def open_loader(
     with ExitStack() as stack:
         if pinned:
             stack.enter_context(Pinned(ring.buffers))
-        pool = WorkerPool([ring], timeout_seconds=1000, **options)  # the machine may be busy
+        pool = Pool([ring], timeout_seconds=1000, **options)  # the machine may be busy
         yield Loader(stack.enter_context(pool), 0, sampler.samples, in_use=in_use)
 
 

@@ -16,7 +16,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.worker import LoaderError
+from pipeline.ring import LoaderError
 from tests.batches import batch_of
 from tests.loader_plans import loader_plan, world_of
 from tests.pipeline.loaders import loaded, open_loader
@@ -159,7 +159,7 @@ def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
 
     dataset = Short(8, only("image")(SIDE) | PARTIAL)
     with open_loader(dataset, workers=0, slots=2) as loader:
-        for rows in loader.pool.sources[0].fields.values():
+        for rows in loader.ring.fields.values():
             rows.array[:] = 77
         for batch in loader.batches(0, 2):
             for row, (_, index) in enumerate(batch.samples.tolist()):

@@ -20,13 +20,12 @@ from engine.tune import benchmark, search
 from engine.tune.autotune import Tuned, load_result, measure, save_result
 from engine.tune.benchmark import Benchmark
 from engine.tune.measured import Measured, worker_times
-from pipeline import worker
+from pipeline import ring
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import WorkerPool
-from pipeline.worker import Reply
+from pipeline.ring import Pool, Reply
 from tests.conftest import Clock
 from tests.engine.tune.tuning import TUNED
 from tests.loader_plans import loader_plan, world_of
@@ -87,7 +86,7 @@ def test_times_of_a_worker() -> None:
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((20, 40, 40))
     assert found.per_worker == pytest.approx(10)
     assert found.spread == pytest.approx(np.quantile([0.0625, 0.1125], 0.95) / 0.0875)
-    no_storage = [replace(reply, core_seconds=reply.seconds) for reply in replies]
+    no_storage = [reply._replace(core_seconds=reply.seconds) for reply in replies]
     assert worker_times(no_storage)["storage_ms"] == 0  # the two clocks may differ slightly
     assert worker_times([]) == {}
 
@@ -101,7 +100,7 @@ class Sleepy(FakeDataset):
 def test_dataset_without_files_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that wait leave their core to others. No remedy is about decoders or files."""
     monkeypatch.setattr(search, "FEWEST_STEPS", 1)  # workers are slow on a busy machine,
-    monkeypatch.setattr(worker, "waited_for_core", lambda: 0.0)  # and wait for a core
+    monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)  # and wait for a core
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
     config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
     datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))
@@ -127,8 +126,8 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
             return {"image": np.zeros((32, 32, 3), np.uint8), "label": 0}
 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
-    monkeypatch.setattr(worker, "waited_for_core", lambda: 0.0)
-    monkeypatch.setattr(WorkerPool, "activate", lambda pool, workers: None)
+    monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)
+    monkeypatch.setattr(Pool, "activate", lambda pool, workers: None)
     with open_slow(Clocked, image_root, workers=0) as feed:
         yield feed
 

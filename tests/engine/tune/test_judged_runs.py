@@ -127,17 +127,17 @@ def test_slow_input(
     says: str,
 ) -> None:
     """The step waits for images as long as the workers measured."""
-    monkeypatch.setattr("pipeline.worker.time", WORKER_CLOCK)
-    monkeypatch.setattr("pipeline.worker.waited_for_core", lambda: 0.0)
+    monkeypatch.setattr("pipeline.ring.time", WORKER_CLOCK)
+    monkeypatch.setattr("pipeline.ring.waited_for_core", lambda: 0.0)
     options = ["train.device=cpu", f"loader.workers={workers}", "loader.start_method=fork"]
     with open_run(image_root, *options, kind=kind) as (feed, verdict):
         loader = feed.train.loader
         images = sum(len(batch.samples) for batch in feed.train.batches(0, 12))
-        replies = loader.pool.recent[0]
+        replies = loader.ring.recent
         seconds = sum(r.seconds for r in replies) / sum(r.rows for r in replies)
         verdict.add(replace(WAITED, batches=12, seconds=seconds * images / max(1, workers)))
         text = " ".join(verdict.sentences("run"))
-        name = loader.pool.sources[0].dataset.name(5)
+        name = loader.dataset.name(5)
     assert text.startswith("input-bound ")
     assert all(part in text for part in says.split(" ... ")), text
     assert (name in text) == (kind is OneSlowFile)

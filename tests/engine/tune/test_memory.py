@@ -29,7 +29,7 @@ from engine.tune.memory import (
     kept_bytes,
 )
 from pipeline.build import build_datasets
-from pipeline.worker import LoaderError
+from pipeline.ring import LoaderError
 from tests.processes import run_python
 from tests.small_run import run
 

@@ -1,4 +1,4 @@
-"""Batches from workers equal their samples even if workers die; otherwise an error says why."""
+"""Batches from workers equal their samples; otherwise an error says why."""
 
 import os
 import random
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -21,8 +20,17 @@ from pipeline.augment import Compose
 from pipeline.batch import HostBatch
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.loader import Loader, WorkerPool, slots_needed, start_source
-from pipeline.worker import EMPTY_ROW, LoaderError, Reply, Task, start_worker
+from pipeline.ring import (
+    EMPTY_ROW,
+    Loader,
+    LoaderError,
+    Pool,
+    Reply,
+    Ring,
+    Task,
+    Worker,
+    slots_needed,
+)
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
     Started,
@@ -78,7 +86,7 @@ class Trap:
         self.image = self.path.rename(f"{self.path}.kept")
         os.mkfifo(self.path)
 
-    def catch(self, pool: WorkerPool) -> int:
+    def catch(self, pool: Pool) -> int:
         """Wait until a worker is reading the FIFO; return its id."""
         writers: list[int] = []  # kept open, or the worker would read an empty file
         wait_for("a read", lambda: writers.extend(writers_to(self.path)) or writers)
@@ -177,18 +185,18 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         def targets(self, *_: Any) -> dict[str, Any]:
             return {"label": len(self._ahead)}
 
-    monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.ring.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
-    source = start_source(Ahead(plain.index, plain.transform, seed=7), batch_size=8, slots=3)
-    process, pipe = start_worker("fork", [source])
+    ring = Ring(Ahead(plain.index, plain.transform, seed=7), batch_size=8, slots=3)
+    worker = Worker.start("fork", [ring])
     for slot, first in enumerate((0, 8, 16)):
-        pipe.send(Task(0, slot, 0, np.array([(5, first + row) for row in range(8)])))
-    assert [pipe.recv().rows for _ in range(3)] == [8, 8, 8]
-    process.kill()
-    process.join()
-    ahead = source.fields["label"].array.ravel().tolist()
+        worker.pipe.send(Task(0, slot, 0, np.array([(5, first + row) for row in range(8)])))
+    assert [worker.pipe.recv().rows for _ in range(3)] == [8, 8, 8]
+    worker.process.kill()
+    worker.process.join()
+    ahead = ring.fields["label"].array.ravel().tolist()
     assert ahead == 8 * [0] + 8 * [READ_AHEAD - 1] + [7, 6, 5, 4, 3, 2, 1, 0]
-    for index, image in enumerate(source.fields["image"].array.reshape(24, SIZE, SIZE, 3)):
+    for index, image in enumerate(ring.fields["image"].array.reshape(24, SIZE, SIZE, 3)):
         assert np.array_equal(image, plain.load(5, index)["image"])
 
 
@@ -262,83 +270,49 @@ def test_ring_has_room_for_the_workers_and_the_prefetcher(
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_killed_worker_is_replaced_and_batches_stay_equal(
-    changeable: Path, caplog: pytest.LogCaptureFixture, start_method: str
+def test_a_killed_worker_ends_the_run_with_the_name_of_its_sample(
+    changeable: Path, start_method: str
 ) -> None:
-    dataset = crops(changeable)
-    with open_loader(dataset, start_method=start_method) as loader:
-        trap = Trap(loader, step=1)  # the worker has written half of the slot
+    """Also while the training process computes: it finds out when it needs the next batch."""
+    with open_loader(crops(changeable), start_method=start_method) as loader:
+        trap = Trap(loader, step=1)
         batches = loader.batches(0, 12)
-        first = next(batches)
+        next(batches).release(None)
         pid = trap.catch(loader.pool)
         trap.remove()
         trap.kill(pid)
-        check(first, dataset, loader.samples(0))
-        first.release(None)
-        for batch in batches:
-            check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
-        assert batch.step == 11
-        assert pid not in loader.pool.pids and len(loader.pool.pids) == 2
-    (message,) = caplog.messages
-    assert f"loader worker {pid} died (SIGKILL; is the host out of memory?)" in message
+        with pytest.raises(LoaderError, match=rf"^loader worker {pid} died \(SIGKILL: ") as error:
+            drain(batches)
+    assert f" while it made {trap.path}; the same command resumes" in str(error.value)
 
 
-def test_task_that_kills_two_workers_is_named(changeable: Path) -> None:
-    with open_loader(crops(changeable)) as loader, ThreadPoolExecutor(1) as thread:
-        trap = Trap(loader, step=1)
-
-        def kill_twice() -> None:
-            for _ in range(2):
-                trap.kill(trap.catch(loader.pool))
-
-        killer = thread.submit(kill_twice)
-        with pytest.raises(LoaderError, match=r"^loader workers died twice \(SIGKILL") as error:
-            drain(loader.batches(0, 12))
-        killer.result()
-    assert str(error.value).endswith(str(trap.path))
-
-
-def test_task_queued_behind_a_deadly_one_is_not_blamed(
-    changeable: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = crops(changeable)
-    with open_loader(dataset, workers=1) as loader:  # it has two tasks
-        traps = [Trap(loader, step, row=0) for step in (1, 2)]
-
-        def kill_at_both() -> None:
-            for trap in traps:
-                pid = trap.catch(loader.pool)
-                trap.remove()
-                trap.kill(pid)
-
-        with ThreadPoolExecutor(1) as thread:
-            killer = thread.submit(kill_at_both)
-            check_all(loader, dataset, 0, 5)
-            killer.result()
-    assert len(caplog.records) == 2
+def test_a_worker_that_dies_idle_is_noticed(image_root: Path) -> None:
+    """As when the host runs out of memory during a validation."""
+    with open_loader(crops(image_root / "train"), workers=1) as loader:
+        drain(loader.batches(0, 2))
+        (pid,) = loader.pool.pids
+        os.kill(pid, signal.SIGKILL)
+        wait_for("it has ended", lambda: not is_running(pid))
+        with pytest.raises(LoaderError, match=rf"^loader worker {pid} died \(SIGKILL"):
+            drain(loader.batches(2, 4))
 
 
 @pytest.mark.slow
-def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A signal to the whole process group ends it; its workers become orphans."""
+def test_a_killed_forkserver_does_not_disturb_its_workers(image_root: Path) -> None:
+    """A signal to the whole process group ends it; the next worker starts another one."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
-        orphans = loader.pool.pids
-        server = processes()[orphans[0]].parent
+        server = processes()[loader.pool.pids[0]].parent
         assert server != os.getpid()
-        taken = []
         for batch in loader.batches(0, 12):
-            fields = {name: rows.clone() for name, rows in batch.fields.items()}
-            taken.append(replace(batch, fields=fields))
-            batch.release(None)  # at once: waiting for the next batch detects that the workers died
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
             if batch.step == 1:
                 os.kill(server, signal.SIGKILL)
                 wait_for("it has ended", lambda: not is_running(server))
-        assert not any(is_running(pid) for pid in orphans)
-    for batch in taken:
-        check(batch, dataset, loader.samples(batch.step))
-    assert all(f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans)
+                loader.pool.activate(3)
+        assert len(pids := loader.pool.pids) == 3
+    assert not any(is_running(pid) for pid in pids)
 
 
 # Signals by the hundred from before the first worker starts; then a worker that reads a FIFO.
@@ -346,8 +320,7 @@ PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
 from pathlib import Path
-from pipeline.loader import WorkerPool, start_source
-from pipeline.worker import Task
+from pipeline.ring import Pool, Ring, Task
 from tests.pipeline.loaders import crops
 from tests.processes import descendants, is_running
 
@@ -365,10 +338,10 @@ dataset = crops(Path(sys.argv[1]))
 fifo = dataset.name(0)
 os.remove(fifo)
 os.mkfifo(fifo)
-source = start_source(dataset, batch_size=32, slots=2)
+ring = Ring(dataset, batch_size=32, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
-pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
+pool = Pool([ring], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
 started = descendants(os.getpid())
 for step in range(20):
     tasks = [Task(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)]
@@ -438,7 +411,7 @@ def test_unreadable_file_is_skipped_and_counted(
             check(batch, dataset, np.array(replaced))
             assert batch.samples.tolist() == [list(pair) for pair in replaced]
             batch.release(None)
-        skipped = [each for reply in loader.pool.recent[loader.source] for each in reply.skipped]
+        skipped = [each for reply in loader.ring.recent for each in reply.skipped]
         assert loader.pool.unreadable.keys() == bad
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
     assert {(n, line.split(":")[0]) for n, line in skipped} == {(n, dataset.name(n)) for n in bad}
@@ -547,11 +520,11 @@ def test_few_slow_samples_are_named(image_root: Path) -> None:
     """Many are slow because the storage is."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=0) as loader:
-        recent = loader.pool.recent[loader.source]
-        assert loader.pool.slow_samples(loader.source) == (0.0, [])
+        recent = loader.ring.recent
+        assert loader.ring.slow_samples() == (0.0, [])
         for slowest in ((3.0, 5), (0.1, 6), (4.0, 5), (5.0, 7)):
             recent.append(Reply(rows=8, seconds=6.0, slowest=slowest))
-        share, names = loader.pool.slow_samples(loader.source)
+        share, names = loader.ring.slow_samples()
         assert share == pytest.approx(0.5) and names == [dataset.name(5), dataset.name(7)]
         recent.extend(Reply(seconds=6.0, slowest=(3.0, index)) for index in (8, 9))
-        assert loader.pool.slow_samples(loader.source) == (0.0, [])
+        assert loader.ring.slow_samples() == (0.0, [])

@@ -1,0 +1,534 @@
+"""Batches of samples, written by worker processes straight into reused, pinned buffers.
+
+Journey of a batch, 2 to 4: samples -> B rows of each of their fields, in memory that all processes
+share.
+
+A batch is one slot of a ring that the workers write into: no tensor per sample, no collate copy and
+no pin-memory thread. It is split into tasks of TASK_ROWS images, so that all workers work on the
+batch that is needed next. A slot is reused only after the copy out of it has completed.
+"""
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from multiprocessing import connection, forkserver, parent_process, resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from conf.schema import RunError
+from pipeline import machine
+from pipeline.batch import HostBatch
+from pipeline.clock import waited_for_core
+from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
+from pipeline.decode import describe
+from pipeline.shared import SharedArray
+
+logger = logging.getLogger(__name__)
+
+# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
+# at 17,000 images/s the training process handles 530 replies per second.
+TASK_ROWS = 32
+EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
+CHECK = "run scripts/doctor.py --all to check every file"
+REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
+MOST_TRIED = 100  # samples in place of an unreadable one
+MOST_NAMED = 10  # unreadable images on the console
+STOP_SECONDS = 1.0
+# A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
+# about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
+WAIT_SECONDS = 5e-4
+SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
+FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
+PRELOAD = ["pipeline.ring"]  # what the forkserver imports once for all workers
+# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class LoaderError(RunError):
+    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
+
+
+@dataclass(eq=False)
+class Task:
+    """Rows of one slot to fill: a function of the samples, so any worker may run it."""
+
+    ring: int  # position in the pool
+    slot: int
+    row: int  # the first row
+    samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
+    done: bool = False
+
+
+class Reply(NamedTuple):
+    """The result of a task. A worker replies to its tasks in their order."""
+
+    rows: int = 0
+    seconds: float = 0.0  # wall time
+    cpu_seconds: float = 0.0
+    core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
+    slowest: tuple[float, int] = (0.0, -1)  # seconds of the slowest sample and its index
+    skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
+    error: str = ""  # why the task failed
+    trace: str = ""  # of an error that is not about a file
+
+
+@dataclass(eq=False)
+class Ring:
+    """A dataset and the memory for its batches."""
+
+    dataset: Dataset
+    batch_size: int  # rows of this rank
+    slots: int
+    skip_unreadable: bool = False  # replace an unreadable sample instead of failing
+
+    def __post_init__(self) -> None:
+        rows = self.slots, self.batch_size
+        self.stated = dict(self.dataset.fields)
+        self.fields = {  # name -> [slots, B, *shape]
+            name: SharedArray((*rows, *each.shape), each.dtype)
+            for name, each in self.stated.items()
+        }
+        # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
+        # task's if the sample was unreadable and another one replaced it.
+        self.samples = SharedArray((*rows, 2), np.int64)
+        self.recent: deque[Reply] = deque(maxlen=256)  # the newest replies
+
+    @property
+    def buffers(self) -> list[SharedArray]:
+        return [*self.fields.values(), self.samples]
+
+    def current(self, task: Task) -> str:
+        """Return the name of the sample that the worker of a task is making."""
+        rows = self.samples.array[task.slot, task.row : task.row + len(task.samples)]
+        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
+        return self.dataset.name(int(task.samples[position, 1]))
+
+    def slow_samples(self) -> tuple[float, list[str]]:
+        """Up to FEW_SAMPLES very slow samples: their share of the recent time, and their names.
+
+        Empty if there are more: a short stall of the storage delays a sample of every worker.
+        """
+        seconds: dict[int, float] = {}
+        for slowest, index in (reply.slowest for reply in self.recent):
+            if slowest > SLOW_SAMPLE_SECONDS:
+                seconds[index] = seconds.get(index, 0.0) + slowest
+        if not 0 < len(seconds) <= FEW_SAMPLES:
+            return 0.0, []
+        share = sum(seconds.values()) / sum(reply.seconds for reply in self.recent)
+        return share, [self.dataset.name(index) for index in seconds]
+
+
+# In a worker.
+
+
+def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Reply:
+    """Fill the rows of the first task. The reply reports an exception; the worker goes on.
+
+    `pipe`: to read several samples at a time, at the end of the task also those of the next one,
+    which is added to `tasks` as soon as the pipe has it; None to read one after the other.
+    """
+    task, ring = tasks[0], rings[tasks[0].ring]
+    started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
+    skipped: list[tuple[int, str]] = []
+    slowest = (0.0, -1)
+    # The views of a batch are made once for a task: they take longer than a copy of an image.
+    batch = {name: memory.array[task.slot] for name, memory in ring.fields.items()}
+    ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
+    try:
+        for done, (epoch, index) in enumerate(task.samples.tolist()):
+            began = time.perf_counter()
+            if pipe is not None:
+                if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
+                    tasks.append(pipe.recv())
+                same = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
+                ring.dataset.read_ahead(same[done : done + READ_AHEAD, 1].tolist())
+            write = partial(_write_sample, ring, batch, task.row + done, epoch)
+            unreadable, found = _first_readable(ring, write, index)
+            ring.samples.array[task.slot, task.row + done] = epoch, found  # last: it is complete
+            skipped += unreadable
+            slowest = max(slowest, (time.perf_counter() - began, index))
+    except BadImageError as error:
+        return Reply(error=str(error))
+    except LoaderError as error:
+        return Reply(error=str(error), trace="".join(traceback.format_exception(error.__cause__)))
+    seconds = time.perf_counter() - started
+    computing, waiting = time.thread_time() - computed, waited_for_core() - queued
+    return Reply(len(task.samples), seconds, computing, waiting, slowest, skipped)
+
+
+def _first_readable(
+    ring: Ring, write: Callable[[int], None], index: int
+) -> tuple[list[tuple[int, str]], int]:
+    """Write a sample or, with `skip_unreadable`, the first readable one of its replacements.
+
+    `write`: writes the sample of an index into its row. Returns the unreadable samples that were
+    replaced, with their messages, and the index that the row holds. Raises BadImageError if the
+    sample and its replacements cannot be read, and LoaderError if a transform or the dataset
+    failed; the cause is its exception.
+    """
+    others = ring.dataset.replacements(index) if ring.skip_unreadable else []
+    unreadable: list[tuple[int, str]] = []
+    for found in chain([index], islice(others, MOST_TRIED)):
+        try:
+            write(found)
+        except BadImageError as error:
+            unreadable.append((found, str(error)))
+        except Exception as error:  # e.g. out of memory; the training process would wait forever
+            raise LoaderError(
+                f"{ring.dataset.name(found)}: {describe(error)}: the file was read; a transform "
+                "or the dataset failed, see the traceback above"
+            ) from error
+        else:
+            return unreadable, found
+    none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
+    raise BadImageError(f"{unreadable[0][1]}; {none if ring.skip_unreadable else REMEDY}")
+
+
+def _write_sample(
+    ring: Ring, batch: dict[str, np.ndarray], row: int, epoch: int, index: int
+) -> None:
+    """Make a sample and write its fields into a row of a batch."""
+    sample = ring.dataset.load(epoch, index)
+    for name, rows in batch.items():
+        partly = ring.stated[name].partial
+        if name not in sample and partly:
+            continue
+        if name not in sample:
+            raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
+        value, shape = np.asarray(sample[name]), rows.shape[1:]
+        place: Any = (row, *map(slice, value.shape[:1])) if partly else row
+        is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
+        if value.shape != rows[place].shape or is_cut:
+            raise ValueError(
+                f"the field {name} is {value.dtype} {value.shape}, and the dataset states "
+                f"{rows.dtype} {shape} in `fields`"
+            )
+        rows[place] = value
+
+
+def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
+    """Run tasks until the pipe closes or the training process ends."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # "Corrupt EXIF data" and the like: the pixels are not affected
+    warnings.filterwarnings("ignore", module="PIL")
+    torch.set_num_threads(1)  # the workers run in parallel, each in one thread
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
+        waits, mean, tasks = False, 0.0, list[Task]()
+        while True:
+            tasks = tasks[1:] or [pipe.recv()]
+            pipe.send(reply := run_task(tasks, rings, pipe if waits else None))
+            storage = reply.seconds - reply.cpu_seconds - reply.core_seconds
+            longer = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
+            mean += (longer - mean) / 10
+            waits = waits or mean > WAIT_SECONDS
+
+
+def _exit_with_parent() -> None:
+    """End this process when the training process ends, even during a read that never returns."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+# In the training process.
+
+
+def start_forkserver() -> None:
+    """Start the process that forks the workers, and do not wait for its imports (a second)."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    with _starting_children(tracker=True):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _starting_children(*, tracker: bool) -> Iterator[None]:
+    """Start child processes with the signals blocked that workers ignore.
+
+    The forkserver and the resource tracker keep them blocked. The children do not import the main
+    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
+    `tracker`: start the resource tracker first, because its start unblocks the signals.
+    """
+    main: Any = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        if tracker:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        main.update(hidden)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and the tasks that it has received and not replied to, in their order."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    tasks: deque[Task] = field(default_factory=deque)
+
+    @classmethod
+    def start(cls, start_method: str, rings: Sequence[Ring]) -> "Worker":
+        context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=worker_main, args=(theirs, rings), daemon=True)
+        with _starting_children(tracker=start_method != "fork"):
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
+
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Workers for the rings of training and validation, for the whole run.
+
+    It starts no thread: replies are handled inside `submit`, `done`, `wait` and `activate`, so that
+    nothing competes with the training loop for the GIL. With `workers=0` tasks run in this process.
+    A process is kept until the end of the run: an idle one costs memory only, and ten new ones take
+    seconds to start.
+
+    Args:
+        workers: number of processes to start; all of them are active.
+        prefetch_factor: tasks sent to a worker ahead of its replies.
+        timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
+    """
+
+    def __init__(
+        self,
+        rings: Sequence[Ring],
+        *,
+        workers: int,
+        prefetch_factor: int = 2,
+        timeout_seconds: float = 120.0,
+        start_method: str = "forkserver",
+    ) -> None:
+        self.rings = list(rings)
+        self.prefetch_factor = prefetch_factor
+        self.timeout_seconds = timeout_seconds
+        self.start_method = start_method
+        self.waiting: deque[Task] = deque()
+        self.unreadable: dict[int, str] = {}  # training samples that were replaced -> message
+        self.workers: list[Worker] = []
+        self.active = 0  # workers that receive tasks: the first ones
+        atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
+        self.activate(workers)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
+
+    def activate(self, workers: int) -> None:
+        """Send tasks to the first `workers` workers, and start those that are missing.
+
+        The others finish their tasks and are idle. At least one worker that has been started stays
+        active; without any, tasks run in this process.
+        """
+        self.active = max(workers, min(1, len(self.workers)))
+        while len(self.workers) < self.active:
+            self.workers.append(Worker.start(self.start_method, self.rings))
+        self._dispatch()
+
+    def submit(self, task: Task) -> Task:
+        """Queue a task and return it. Tasks start in the order of the calls."""
+        self.waiting.append(task)
+        self._dispatch()
+        return task
+
+    def done(self, tasks: Sequence[Task]) -> bool:
+        """Whether all these tasks are done; receives pending replies and does not wait."""
+        if not all(task.done for task in tasks):
+            self._receive(timeout=0)
+        return all(task.done for task in tasks)
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Wait until all these tasks are done.
+
+        Raises LoaderError if a task failed, its worker died, or none replied within the timeout.
+        """
+        replied = time.monotonic()  # the timeout counts the time of waiting only
+        while not all(task.done for task in tasks):
+            if not self.workers:
+                task = self.waiting.popleft()
+                self._finish(task, run_task([task], self.rings))
+            elif self._receive(timeout=min(self.timeout_seconds, 5.0)):
+                replied = time.monotonic()
+            elif time.monotonic() - replied > self.timeout_seconds:
+                busy = [worker for worker in self.workers if worker.tasks]
+                names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
+                raise LoaderError(
+                    f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
+                    f"still reading {', '.join(names) or 'nothing'}; check the storage"
+                )
+
+    def accept(self, reply: Reply) -> None:
+        """Note the unreadable samples that a task replaced.
+
+        Raises LoaderError if the task failed. The traceback of an error in a transform is logged.
+        """
+        for index, message in reply.skipped:
+            if index not in self.unreadable:
+                self.unreadable[index] = message
+                if len(self.unreadable) <= MOST_NAMED:
+                    logger.warning("skipped %s", message)
+        if reply.trace:
+            logger.error("%s", reply.trace.rstrip())
+        if reply.error:
+            raise LoaderError(reply.error)
+
+    def close(self) -> None:
+        """Kill all workers, and drop their tasks."""
+        atexit.unregister(self.close)
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.kill()
+        # One pause for all: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        for task in [*self.waiting, *(task for w in self.workers for task in w.tasks)]:
+            task.done = True
+        self.workers = []
+        self.waiting.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _dispatch(self) -> None:
+        while self.waiting and self.workers:
+            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
+            if len(worker.tasks) >= self.prefetch_factor:
+                return
+            worker.tasks.append(self.waiting.popleft())
+            try:
+                worker.pipe.send(worker.tasks[-1])
+            except OSError:
+                raise self._death(worker) from None
+
+    def _receive(self, timeout: float) -> bool:
+        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
+        ready = connection.wait([worker.pipe for worker in self.workers], timeout)
+        for worker in self.workers:
+            if worker.pipe in ready:
+                try:
+                    while worker.pipe.poll():  # all replies: the next call may be a step away
+                        reply = worker.pipe.recv()
+                        self._finish(worker.tasks.popleft(), reply)
+                except (EOFError, OSError):
+                    raise self._death(worker) from None
+        self._dispatch()
+        return bool(ready)
+
+    def _finish(self, task: Task, reply: Reply) -> None:
+        """Record a reply."""
+        task.done = True
+        self.accept(reply)
+        self.rings[task.ring].recent.append(reply)
+
+    def _current(self, worker: Worker) -> str:
+        task = worker.tasks[0]
+        return self.rings[task.ring].current(task)
+
+    def _death(self, worker: Worker) -> LoaderError:
+        """Say that a worker died, why and at which sample."""
+        worker.process.join(STOP_SECONDS)
+        code = worker.process.exitcode
+        cause = "SIGKILL: is the host out of memory?" if code == -9 else f"exit status {code}"
+        sample = f" while it made {self._current(worker)}" if worker.tasks else ""
+        return LoaderError(
+            f"loader worker {worker.process.pid} died ({cause}){sample}; the same command resumes "
+            "from the last checkpoint; if memory is short, set fewer loader.workers"
+        )
+
+
+@dataclass(eq=False)
+class Loader:
+    """Batches of one ring, in the sampler's order."""
+
+    pool: Pool
+    number: int  # of the ring, in the pool
+    samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
+    in_use: int  # unreleased batches that the consumer may have when it asks for another
+
+    def __post_init__(self) -> None:
+        self.ring = self.pool.rings[self.number]
+        self.dataset, self.batch_size = self.ring.dataset, self.ring.batch_size
+        self.ahead = self.ring.slots - self.in_use
+        assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
+        self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
+        self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
+
+    def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
+        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
+        for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
+            self.pool.wait(tasks)
+        self._queue.clear()
+        following = start
+        while following < stop or self._queue:
+            while following < stop and len(self._queue) < self.ahead:
+                self._queue.append((following, self._submit(following)))
+                following += 1
+            step, tasks = self._queue.popleft()
+            self.pool.wait(tasks)
+            slot = step % self.ring.slots
+            yield HostBatch(
+                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.fields.items()},
+                torch.from_numpy(self.ring.samples.array[slot]),
+                step,
+                slot,
+                partial(self._copied.__setitem__, slot),
+            )
+
+    def ready(self) -> bool:
+        """Whether the next batch is complete, so that taking it would not wait."""
+        return bool(self._queue) and self.pool.done(self._queue[0][1])
+
+    def _submit(self, step: int) -> list[Task]:
+        slot = step % self.ring.slots
+        if event := self._copied.pop(slot, None):
+            event.synchronize()  # keeps the host only a few batches ahead of the device
+        samples = self.samples(step)
+        self.ring.samples.array[slot] = EMPTY_ROW
+        return [
+            self.pool.submit(Task(self.number, slot, row, samples[row : row + TASK_ROWS]))
+            for row in range(0, len(samples), TASK_ROWS)
+        ]
+
+    def load_in_process(self, batch: HostBatch) -> None:
+        """Load a batch again into its slot, in this process.
+
+        Raises LoaderError if an image cannot be read, and names it.
+        """
+        task = Task(self.number, batch.slot, 0, self.samples(batch.step))
+        self.pool.accept(run_task([task], self.pool.rings))
+
+
+def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
+    """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
+    in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
+    return max(1, in_progress) + 1 + prefetch_batches + 1
