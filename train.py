@@ -46,8 +46,8 @@ from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
-from engine.tune.autotune import tune_loader
 from engine.tune.memory import explain_out_of_memory, fit_memory
+from engine.tune.tune import tune
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -81,7 +81,7 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(stop_signal(state, run, feed))
         enter(explain_out_of_memory(plan, state, world))
         world.set_section("measurement")
-        verdict = tune_loader(feed, train_on_batch, plan, state, run, stop, tracker)
+        verdict = tune(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:

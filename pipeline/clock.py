@@ -6,8 +6,10 @@ Recording a CUDA event takes microseconds and never waits for the GPU.
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from statistics import mean, stdev
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,29 +17,82 @@ import torch
 # Between two measured steps on a GPU. The host waits for the end of each, and the GPU is idle for
 # 0.1 ms until the next step is launched.
 SAMPLE_SECONDS = 1.0
+FEWEST_PARTS, MOST_PARTS = 5, 256  # measured steps: with fewer, their parts count as unknown
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Where the time of some batches went; the fractions are shares of `seconds`."""
+class Shares(NamedTuple):
+    """What some steps of a rank have shown: shares of their time, unless a name says the unit.
 
-    batches: int
-    seconds: float  # from the end of the step before the first batch, without pauses
-    wait_fraction: float  # the device was idle because the next batch was not ready
-    late_fraction: float  # it was idle although the batch was ready: the host launched late
+    The clock makes it, the log prints it, the verdict judges it, and the search for the number of
+    workers compares it.
+    """
+
+    name: str = "the training process"  # or the rank and its machine
+    steps: int = 0
+    seconds: float = 0.0  # from the end of the step before the first one, without pauses
+    rate: float = 0.0  # images/s of this rank
+    alone: float = 0.0  # images/s of its step without the loader; 0 when not measured
+    wait: float = 0.0  # the device was idle because the next batch was not ready
+    late: float = 0.0  # it was idle although the batch was ready: the host launched late
     # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.
-    copy_fraction: float
-    compute_fraction: float  # what remains for the step
-    drained_fraction: float  # of the batches: the GPU had finished all its work before the step
-    copy_ms: float  # median
-    step_ms: float  # median
-    step_worst_ms: float  # maximum
-    ranks_fraction: float = 0.0  # the step waited for other ranks to have their batches
-    # Of the time since the last reading: the thread that runs the steps waited for a CPU core.
-    core_fraction: float = 0.0
-    # Of each measured step, in ms: from the moment when all ranks have their batches until this
-    # rank has computed its gradients, and from there to the update of the weights.
-    parts: tuple[tuple[float, float], ...] = ()
+    copy: float = 0.0
+    ranks: float = 0.0  # the step waited for other ranks to have their batches
+    drained: float = 0.0  # of the steps: the GPU had finished all its work before
+    core: float = 0.0  # since the last reading, the thread of the steps waited for a CPU core
+    copy_ms: float = 0.0  # median
+    step_ms: float = 0.0  # median
+    worst_ms: float = 0.0  # of the steps
+    # From the moment when all ranks have their batches until this rank has computed its gradients,
+    # the standard error of that mean, and from there to the update of the weights. 0: not known.
+    own_ms: float = 0.0
+    own_error_ms: float = 0.0
+    exchange_ms: float = 0.0
+    # Of a worker, per image: computing, waiting for storage and waiting for a CPU core.
+    cpu_ms: float = 0.0
+    storage_ms: float = 0.0
+    core_ms: float = 0.0
+    workers: int = 0  # with 0, the training process decodes
+    decoder: str = "none"  # of the CPU; none if the dataset has no files
+    mode: str = "cpu"  # of the dataset
+    on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
+    graph_refused: str = ""  # why the whole step is not one CUDA graph
+    slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
+
+    @property
+    def period_ms(self) -> float:
+        """From the start of a step to the start of the next one."""
+        return 1e3 * self.seconds / max(1, self.steps)
+
+    @property
+    def per_worker(self) -> float:
+        """Images/s of one worker that always has a task."""
+        return 1e3 / max(self.cpu_ms + self.storage_ms + self.core_ms, 1e-6)
+
+    @property
+    def idle(self) -> float:
+        """The device did not compute between the steps."""
+        return self.wait + self.late + (0.0 if self.on_gpu else self.copy)
+
+    @property
+    def compute(self) -> float:
+        """What remains for the step."""
+        return max(0.0, 1 - self.idle - self.ranks)
+
+    @property
+    def busy(self) -> float:
+        """The workers, or what decodes on the device, are busy."""
+        device = self.copy if self.mode != "cpu" else 0.0
+        return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
+
+
+def mean_of(rows: Sequence[Shares]) -> Shares:
+    """Average some rows, weighted by their seconds; what is no such number is that of the last."""
+    seconds = sum(row.seconds for row in rows)
+    names = [name for name, kind in Shares.__annotations__.items() if kind is float]
+    means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}
+    means |= {name: getattr(rows[-1], name) for name in ("own_ms", "own_error_ms", "exchange_ms")}
+    steps = sum(row.steps for row in rows)
+    return rows[-1]._replace(**means | {"seconds": seconds, "steps": steps})
 
 
 class HostEvent:
@@ -64,7 +119,6 @@ class Marks:
     ready: Any = None  # all ranks have their batches
     end: Any = None  # the step has ended
     drained: bool = False
-    parts: tuple[float, float] | None = None  # see Timing
 
 
 class StepClock:
@@ -79,6 +133,8 @@ class StepClock:
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
         self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
+        # Of the newest measured steps, in ms: computing gradients, and exchanging them.
+        self.parts: deque[tuple[float, float]] = deque(maxlen=MOST_PARTS)
         self._measures = False  # the current step
         self._measured = -math.inf  # when the last such step began
         self._waited = False  # for the end of the newest step
@@ -140,22 +196,22 @@ class StepClock:
             computed, averaged = self._points["computed"], self._points["averaged"]
             own = marks.ready.elapsed_time(computed)
             if own > 0:  # else the gradient of some parameter was not computed in this step
-                marks.parts = (own, computed.elapsed_time(averaged))
+                self.parts.append((own, computed.elapsed_time(averaged)))
         return marks.end
 
-    def timing(
-        self, batches: int | None = None, *, skip: int = 0, again: bool = False
-    ) -> Timing | None:
-        """Return the figures of the oldest unread batches, and count these batches as read.
+    def shares(
+        self, steps: int | None = None, *, skip: int = 0, again: bool = False
+    ) -> Shares | None:
+        """Return the shares of the oldest unread steps, and count these steps as read.
 
-        Waits until the device has finished them. Returns None when there are no such batches.
+        Waits until the device has finished them. Returns None when there are no such steps.
 
         Args:
-            batches: how many, at most those whose step has ended; None for all of them.
+            steps: how many, at most those that have ended; None for all of them.
             skip: leave as many of them out of the figures, but not the last one.
             again: keep them as unread.
         """
-        marks = list(self._unread)[:batches]
+        marks = list(self._unread)[:steps]
         if not marks:
             return None
         for _ in () if again else marks:
@@ -166,30 +222,42 @@ class StepClock:
         def ms(begin: str, end: str) -> np.ndarray:
             return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in marks])
 
-        gaps, steps, copies = ms("idle", "begin"), ms("begin", "end"), ms("copy_begin", "copy_end")
+        gaps, spans, copies = ms("idle", "begin"), ms("begin", "end"), ms("copy_begin", "copy_end")
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
             waits, copying = np.clip(ms("idle", "copy_end"), 0, gaps), 0.0
         else:  # copies are made between the steps, by the process that waits for them
             waits, copying = np.maximum(0, gaps - copies), float(copies.sum())
-        total = max(float(gaps.sum() + steps.sum()), 1e-6)
-        wait, others = float(waits.sum()), float(ms("begin", "ready").sum())
-        late = max(0.0, float(gaps.sum()) - wait - copying)
+        total = max(float(gaps.sum() + spans.sum()), 1e-6)
         (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
-        return Timing(
-            batches=len(marks),
+        return Shares(
+            steps=len(marks),
             seconds=total / 1000,
-            wait_fraction=wait / total,
-            late_fraction=late / total,
-            copy_fraction=float(copies.sum()) / total,
-            compute_fraction=max(0.0, 1 - (wait + late + copying + others) / total),
-            drained_fraction=sum(m.drained for m in marks) / len(marks),
+            wait=float(waits.sum()) / total,
+            late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
+            copy=float(copies.sum()) / total,
+            ranks=float(ms("begin", "ready").sum()) / total,
+            drained=sum(m.drained for m in marks) / len(marks),
+            core=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
             copy_ms=float(np.median(copies)),
-            step_ms=float(np.median(steps)),
-            step_worst_ms=float(steps.max()),
-            ranks_fraction=others / total,
-            core_fraction=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
-            parts=tuple(m.parts for m in marks if m.parts is not None),
+            step_ms=float(np.median(spans)),
+            worst_ms=float(spans.max()),
+            on_gpu=self.cuda,
+            **self._parts(),
         )
+
+    def _parts(self) -> dict[str, Any]:
+        """Average the parts of the measured steps.
+
+        A single step may capture a CUDA graph, so the slowest tenth does not count. The exchange
+        takes longer if another rank computes its gradients later, so it is the 10th percentile.
+        """
+        if len(self.parts) < FEWEST_PARTS:
+            return {}
+        tenth = len(self.parts) // 10
+        own, exchanges = (sorted(part) for part in zip(*self.parts, strict=True))
+        usual = own[: len(own) - tenth]
+        error = stdev(usual) / math.sqrt(len(usual))
+        return {"own_ms": mean(usual), "own_error_ms": error, "exchange_ms": exchanges[tenth]}
 
 
 def waited_for_core() -> float:

@@ -13,6 +13,7 @@ from pipeline import augment
 from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
+from pipeline.clock import Shares
 from pipeline.dataset import Dataset
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Place
 from pipeline.prefetcher import Mixing, Prefetcher
@@ -40,6 +41,17 @@ class Feed:
         self.mode = mode
         dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
         dataset.set_mode(mode, workers=max(1, workers), demand=demand)
+
+    def shares(self, steps: int | None = None, **options: Any) -> Shares | None:
+        """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
+        found, loader = self.train.clock.shares(steps, **options), self.train.loader
+        return found and found._replace(
+            rate=found.steps * loader.batch_size / found.seconds,
+            workers=loader.pool.active,
+            decoder=self.plan.decoder,
+            mode=self.mode,
+            **loader.ring.worker_ms(),
+        )
 
     @property
     def page_locked(self) -> bool:

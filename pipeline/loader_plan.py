@@ -18,7 +18,6 @@ FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matt
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
 # loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
 PREFETCH_FACTOR = 3
-MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def plan_loader(
         # for storage, and need no core then.
         ceiling = max(budget, 2 * cores if measured else 0)
         reason = limit if cores == budget else f"enough for loader.decoder={modes[0]}"
-    factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
+    factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     share = loader.batch_size // world.size
     return LoaderPlan(
         workers=workers,

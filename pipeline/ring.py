@@ -53,8 +53,6 @@ STOP_SECONDS = 1.0
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
 # about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 5e-4
-SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
-FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 PRELOAD = ["pipeline.ring"]  # what the forkserver imports once for all workers
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -82,7 +80,6 @@ class Reply(NamedTuple):
     seconds: float = 0.0  # wall time
     cpu_seconds: float = 0.0
     core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
-    slowest: tuple[float, int] = (0.0, -1)  # seconds of the slowest sample and its index
     skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
     error: str = ""  # why the task failed
     trace: str = ""  # of an error that is not about a file
@@ -119,19 +116,14 @@ class Ring:
         position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
         return self.dataset.name(int(task.samples[position, 1]))
 
-    def slow_samples(self) -> tuple[float, list[str]]:
-        """Up to FEW_SAMPLES very slow samples: their share of the recent time, and their names.
-
-        Empty if there are more: a short stall of the storage delays a sample of every worker.
-        """
-        seconds: dict[int, float] = {}
-        for slowest, index in (reply.slowest for reply in self.recent):
-            if slowest > SLOW_SAMPLE_SECONDS:
-                seconds[index] = seconds.get(index, 0.0) + slowest
-        if not 0 < len(seconds) <= FEW_SAMPLES:
-            return 0.0, []
-        share = sum(seconds.values()) / sum(reply.seconds for reply in self.recent)
-        return share, [self.dataset.name(index) for index in seconds]
+    def worker_ms(self) -> dict[str, Any]:
+        """Average the newest tasks per image: the fields of `Shares` for a worker."""
+        images = max(1, sum(reply.rows for reply in self.recent))
+        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in self.recent) / images
+        core_ms = 1e3 * sum(reply.core_seconds for reply in self.recent) / images
+        all_ms = 1e3 * sum(reply.seconds for reply in self.recent) / images
+        storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
+        return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
 
 
 # In a worker.
@@ -146,13 +138,11 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
     task, ring = tasks[0], rings[tasks[0].ring]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     skipped: list[tuple[int, str]] = []
-    slowest = (0.0, -1)
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.fields.items()}
     ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     try:
         for done, (epoch, index) in enumerate(task.samples.tolist()):
-            began = time.perf_counter()
             if pipe is not None:
                 if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
                     tasks.append(pipe.recv())
@@ -162,14 +152,13 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
             unreadable, found = _first_readable(ring, write, index)
             ring.samples.array[task.slot, task.row + done] = epoch, found  # last: it is complete
             skipped += unreadable
-            slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(error=str(error))
     except LoaderError as error:
         return Reply(error=str(error), trace="".join(traceback.format_exception(error.__cause__)))
     seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
-    return Reply(len(task.samples), seconds, computing, waiting, slowest, skipped)
+    return Reply(len(task.samples), seconds, computing, waiting, skipped)
 
 
 def _first_readable(

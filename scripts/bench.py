@@ -300,10 +300,10 @@ class Stepper:
 
         warm_up(take, feed)
         self.finish()
-        feed.train.clock.timing()
+        feed.train.clock.shares()
         rates = windows(take, seconds, self.finish, number)
-        timing = feed.train.clock.timing()
-        waited = f"{100 * timing.wait_fraction:.0f} %" if timing else "unknown"
+        shares = feed.train.clock.shares()
+        waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
         return Stage("train", rates, f"time in which the device waited for data: {waited}")
 
 

@@ -5,7 +5,7 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.loader_plan import MAX_PREFETCH_FACTOR, LoaderPlan
+from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan
 from pipeline.ring import slots_needed
 
 
@@ -28,7 +28,7 @@ def loader_plan(
     """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
     most, share = max(workers, ceiling), config.loader.batch_size // world.size
     given = config.loader.prefetch_factor
-    factor = MAX_PREFETCH_FACTOR if given == "auto" else given
+    factor = PREFETCH_FACTOR if given == "auto" else given
     return LoaderPlan(
         workers=workers,
         processes=max(workers, processes),

@@ -32,7 +32,7 @@ def test_measured_values_become_valid_json() -> None:
     assert found == {
         "conf.strict_json",
         "engine.heartbeat",
-        "engine.tune.autotune",
+        "engine.tune.tune",
         "models.weights",
         "extras.demo",
         "scripts.export",

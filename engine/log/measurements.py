@@ -13,14 +13,19 @@ from engine.compute import longest_float, peak_rate
 from engine.distributed import World
 from engine.plan import Plan
 from engine.state import TrainState
-from pipeline.clock import StepClock, Timing
+from pipeline.clock import Shares, StepClock
 
-# Of Timing, under the same name in a log row.
-LOGGED = (
-    *("late_fraction", "copy_fraction", "compute_fraction"),
-    *("copy_ms", "step_ms", "step_worst_ms"),
-)
-TIME = ("data_wait_fraction", "ranks_wait_fraction", *LOGGED)  # TensorBoard's group `time`
+# Name in a log row, and in TensorBoard's group `time` -> in Shares.
+TIME = {
+    "data_wait_fraction": "wait",
+    "ranks_wait_fraction": "ranks",
+    "late_fraction": "late",
+    "copy_fraction": "copy",
+    "compute_fraction": "compute",
+    "copy_ms": "copy_ms",
+    "step_ms": "step_ms",
+    "step_worst_ms": "worst_ms",
+}
 LOST = ("validation", "checkpoint", "start", "observers")  # kinds of seconds that are not training
 
 
@@ -77,9 +82,9 @@ class Meter:
         return Interval(step, steps, dict(zip(self._names, means, strict=True)))
 
 
-def train_row(interval: Interval, timing: Timing, plan: Plan) -> dict[str, Any]:
+def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
     """Return the log row of an interval, without the figures of the GPU and the memory."""
-    step, rate = interval.step, timing.batches * plan.batch_size / timing.seconds
+    step, rate = interval.step, shares.steps * plan.batch_size / shares.seconds
     row = {
         "step": step,
         "epoch": plan.epoch(step),
@@ -87,12 +92,11 @@ def train_row(interval: Interval, timing: Timing, plan: Plan) -> dict[str, Any]:
         **interval.values,
         "lr": plan.curve.at(step - 1),
         "images_per_second": rate,
-        "data_wait_fraction": timing.wait_fraction,
-        **{name: getattr(timing, name) for name in LOGGED},
+        **{name: getattr(shares, ours) for name, ours in TIME.items()},
         "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
     }
-    if plan.world_size > 1:
-        row["ranks_wait_fraction"] = timing.ranks_fraction
+    if plan.world_size == 1:
+        del row["ranks_wait_fraction"]
     peak = peak_rate(
         plan.device,
         precision=plan.precision,
@@ -137,7 +141,7 @@ class RunTimes:
         return time.monotonic() - self._counted
 
     def add_interval(
-        self, interval: Interval, timing: Timing, plan: Plan, *, starting: bool
+        self, interval: Interval, shares: Shares, plan: Plan, *, starting: bool
     ) -> None:
         """Add images and seconds of an interval; `starting`: of the first steps of a start only."""
         before = interval.step - interval.steps
@@ -145,8 +149,8 @@ class RunTimes:
         kind = "first epoch" if before * plan.batch_size < plan.train_images else "later"
         if starting:
             kind = "starting"
-        self._add(f"{kind} images", timing.batches * plan.batch_size)
-        self._add(f"{kind} seconds", timing.seconds)
+        self._add(f"{kind} images", shares.steps * plan.batch_size)
+        self._add(f"{kind} seconds", shares.seconds)
 
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says about speed and time.

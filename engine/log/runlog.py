@@ -214,18 +214,18 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _row(self, interval: Interval, *, preview: bool = False) -> dict[str, Any]:
         """Print the row of an interval, and add it to everything else unless it is a preview."""
         self._row_due = math.inf
-        plan, loader, clock = self.plan, self.feed.train.loader, self.feed.train.clock
+        plan, loader = self.plan, self.feed.train.loader
         before = interval.step - interval.steps
         first_steps = FIRST_STEPS if plan.device_type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
-        timing = clock.timing(interval.steps, skip=skip, again=preview)
-        assert timing is not None, "every step of an interval has been ended"
-        row = train_row(interval, timing, plan)
+        shares = self.feed.shares(interval.steps, skip=skip, again=preview)
+        assert shares is not None, "every step of an interval has been ended"
+        row = train_row(interval, shares, plan)
         if not preview:
             starting = skip >= interval.steps
-            self.times.add_interval(interval, timing, plan, starting=starting)
+            self.times.add_interval(interval, shares, plan, starting=starting)
             if self.verdict is not None and not starting:
-                self.verdict.add(timing)
+                self.verdict.add(shares)
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
                 row["data/unreadable_images"] = len(self.bad_files.listed)

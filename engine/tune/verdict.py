@@ -1,12 +1,14 @@
 """What limits the speed of a run: a sentence with the figures, and one with the remedies.
 
 Five causes within a rank (input, copies, CPU cores, kernel launches, the step) and two between
-ranks (a straggler, the exchange of gradients), a function for each. The thresholds serve both
-`loader.workers=auto` and the verdict of an epoch or run.
+ranks (a straggler, the exchange of gradients). Each is a share of the time; the largest is named.
+The steps of all ranks end together, because they average gradients: the rank that loses most is the
+one that the others wait for. The same thresholds serve `loader.workers=auto`.
 """
 
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -14,125 +16,226 @@ from typing import Literal
 from engine.distributed import World
 from engine.plan import Plan
 from engine.step_graph import StepGraph
-from engine.tune.measured import (
-    SATURATED,
-    VARIES_ON_CPU,
-    WAITS,
-    Figures,
-    Measured,
-    figures_of,
-    parts_of_steps,
-    summarize,
-)
-from pipeline.clock import Timing
+from pipeline.clock import Shares, mean_of
 from pipeline.feed import Feed
 
+WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
+SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
-# Of the images/s that the step alone reached in the seconds after the start: over hours a GPU runs
-# warmer and slower.
-SLOWER = 0.9
+# A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
+# machine differ by up to 13 % from run to run.
+VARIES_ON_CPU = 0.2
+# Of the images/s that the step alone reached in the seconds after the start: the loader can cost 3
+# to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
+AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
-
-ENGINES = "the GPU's JPEG engines"
-MORE_CORES = "use a machine with more CPU cores"
-END_OTHERS = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
-
 # Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
 LARGE_FILES = 80_000
 
+ENGINES = "the GPU's JPEG engines"
+END_OTHERS = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
+
 Period = Literal["epoch", "run"]
-Cause = Callable[[Figures], tuple[str, list[str]]]  # what limits, and the remedies
+Ranks = Sequence[Shares]
+Found = tuple[str, list[str]]  # what limits with its figures, and the remedies
 
 
 @dataclass
 class Verdict:
-    """Collects the timing of a run's log intervals, and judges its epochs and the run."""
+    """Collects the shares of a run's log rows, and judges its epochs and the run."""
 
     plan: Plan
     feed: Feed
     step: StepGraph
     world: World
-    step_alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
-    timings: dict[Period, list[Timing]] = field(default_factory=lambda: {"epoch": [], "run": []})
+    alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
+    rows: dict[Period, list[Shares]] = field(default_factory=lambda: {"epoch": [], "run": []})
 
-    def add(self, timing: Timing) -> None:
-        """Add a log interval, without the steps that compile."""
-        for period in self.timings.values():
-            period.append(timing)
+    def add(self, shares: Shares) -> None:
+        """Add a log row, without the steps that compile."""
+        for rows in self.rows.values():
+            rows.append(shares)
 
     def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
-        """Judge all of this start, or the intervals since the last call for an epoch. Collective.
+        """Judge all of this start, or the rows since the last call for an epoch. Collective.
 
         An epoch below its SHORT seconds gets no sentence. `slowdowns` says why this rank's GPU ran
         below its maximum clock.
         """
-        timings, own = self.timings[period], None
-        if sum(timing.seconds for timing in timings) >= SHORT[period]:
-            refused = self.step.disabled_reason
-            # Without a CUDA graph, the parts of a GPU's step include waiting for the host.
-            unknown = refused and self.plan.device_type == "cuda"
-            parts = [] if unknown else [part for timing in timings for part in timing.parts]
-            own = summarize(
-                timings,
-                self.feed,
-                self.plan,
-                step_alone=self.step_alone,
+        rows, own = self.rows[period], None
+        if sum(row.seconds for row in rows) >= SHORT[period]:
+            refused = self.step.disabled_reason or ""
+            own = mean_of(rows)._replace(
+                name=f"rank {self.world.rank} on {socket.gethostname()}",
+                alone=self.alone,
                 graph_refused=refused,
                 slowdowns=slowdowns,
-                place=f"rank {self.world.rank} on {socket.gethostname()}",
-                **parts_of_steps(parts),
             )
+            if refused and own.on_gpu:  # the parts of a step include waiting for the host
+                own = own._replace(own_ms=0.0, exchange_ms=0.0)
         if period == "epoch":
-            self.timings["epoch"] = []
+            self.rows["epoch"] = []
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
-            return judge(figures_of(ranks))
+            return verdict(ranks, remedies(self.plan, self.feed))
         few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
         return [few] if period == "run" else []
 
 
-def judge(figures: Figures) -> list[str]:
-    """Name the cause that costs most, with its figures, and what to change."""
-    finding, remedies = cause_of(figures)(figures)
-    return [f"{finding}.", *([f"Remedies: {'; '.join(remedies)}."] if remedies else [])]
+def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
+    """What makes the input or the step of this run faster, as far as it applies to it."""
+    loader, smaller, found = plan.config.loader, [], list[str]()
+    if feed.train.loader.dataset.mean_bytes() > LARGE_FILES:
+        smaller = ["re-encode the images once with scripts/prepare.py --side 352"]
+    if {loader.workers, loader.decoder} != {"auto"}:
+        found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
+    compiler = ["install a C compiler for loader.decoder=region"]
+    decoding = found or (compiler if plan.loader.decoder == "pillow" else [])
+    faster = {"off": "default", "default": "tuned"}.get(plan.config.model.compile)
+    return {
+        "storage": ["move the images to faster storage", *found, *smaller],
+        "decode": [*decoding, *smaller, "use a machine with more CPU cores"],
+        "step": [f"set model.compile={faster}"] if faster and plan.device_type == "cuda" else [],
+    }
 
 
-def cause_of(figures: Figures) -> Cause:
-    """Return the function of the cause that costs the largest share of the time."""
-    rank, on_gpu = figures.slowest, figures.slowest.on_gpu
-    lacking = min(each.core_fraction for each in figures.ranks)
-    lost: dict[Cause, float] = {
-        slowed_by_straggler: figures.straggling,
-        communication_bound: figures.exchange,
-        core_bound: 0.0 if on_gpu or lacking < VARIES_ON_CPU else lacking,
-        input_bound: figures.waited,
-        launch_bound: figures.unlaunched,
+def verdict(ranks: Ranks, known: dict[str, list[str]]) -> list[str]:
+    """Name the cause that costs most, with its figures, and what to change.
+
+    `known`: from `remedies`.
+    """
+    slow = slowest(ranks)
+    lacking = min(rank.core for rank in ranks)
+    lost = {
+        straggler_bound: straggling(ranks),
+        communication_bound: exchange(ranks),
+        core_bound: 0.0 if slow.on_gpu or lacking < VARIES_ON_CPU else lacking,
+        input_bound: waited(ranks),
+        launch_bound: unlaunched(ranks),
     }
     cause = max(lost, key=lambda each: lost[each])
-    if cause is input_bound and lost[cause] >= WAITS:
-        busy = on_gpu and rank.copy_fraction >= _copies(figures)
-        return copy_bound if busy and rank.mode == "cpu" else input_bound
-    if cause is not launch_bound and lost[cause] >= WAITS:
-        return cause
-    if _launches_wait_for_core(figures) or _workers_take_cores(figures):
-        return core_bound
-    idle = lost[launch_bound] >= WAITS or rank.drained_fraction >= DRAINED
-    return launch_bound if on_gpu and idle else compute_bound
+    if cause is launch_bound or lost[cause] < WAITS:
+        idle = lost[launch_bound] >= WAITS or slow.drained >= DRAINED
+        cause = launch_bound if slow.on_gpu and idle else compute_bound
+        if launches_lack_core(ranks) or workers_take_cores(ranks):
+            cause = core_bound
+    finding, cures = cause(ranks, known)
+    return [f"{finding}.", *([f"Remedies: {'; '.join(cures)}."] if cures else [])]
 
 
-def input_bound(figures: Figures) -> tuple[str, list[str]]:
-    """The device waits for images, and neither copies nor launches explain it."""
-    rank, stage = figures.slowest, _input_stage(figures)
-    finding = f"input-bound by {stage}: {_waited(figures)}; {_step_could(figures)}"
-    if stage == "single files":
-        return f"{finding}; {rank.slow_files} took most of the workers' time, seconds each", [
-            "copy these files again, or remove them from the dataset"
-        ]
+# What the ranks together have shown.
+
+
+def slowest(ranks: Ranks) -> Shares:
+    """The rank whose input or host the others wait for: there gradients are averaged."""
+    slow = max(ranks, key=lambda rank: rank.idle)
+    return slow if slow.idle >= WAITS else max(ranks, key=lambda rank: rank.drained)
+
+
+def total_rate(ranks: Ranks) -> float:  # in images/s; the ranks are as fast as each other
+    return len(ranks) * ranks[0].rate
+
+
+def step_rate(ranks: Ranks) -> float:
+    """Images/s of the step while the loader runs, without the time it waits for images."""
+    return total_rate(ranks) / max(1e-3, 1 - waited(ranks))
+
+
+def alone_rate(ranks: Ranks) -> float:
+    return len(ranks) * slowest(ranks).alone or step_rate(ranks)
+
+
+def stalled(ranks: Ranks) -> float:
+    """The least share in which all ranks had their images and waited for each other.
+
+    Before each step, the processes agree whether to continue, and one that lacks a CPU core delays
+    all of them. 0 on a CPU, where `core` tells more.
+    """
+    least = min(rank.idle + rank.ranks for rank in ranks) - sum(rank.idle for rank in ranks)
+    return max(0.0, least) if slowest(ranks).on_gpu else 0.0
+
+
+def unlaunched(ranks: Ranks) -> float:
+    """The share in which the device waited for the processes."""
+    return slowest(ranks).late + stalled(ranks)
+
+
+def saturated(ranks: Ranks) -> bool:
+    """Whether several GPUs wait for images because what feeds them is busy on all ranks.
+
+    A feed that is always busy delivers each batch in the last moment, to one rank later than to
+    another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack of
+    cores also make a feed look busy; then they explain half of the time that is lost.
+    """
+    hosts = max(stalled(ranks) + max(r.late for r in ranks), max(r.core for r in ranks))
+    busy = all(rank.busy >= SATURATED for rank in ranks)
+    most = max(rank.idle + rank.ranks for rank in ranks)
+    return slowest(ranks).on_gpu and len(ranks) > 1 and busy and hosts < most / 2
+
+
+def waited(ranks: Ranks) -> float:
+    """The share of the time in which the device waited for images, of any rank."""
+    if saturated(ranks):
+        return max(rank.idle + rank.ranks for rank in ranks)
+    return slowest(ranks).wait
+
+
+def straggling(ranks: Ranks) -> float:
+    """The share in which the others wait for one rank; 0 if not known.
+
+    It may be chance if the difference is less than three standard errors, or if ranks on a CPU vary
+    as much.
+    """
+    slow = max(ranks, key=lambda rank: rank.own_ms)
+    others = [rank for rank in ranks if rank is not slow]
+    if not others or not all(rank.own_ms for rank in ranks):
+        return 0.0
+    later = slow.own_ms - median(rank.own_ms for rank in others)
+    error = math.hypot(slow.own_error_ms, median(rank.own_error_ms for rank in others))
+    share = min(1.0, later / slow.period_ms) if later > 3 * error else 0.0
+    return share if slow.on_gpu or share >= VARIES_ON_CPU else 0.0
+
+
+def exchange(ranks: Ranks) -> float:
+    """The share in which the ranks average gradients, without waiting for one of them."""
+    return min(rank.exchange_ms for rank in ranks) / max(ranks[0].period_ms, 1e-9)
+
+
+def workers_take_cores(ranks: Ranks) -> bool:
+    """Whether the step is slower than alone because the GPU waits for its host."""
+    late = sum(rank.late for rank in ranks)  # one rank's delay delays all
+    late_host = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
+    slower = step_rate(ranks) < SLOWER * alone_rate(ranks)
+    return slower and slowest(ranks).mode != "gpu" and late_host
+
+
+def launches_lack_core(ranks: Ranks) -> bool:
+    """Whether waiting for a CPU core explains why a GPU waits for launches."""
+    rank, late = slowest(ranks), unlaunched(ranks)
+    if not rank.on_gpu or rank.graph_refused or late < WAITS:
+        return False
+    # Other threads of the processes exchange the messages of the ranks.
+    messages = stalled(ranks) > rank.late and rank.core_ms > rank.cpu_ms
+    return messages or max(each.core for each in ranks) >= late / 2
+
+
+# The causes.
+
+
+def input_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
+    """The device waits for images."""
+    rank = slowest(ranks)
+    copies = rank.on_gpu and rank.copy >= (SATURATED if saturated(ranks) else COPIES)
+    if copies and rank.mode == "cpu":
+        took = f"copying a batch takes {rank.copy_ms:.1f} ms"
+        return f"copy-bound: {took}; {_step_could(ranks)}", ["use more PCIe lanes"]
+    stage, cures = _input_stage(rank, copies=copies), known["decode"]
+    finding = f"input-bound by {stage}: {_waited(ranks)}; {_step_could(ranks)}"
     if stage == "the hand-off":
-        supply = len(figures.ranks) * rank.workers * rank.per_worker
+        supply = len(ranks) * rank.workers * rank.per_worker
         return f"{finding}, although the workers can supply {supply:,.0f}", [
             "raise loader.prefetch_batches, and leave a core to the training process"
         ]
@@ -143,93 +246,86 @@ def input_bound(figures: Figures) -> tuple[str, list[str]]:
             f"{rank.storage_ms:.1f} ms for storage and {rank.core_ms:.1f} ms for a core"
         )
     if stage == "storage":
-        return finding, ["move the images to faster storage", *_faster_input(rank, decoding=False)]
-    lacking = stage == "CPU cores" and rank.workers <= rank.cores
-    return finding, [*([END_OTHERS] if lacking else []), *_faster_input(rank)]
+        cures = known["storage"]
+    return finding, [END_OTHERS, *cures] if stage == "CPU cores" else cures
 
 
-def _faster_input(rank: Measured, *, decoding: bool = True) -> list[str]:
-    """What makes images faster, as far as it applies to this run; `decoding`: that limits."""
-    remedies = []
-    if not rank.auto:
-        remedies.append("set loader.workers=auto and loader.decoder=auto in a new run")
-    elif decoding and rank.decoder == "pillow":
-        remedies.append("install a C compiler for loader.decoder=region")
-    if rank.mean_bytes > LARGE_FILES:
-        remedies.append("re-encode the images once with scripts/prepare.py --side 352")
-    return [*remedies, *([MORE_CORES] if decoding else [])]
+def _input_stage(rank: Shares, *, copies: bool) -> str:
+    """The stage of the input that limits, as the name after "input-bound by"."""
+    if copies:
+        return ENGINES  # decoding takes the place of the copy
+    if rank.storage_ms > rank.cpu_ms:  # perhaps of single files: all workers wait for the slowest
+        return "storage"
+    if rank.workers * rank.per_worker > SPARE * rank.rate:
+        return ENGINES if rank.mode == "gpu" else "the hand-off"
+    if rank.core_ms > rank.cpu_ms:
+        return "CPU cores"
+    return "loading" if rank.decoder == "none" else "decode"
 
 
-def copy_bound(figures: Figures) -> tuple[str, list[str]]:
-    """Copies to the GPU take so long that the step no longer hides them."""
-    rank = figures.slowest
-    took = f"copying a batch takes {rank.copy_ms:.1f} ms"
-    return f"copy-bound: {took}; {_step_could(figures)}", ["use more PCIe lanes"]
-
-
-def core_bound(figures: Figures) -> tuple[str, list[str]]:
+def core_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
     """The training processes lack CPU cores, to compute or to launch kernels."""
-    remedies = _faster_input(figures.slowest)
-    if figures.slowest.on_gpu and not _launches_wait_for_core(figures):
-        return f"core-bound: {_slower_than_alone(figures)}; {_waited(figures)}", remedies
-    rank = max(figures.ranks, key=lambda each: each.core_fraction)
-    launches = f", and the GPU {figures.unlaunched:.0%} of the time for launches"
+    if slowest(ranks).on_gpu and not launches_lack_core(ranks):
+        return f"core-bound: {_beside_workers(ranks)}; {_waited(ranks)}", known["decode"]
+    rank = max(ranks, key=lambda each: each.core)
+    launches = f", and the GPU {unlaunched(ranks):.0%} of the time for launches"
     return (
-        f"core-bound: {rank.place} waited {rank.core_fraction:.0%} of the time for a CPU core"
-        f"{launches if rank.on_gpu else ''}; {_waited(figures)}"
-    ), [END_OTHERS, *remedies]
+        f"core-bound: {rank.name} waited {rank.core:.0%} of the time for a CPU core"
+        f"{launches if rank.on_gpu else ''}; {_waited(ranks)}"
+    ), [END_OTHERS, *known["decode"]]
 
 
-def launch_bound(figures: Figures) -> tuple[str, list[str]]:
+def launch_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
     """The GPU is idle although its images are ready: the host launches kernels too late."""
-    rank, remedies = figures.slowest, ["raise loader.batch_size"]
-    if rank.graph_refused:
-        remedies.insert(0, f"make the step one CUDA graph, which failed: {rank.graph_refused}")
+    rank = slowest(ranks)
+    failed = f"make the step one CUDA graph, which failed: {rank.graph_refused}"
     return (
-        f"launch-bound: the GPU was idle {figures.unlaunched:.0%} of the time, and before "
-        f"{rank.drained_fraction:.0%} of the steps, although the images were ready; it processed "
-        f"{figures.rate:,.0f} img/s"
-    ), remedies
+        f"launch-bound: the GPU was idle {unlaunched(ranks):.0%} of the time, and before "
+        f"{rank.drained:.0%} of the steps, although the images were ready; it processed "
+        f"{total_rate(ranks):,.0f} img/s"
+    ), [*([failed] if rank.graph_refused else []), "raise loader.batch_size"]
 
 
-def compute_bound(figures: Figures) -> tuple[str, list[str]]:
+def compute_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
     """The step itself limits; it may be slower than it was before the workers ran."""
-    rank, slowed = figures.slowest, [each for each in figures.ranks if each.slowdowns]
-    cool = "check cooling and power of the GPU of {0.place}, which lowered its clock: {0.slowdowns}"
-    cures = [cool.format(max(slowed, key=lambda each: each.own_ms))] if slowed else []
-    if not _is_slower(figures):
-        faster = {"off": "default", "default": "tuned"}.get(rank.compile) if rank.on_gpu else None
+    rank, hot = slowest(ranks), [each for each in ranks if each.slowdowns]
+    cool = "check cooling and power of the GPU of {0.name}, which lowered its clock: {0.slowdowns}"
+    cures = [cool.format(max(hot, key=lambda each: each.own_ms))] if hot else []
+    share = step_rate(ranks) / alone_rate(ranks)
+    if share >= AS_FAST:
         return (
-            f"compute-bound: {_step_could(figures)}; {_waited(figures)}, so faster data loading "
-            "would not help"
-        ), [*cures, *([f"set model.compile={faster}"] if faster else [])]
-    finding = f"compute-bound: {_slower_than_alone(figures)}; {_waited(figures)}"
+            f"compute-bound: {_step_could(ranks)}; {_waited(ranks)}, so faster data loading would "
+            "not help"
+        ), [*cures, *known["step"]]
+    finding = f"compute-bound: {_beside_workers(ranks)}; {_waited(ranks)}"
     if rank.mode != "cpu":
         return f"{finding}; decoding uses a part of the GPU", cures
+    if share >= SLOWER:
+        finding += f"; copies, and augmentation on the GPU, run {rank.copy:.0%} of the time"
+        return finding, [*cures, *known["step"]]
     return finding, [*cures, "check the GPUs' clocks and links, and what else runs on them"]
 
 
-def slowed_by_straggler(figures: Figures) -> tuple[str, list[str]]:
+def straggler_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
     """All ranks wait until one of them has computed its gradients."""
-    slow, lost = figures.straggler, figures.straggling
-    others_ms = median(rank.own_ms for rank in figures.ranks if rank is not slow)
+    slow = max(ranks, key=lambda rank: rank.own_ms)
+    others_ms = median(rank.own_ms for rank in ranks if rank is not slow)
     device = "GPU" if slow.on_gpu else "CPU"
     clock = f"; its {device} lowered its clock ({slow.slowdowns})" if slow.slowdowns else ""
     return (
-        f"slowed by a straggler: {slow.place} needs {slow.own_ms:.1f} ms to compute its gradients, "
-        f"the other ranks {others_ms:.1f} ms, and they wait for it {lost:.0%} of the time; "
-        f"all ranks together processed {figures.rate:,.0f} img/s{clock}"
+        f"slowed by a straggler: {slow.name} needs {slow.own_ms:.1f} ms to compute its gradients, "
+        f"the other ranks {others_ms:.1f} ms, and they wait for it {straggling(ranks):.0%} of the "
+        f"time; all ranks together processed {total_rate(ranks):,.0f} img/s{clock}"
     ), [f"check the clock and cooling of its {device}, and which other processes use it"]
 
 
-def communication_bound(figures: Figures) -> tuple[str, list[str]]:
+def communication_bound(ranks: Ranks, known: dict[str, list[str]]) -> Found:
     """Averaging the gradients takes a large share of a step."""
-    share, period = figures.exchange, figures.ranks[0].period_ms
+    share, period = exchange(ranks), ranks[0].period_ms
     return (
         "communication-bound: averaging the gradients over the ranks takes "
         f"{share * period:.1f} of the {period:.1f} ms of a step ({share:.0%}), during which no "
-        f"rank computes; without it, about {figures.without(share):,.0f} img/s instead of "
-        f"{figures.rate:,.0f}"
+        f"rank computes; all ranks together processed {total_rate(ranks):,.0f} img/s"
     ), [
         "use a faster link between the ranks",
         "raise loader.batch_size, and set train.micro_batch if memory is short: the exchange takes "
@@ -237,64 +333,21 @@ def communication_bound(figures: Figures) -> tuple[str, list[str]]:
     ]
 
 
-def _waited(figures: Figures) -> str:
-    device = "GPU" if figures.slowest.on_gpu else "CPU"
-    others = " or for other ranks" if figures.saturated else ""
-    return f"the {device} waited {figures.waited:.1%} of the time for images{others}"
+def _waited(ranks: Ranks) -> str:
+    device = "GPU" if slowest(ranks).on_gpu else "CPU"
+    others = " or for other ranks" if saturated(ranks) else ""
+    return f"the {device} waited {waited(ranks):.1%} of the time for images{others}"
 
 
-def _step_could(figures: Figures) -> str:
-    ceiling = figures.without(max(figures.slowest.idle_fraction, figures.waited))
-    return f"the step can process {ceiling:,.0f} img/s and got {figures.rate:,.0f}"
+def _step_could(ranks: Ranks) -> str:
+    rate = total_rate(ranks)
+    ceiling = rate / max(1e-3, 1 - max(slowest(ranks).idle, waited(ranks)))
+    return f"the step can process {ceiling:,.0f} img/s and got {rate:,.0f}"
 
 
-def _slower_than_alone(figures: Figures) -> str:
+def _beside_workers(ranks: Ranks) -> str:
+    step, alone = step_rate(ranks), alone_rate(ranks)
     return (
-        f"the step processed {figures.alone:,.0f} img/s alone and {figures.step:,.0f} while the "
-        f"workers run, {figures.step / figures.alone:.0%} of it"
+        f"the step processed {alone:,.0f} img/s alone and {step:,.0f} while the workers run, "
+        f"{step / alone:.0%} of it"
     )
-
-
-def _copies(figures: Figures) -> float:
-    """Share of the time from which on copies limit."""
-    return SATURATED if figures.saturated else COPIES
-
-
-def _input_stage(figures: Figures) -> str:
-    """The stage of the input that limits, as the name after "input-bound by"."""
-    rank = figures.slowest
-    if rank.on_gpu and rank.mode != "cpu" and rank.copy_fraction >= _copies(figures):
-        return ENGINES  # decoding takes the place of the copy
-    if rank.slow_files:
-        return "single files"
-    if rank.workers * rank.per_worker > SPARE * rank.rate:
-        return ENGINES if rank.mode == "gpu" else "the hand-off"
-    if rank.storage_ms > rank.cpu_ms:
-        return "storage"
-    if rank.on_gpu and rank.workers and rank.core_ms > rank.cpu_ms:
-        return "CPU cores"
-    return "loading" if rank.decoder == "none" else "decode"
-
-
-def _is_slower(figures: Figures) -> bool:
-    """Whether the step is slower than it was without the workers."""
-    return figures.step < SLOWER * figures.alone
-
-
-def _workers_take_cores(figures: Figures) -> bool:
-    """Whether the step is slower than alone because the GPU waits for its host."""
-    late = sum(rank.late_fraction for rank in figures.ranks)  # one rank's delay delays all
-    drained = sum(rank.drained_fraction for rank in figures.ranks)
-    late_host = late >= WAITS or drained >= DRAINED_BY_WORKERS
-    return _is_slower(figures) and figures.slowest.mode != "gpu" and late_host
-
-
-def _launches_wait_for_core(figures: Figures) -> bool:
-    """Whether waiting for a CPU core explains why a GPU waits for launches."""
-    rank, late = figures.slowest, figures.unlaunched
-    if not rank.on_gpu or rank.graph_refused or late < WAITS:
-        return False
-    if max(each.core_fraction for each in figures.ranks) >= late / 2:
-        return True
-    # Other threads of the processes exchange the messages of the ranks.
-    return figures.stalled > rank.late_fraction and rank.core_ms > rank.cpu_ms

@@ -38,7 +38,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
-CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")
+CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, LEAST_ROOM = 1.5, 1 << 15

@@ -1,6 +1,5 @@
 """The number of workers that loader.workers=auto chooses, for recorded sweeps."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,28 +16,26 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
         cells: for some numbers of workers, in between of which values are interpolated: images/s
             with the step, share of the time waiting, images/s that the workers can supply.
     """
-    from engine.tune.benchmark import SLOWED
-    from engine.tune.measured import Measured
-    from engine.tune.search import best_setting, search
+    from engine.tune.tune import Tuner, best_setting
+    from pipeline.clock import Shares
 
     tried, *columns = zip(*cells, strict=True)
 
-    def trial(mode: str, workers: int, steps: int, demand: float) -> Any:
-        rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
-        slowed = rate < SLOWED * demand * (1 - wait)
-        cpu_ms = 1e3 * workers / supply
-        return Measured(cpu_ms=cpu_ms, rate=rate, wait_fraction=wait, slowed=slowed)
+    class Recorded(Tuner):
+        def trial(self, mode: str, workers: int, steps: int) -> Shares:
+            rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
+            return Shares(rate=rate, wait=wait, alone=demand, cpu_ms=1e3 * workers / supply)
 
-    loader = SimpleNamespace(modes=("cpu",), ceiling=MOST)
-    benchmark: Any = SimpleNamespace(
-        plan=SimpleNamespace(loader=loader),
-        world=SimpleNamespace(all_gather=lambda value: [value], broadcast=lambda make: make()),
-        loader=SimpleNamespace(batch_size=32),
-        max_workers=lambda mode: MOST,
-        trial=trial,
-    )
-    trials, _ = search(benchmark, demand, Measured(cpu_ms=1e3 / probed), math.inf)
-    return best_setting(trials)[1]
+    dataset = SimpleNamespace(workers_in=lambda mode, cores: cores)
+    loader: Any = SimpleNamespace(batch_size=32, dataset=dataset)
+    plan: Any = SimpleNamespace(loader=SimpleNamespace(modes=("cpu",), ceiling=MOST, cores=MOST))
+    world: Any = SimpleNamespace(size=1, broadcast=lambda make: make())
+    feed: Any = SimpleNamespace(train=SimpleNamespace(loader=loader))
+    never: Any = None
+    tuner = Recorded(feed, never, plan, world, never, 0)
+    tuner.probe, tuner.demand = Shares(cpu_ms=1e3 / probed), demand
+    tuner.search()
+    return best_setting(tuner.trials)[1]
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,31 +2,22 @@
 
 from typing import Any
 
-# Stored name -> today's, where they differ. Shares of the time, images/s, and ms.
-NAMES = {
-    "name": "place",
-    "alone": "step_alone",
-    "wait": "wait_fraction",
-    "late": "late_fraction",
-    "copy": "copy_fraction",
-    "drained": "drained_fraction",
-    "ranks": "ranks_fraction",
-    "core": "core_fraction",
-}
+KNOWN: dict[str, list[str]] = {"storage": [], "decode": [], "step": []}
 
 
 def cause_of(ranks: list[dict[str, Any]]) -> str:
     """Adapter: the cause that the verdict names, such as "input-bound by storage"."""
-    from engine.tune.measured import Measured, figures_of
-    from engine.tune.verdict import judge
+    from engine.tune.verdict import verdict
+    from pipeline.clock import Shares
 
     measured = []
     for rank in ranks:
-        values = {NAMES.get(key, key): value for key, value in rank.items()}
+        values = {name: value for name, value in rank.items() if name in Shares._fields}
         if values["decoder"] in ("gpu", "hybrid"):
             values |= {"mode": values["decoder"], "decoder": "region"}
-        measured.append(Measured(**values))
-    return judge(figures_of(measured))[0].partition(":")[0]
+        values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
+        measured.append(Shares(**values))
+    return verdict(measured, KNOWN)[0].partition(":")[0]
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

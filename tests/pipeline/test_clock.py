@@ -75,12 +75,12 @@ def at_once(clock: StepClock) -> Marks:
 def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
-    timing = clock.timing()
-    assert timing is not None
-    assert (timing.batches, timing.seconds, timing.step_ms, timing.copy_ms) == (1, 0.1, 60, 30)
-    fractions = (timing.wait_fraction, timing.late_fraction, timing.compute_fraction)
+    shares = clock.shares()
+    assert shares is not None
+    assert (shares.steps, shares.seconds, shares.step_ms, shares.copy_ms) == (1, 0.1, 60, 30)
+    fractions = (shares.wait, shares.late, shares.compute)
     assert fractions == pytest.approx((0.3, 0.1, 0.6))
-    assert timing.copy_fraction == pytest.approx(0.3)
+    assert shares.copy == pytest.approx(0.3)
 
 
 def test_the_host_waits_only_for_batches_that_are_asked_for(gpu: Gpu) -> None:
@@ -88,11 +88,11 @@ def test_the_host_waits_only_for_batches_that_are_asked_for(gpu: Gpu) -> None:
     for number in range(4):
         run(clock, gpu, copied=10 * number, begin=10 * number, end=10 * (number + 1))
     assert gpu.waits == []
-    found = [clock.timing(count) for count in (0, 2, 9)]
-    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+    found = [clock.shares(count) for count in (0, 2, 9)]
+    assert [shares and (shares.steps, shares.seconds) for shares in found] == [
         *(None, (2, 0.02), (2, 0.02))
     ]
-    assert gpu.waits == [20, 40] and clock.timing() is None
+    assert gpu.waits == [20, 40] and clock.shares() is None
 
 
 def test_the_figures_leave_out_the_steps_that_compile(gpu: Gpu) -> None:
@@ -100,12 +100,12 @@ def test_the_figures_leave_out_the_steps_that_compile(gpu: Gpu) -> None:
     clock = started(cuda=True)
     for seconds in (60, 1, 2):
         run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
-    found = [clock.timing(skip=skip, again=True) for skip in (0, 1, 9)]
-    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+    found = [clock.shares(skip=skip, again=True) for skip in (0, 1, 9)]
+    assert [shares and (shares.steps, shares.seconds) for shares in found] == [
         *((3, 63), (2, 3), (1, 2))
     ]
-    last = clock.timing(2, skip=1), clock.timing(2, skip=1)
-    assert [timing and timing.seconds for timing in last] == [1, 2]
+    last = clock.shares(2, skip=1), clock.shares(2, skip=1)
+    assert [shares and shares.seconds for shares in last] == [1, 2]
 
 
 def test_a_drained_device_is_counted(gpu: Gpu) -> None:
@@ -113,8 +113,8 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     run(clock, gpu, copied=0, begin=0, end=10)  # the host is ahead
     gpu.finished = 10
     run(clock, gpu, copied=10, begin=10, end=20)
-    timing = clock.timing()
-    assert timing is not None and timing.drained_fraction == 0.5
+    shares = clock.shares()
+    assert shares is not None and shares.drained == 0.5
 
 
 @pytest.fixture
@@ -146,11 +146,11 @@ def test_points_within_a_graph_are_read_once_per_second(gpu: Gpu, clock: Clock) 
         found.end_step()
         clock.now += 0.4
     assert gpu.waits == [90.0, 390.0, 690.0]  # steps 0, 3 and 6
-    timing = found.timing(8)
-    assert timing is not None
-    assert timing.parts == ((30.0, 30.0), (33.0, 27.0), (36.0, 24.0))
-    assert timing.drained_fraction == 0  # the host waited on purpose
-    assert timing.ranks_fraction == pytest.approx(80 / 790)
+    shares = found.shares(8)
+    assert shares is not None
+    assert list(found.parts) == [(30.0, 30.0), (33.0, 27.0), (36.0, 24.0)]
+    assert shares.drained == 0  # the host waited on purpose
+    assert shares.ranks == pytest.approx(80 / 790)
 
 
 @pytest.mark.parametrize("long", [0, 9])
@@ -166,9 +166,9 @@ def test_long_steps_are_measured_no_more_often(gpu: Gpu, clock: Clock, long: int
         found.mark("averaged")
         found.end_step()
         clock.now += seconds
-    timing = found.timing(1000)
-    assert timing is not None and len(timing.parts) >= 100
-    assert sum(own > 500 for own, _ in timing.parts) < len(timing.parts) / 5
+    shares = found.shares(1000)
+    assert shares is not None and len(found.parts) >= 100
+    assert sum(own > 500 for own, _ in found.parts) < len(found.parts) / 5
 
 
 def test_points_within_a_step_on_a_cpu(clock: Clock, has_cores: Callable[[float], None]) -> None:
@@ -187,9 +187,9 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, has_cores: Callable[[float]
     found.begin_step(at_once(found))
     found.end_step()  # computes no gradient
     has_cores(3.0)
-    timing = found.timing()
-    assert timing is not None
-    assert timing.parts == ((4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0))
-    assert timing.core_fraction == pytest.approx(3 / 32)
-    assert timing.ranks_fraction == pytest.approx(3 / 32)
-    assert timing.compute_fraction == pytest.approx(29 / 32)
+    shares = found.shares()
+    assert shares is not None
+    assert list(found.parts) == [(4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0)]
+    assert shares.core == pytest.approx(3 / 32)
+    assert shares.ranks == pytest.approx(3 / 32)
+    assert shares.compute == pytest.approx(29 / 32)

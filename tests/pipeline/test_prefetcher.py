@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.augment import build
 from pipeline.batch import Batch, DeviceSlot, Field, HostBatch, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
-from pipeline.clock import StepClock, Timing
+from pipeline.clock import Shares, StepClock
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.prefetcher import Mixing, Prefetcher
 from pipeline.ring import slots_needed
@@ -170,7 +170,7 @@ def test_a_batch_that_the_device_refuses_is_loaded_in_this_process(
 
 
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
-    def timing(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
+    def timing(*, decoding: float, step: float, pause: float = 0.0) -> Shares:
         class Slow(FakeDataset):
             def load(self, epoch: int, index: int) -> Mapping[str, Any]:
                 clock.now += decoding / BATCH
@@ -182,17 +182,17 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
                 if batch.step == 1:
                     with prefetcher.pause():
                         clock.now += pause
-            found = prefetcher.clock.timing()
+            found = prefetcher.clock.shares()
         assert found is not None
-        assert found.batches == 4
-        assert found.late_fraction == pytest.approx(0, abs=1e-9)
-        assert found.copy_fraction == found.copy_ms == 0
-        assert found.step_ms == pytest.approx(1000 * step) == found.step_worst_ms
+        assert found.steps == 4
+        assert found.late == pytest.approx(0, abs=1e-9)
+        assert found.copy == found.copy_ms == 0
+        assert found.step_ms == pytest.approx(1000 * step) == found.worst_ms
         return found
 
-    assert timing(decoding=0.3, step=0.1).wait_fraction == pytest.approx(0.75)
-    assert timing(decoding=0.0, step=0.1).wait_fraction == 0
-    assert timing(decoding=0.1, step=0.1, pause=1.0).wait_fraction == pytest.approx(0.5)
+    assert timing(decoding=0.3, step=0.1).wait == pytest.approx(0.75)
+    assert timing(decoding=0.0, step=0.1).wait == 0
+    assert timing(decoding=0.1, step=0.1, pause=1.0).wait == pytest.approx(0.5)
 
 
 class Stream:
@@ -398,7 +398,7 @@ def follow(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 0:
-                prefetcher.clock.timing()  # as at a log step: else the clock keeps all events
+                prefetcher.clock.shares()  # as at a log step: else the clock keeps all events
         assert list(found) == list(range(steps))
         return wrong_steps(found, prefetcher, transforms), median(ahead)
 

@@ -1,6 +1,5 @@
 """Values of the steps read one step late, the points within a step, and where the time goes."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -99,7 +98,7 @@ def test_row_of_an_interval() -> None:
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
     assert not row.keys() & {"mfu", "ranks_wait_fraction"}
-    timing = replace(WAITED, ranks_fraction=0.04)
+    timing = WAITED._replace(ranks=0.04)
     row = train_row(Interval(4, 4, {"loss": 2.5}), timing, plan(ranks=2, device="NVIDIA H200"))
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)
@@ -136,7 +135,7 @@ def test_speed_with_and_without_the_first_epoch() -> None:
     times = RunTimes(totals, began=0.0)
 
     def rates(step: int, seconds: float, starting: bool = False) -> tuple[float, float]:
-        timing = replace(WAITED, batches=1, seconds=seconds)
+        timing = WAITED._replace(steps=1, seconds=seconds)
         times.add_interval(Interval(step, 1, {}), timing, plan(), starting=starting)
         summary = times.summary()
         return summary["images_per_second"], summary["images_per_second_with_first_epoch"]

@@ -8,7 +8,6 @@ fastest.
 import json
 import os
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,23 @@ from typing import Any
 import train
 from conf import cli
 from conf.launch import exit_with, stop_with_parent
-from engine.tune import autotune
-from engine.tune.benchmark import Benchmark
+from engine.tune.tune import Tuner
 from tests.engine.tune.tuning import choose, measure_on_cpu
 
 
 def main(folder: Path, overrides: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
-    remember_or_measure = autotune.remember_or_measure
+    measure = Tuner.measure
 
-    def recorded(benchmark: Benchmark) -> Any:
+    def recorded(tuner: Tuner) -> dict[str, Any]:
         (folder / f"measuring-{rank}").touch()
-        answer, lines = remember_or_measure(benchmark)
-        assert answer is not None, lines
-        found = {
-            "workers": benchmark.loader.pool.active,
-            "most": benchmark.feed.plan.ceiling,
-            "answer": asdict(answer),
-        }
+        answer = measure(tuner)
+        workers, most = tuner.feed.train.loader.pool.active, tuner.feed.plan.ceiling
+        found = {"workers": workers, "most": most, "answer": answer}
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
-        return answer, lines
+        return answer
 
-    autotune.remember_or_measure = recorded
+    Tuner.measure = recorded  # type: ignore[method-assign]
     measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
     if "CHOOSES" in os.environ:
         choose(setattr, os.environ["CHOOSES"])

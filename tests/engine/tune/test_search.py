@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from engine.stop_signal import StopSignal
-from engine.tune.benchmark import MARGIN, SLOWED, Benchmark
-from engine.tune.measured import Measured
-from engine.tune.search import ROUNDS, Candidate, best_setting, next_setting, search
+from engine.tune.tune import MOST_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
+from pipeline.clock import Shares
 from tests.engine.tune.sweeps import SWEEPS
 from tests.loader_plans import world_of
 
-MODES = ("cpu", "gpu", "hybrid")
+MODES = ("cpu", "hybrid", "gpu")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
 READING = 6600.0  # images/s of a worker that only reads
 MOST_SHARE = 0.97  # of a batch, that the engines decode with hybrid
@@ -59,7 +58,7 @@ class Host:
         for _ in range(60):
             decoded = workers / (1 / each + share / (1 - share) / READING)
             together = self.engines / (self.engines + decoded)
-            share = min(together, max(0.0, 1 - decoded / (MARGIN * self.demand)), MOST_SHARE)
+            share = min(together, max(0.0, 1 - decoded / (SHARED_MARGIN * self.demand)), MOST_SHARE)
         return share
 
     def run(self, mode: str, workers: int) -> tuple[float, float, float]:
@@ -76,7 +75,7 @@ class Host:
 
 
 @dataclass(kw_only=True)
-class SimulatedBenchmark(Benchmark):
+class SimulatedTuner(Tuner):
     """Tries settings on a simulated host, with some noise."""
 
     run: Any  # mode, workers -> images/s, share of waiting, images/s of a worker
@@ -90,19 +89,14 @@ class SimulatedBenchmark(Benchmark):
     def device_rate(self) -> float:
         return 1.08 * self.engines
 
-    def measure_worker(self, mode: str) -> Measured:
-        assert mode == "gpu", "the other one is an argument"
-        return Measured(cpu_ms=1e3 / READING)
-
-    def trial(self, mode: str, workers: int, steps: int, demand: float) -> Measured:
+    def trial(self, mode: str, workers: int, steps: int) -> Shares:
         self.order.append((mode, workers))
         rate, wait, each = self.run(mode, workers)
         # So that noise and start hardly count: 2 s, or 200 steps.
-        assert mode == "hybrid" or steps >= min(200, round(2 * 0.6 * rate / 32))
+        assert mode != "cpu" or steps >= min(200, round(2 * 0.6 * rate / 32))
         rate *= 1 + self.noise.normal(0, 0.004)
         each *= 1 + self.noise.normal(0, 0.02)
-        slowed = mode != "gpu" and rate < SLOWED * demand * (1 - wait)
-        return Measured(cpu_ms=1e3 / each, rate=rate, wait_fraction=wait, slowed=slowed)
+        return Shares(cpu_ms=1e3 / each, rate=rate, wait=wait, alone=self.demand)
 
 
 def find(
@@ -125,15 +119,17 @@ def find(
     feed: Any = SimpleNamespace(train=train)
     plan: Any = SimpleNamespace(loader=loader)
     world = world_of(torch.device("cpu"))
-    benchmark = SimulatedBenchmark(
+    tuner = SimulatedTuner(
         *(feed, lambda batch: None, plan, world, StopSignal(world), 0),
         run=run,
         noise=noise,
         engines=engines,
+        probe=Shares(cpu_ms=1e3 / probed),
+        demand=demand,
+        deadline=deadline,
     )
-    alone = Measured(cpu_ms=1e3 / (READING if modes[0] == "gpu" else probed))
-    trials, _ = search(benchmark, demand, alone, deadline)
-    return *best_setting(trials), benchmark.order
+    tuner.search()
+    return *best_setting(tuner.trials), tuner.order
 
 
 def tune(host: Host, misjudged: float, seed: int = 0, modes: tuple[str, ...] = MODES) -> Found:
@@ -182,8 +178,8 @@ slow_test = pytest.mark.slow
 @pytest.mark.parametrize("cores", [4, pytest.param(8, marks=slow_test), 16, 64])
 @pytest.mark.parametrize("misjudged", [0.7, pytest.param(1, marks=slow_test), 1.3])
 def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) -> None:
-    """At least 0.97 of the best rate on 19 of 20 hosts, 0.98 on most, and 0.93 on each."""
-    ratios = []
+    """At least 0.97 of the best rate on 19 of 20 hosts, 0.98 on most, and 0.94 on each."""
+    ratios, number = [], 0
     for seed, (demand, per_worker, engines, contention, uses) in enumerate(
         itertools.product(
             [2000, 4000, 7350, 22000],
@@ -196,10 +192,12 @@ def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) ->
         host = Host(demand, per_worker, engines, cores, slow, 2, contention, uses)
         mode, workers, trials = tune(host, misjudged, seed)
         ratios.append(host.run(mode, workers)[0] / best_rate(host))
-        assert 1 <= len(trials) <= ROUNDS
+        assert 1 <= len(trials) <= MOST_TRIALS
+        number += len(trials)
         assert max(workers for _, workers in trials) < cores
-    assert min(ratios) >= 0.93
+    assert min(ratios) >= 0.94
     assert np.quantile(ratios, 0.05) >= 0.97
+    assert number / len(ratios) <= 4
     assert np.mean(np.array(ratios) >= 0.98) >= 0.9
 
 
@@ -213,11 +211,11 @@ SHRUNK = replace(RESNET18, per_worker=1900)
 def test_choice_on_known_hosts(misjudged: float) -> None:
     for host, expected, most_trials in (
         (RESNET50, "hybrid", 4),
-        (RESNET18, "hybrid", 2),
+        (RESNET18, "hybrid", 3),
         (SHRUNK, "cpu", 3),
         (replace(SHRUNK, demand=7379), "cpu", 3),
-        (replace(RESNET50, cores=4), "hybrid", 3),
-        (replace(RESNET50, engines=1), "cpu", 3),
+        (replace(RESNET50, cores=4), "hybrid", 5),
+        (replace(RESNET50, engines=1), "cpu", 4),
     ):
         mode, workers, trials = tune(host, misjudged)
         assert mode == expected and len(trials) <= most_trials, host
@@ -250,8 +248,7 @@ def test_the_deadline_ends_the_search() -> None:
 def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], expected: int) -> None:
     """A step of 1,000 images/s, up to 14 workers with 100 images/s each."""
     measured = {
-        workers: Measured(cpu_ms=10, rate=rate, wait_fraction=wait, slowed=slowed)
+        workers: Shares(cpu_ms=10, rate=rate, wait=wait, alone=1000.0 + 1000.0 * slowed)
         for workers, (rate, wait, slowed) in tried.items()
     }
-    candidates = {"cpu": Candidate(first=8, cap=14, per_worker=100.0, bound=math.inf)}
-    assert next_setting({"cpu": measured}, candidates, 1000.0) == ("cpu", expected)
+    assert next_number("cpu", measured, 1000.0, cap=14) == expected

@@ -1,0 +1,435 @@
+"""`loader.workers=auto`: measure which decoder and how many workers a step and a machine need.
+
+The demand is the rate of the step on a batch that is already on the device; the supply is the rate
+of one worker while nothing takes its batches. Then real steps are tried, beginning with the fewest
+workers whose supply is MARGIN times the demand. The idea is tf.data's: size the pipeline to its
+consumer's demand, not to its own maximum (arXiv 2101.12127).
+
+The pixels of a mode that decodes on the device differ a little from those of the CPU decoders, so
+the mode is part of the run's identity. Nothing else here changes a result: order and augmentation
+are functions of (seed, epoch, index), and `untouched` restores the state that the steps changed.
+"""
+
+import json
+import logging
+import math
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from engine.distributed import World
+from engine.log.tracker import Tracker
+from engine.plan import Plan
+from engine.rundir import RunDirectory
+from engine.state import TrainState, untouched
+from engine.step_graph import FIRST_STEPS, StepGraph
+from engine.stop_signal import StopSignal
+from engine.tune.verdict import Verdict, remedies, verdict
+from pipeline.batch import Batch
+from pipeline.clock import Shares
+from pipeline.decode import describe
+from pipeline.feed import Feed
+from pipeline.loader_plan import FEWEST_BATCHES
+from pipeline.ring import LoaderError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
+FEWEST_STEPS, MOST_STEPS = 4, 200  # of a trial
+WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
+LATE_SECONDS = 15.0  # no trial but the first begins after this time
+MOST_TRIALS, MOST_OF_ONE, MOST_OF_EACH = 6, 4, 3  # of all; of a mode alone, and among several
+MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
+# The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
+# images to an H200's engines slows ResNet-50 by 0.4 %.
+SHARED_MARGIN = 1.25
+MISJUDGED = 1.3  # a probe of two workers is wrong by up to this factor
+TOLERANCE = 0.02  # share of the time waiting for input that ends the search
+PAYS, FASTER = 1.015, 1.005  # factors of a rate: worth more workers; more than chance
+SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
+SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
+# With several ranks, each gets this many times the fewest workers that were enough in a trial. All
+# ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
+# times as long per image in the run as in the trial.
+RESERVE = 1.4
+
+Tried = dict[int, Shares]  # number of workers -> what some steps have shown
+Trials = dict[str, Tried]  # by mode of the dataset
+
+
+class StoppedError(RuntimeError):
+    """A signal has ended the measurement, on all ranks."""
+
+
+def tune(
+    feed: Feed,
+    step: StepGraph,
+    plan: Plan,
+    state: TrainState,
+    run: RunDirectory,
+    stop: StopSignal,
+    tracker: Tracker,
+) -> Verdict:
+    """Set mode and workers of the feed for loader.workers=auto; return what judges the run's speed.
+
+    The result is measured, or that of an earlier start of this run on this machine; autotune.json
+    in its folder has it. Raises LoaderError if an image cannot be read.
+    """
+    loader, world, found, lines = plan.loader, run.world, dict[str, Any](), list[str]()
+    machine = [plan.device, platform.node(), loader.processes, world.size, world.local_size]
+    tuner = Tuner(feed, step, plan, world, stop, state.step)
+    if loader.not_measured:
+        lines = [f"not measured, workers={loader.workers}: {loader.not_measured}"]
+    elif loader.measured and (stored := world.broadcast(lambda: _stored(run, plan, machine))):
+        found = stored
+        tuner.configure(found["mode"], found["workers"], found["alone"])
+        lines = [*found["lines"], "from an earlier start; autotune.refresh=true measures again"]
+    elif loader.measured and plan.stop_step - state.step < FEWEST_BATCHES:
+        tuner.configure(loader.modes[0], tuner.max_workers(loader.modes[0]), math.inf)
+        few = f"{plan.stop_step - state.step} steps are over before it matters"
+        lines = [f"not measured, workers={feed.train.loader.pool.active}: {few}"]
+    elif loader.measured:
+        began = time.perf_counter()
+        try:
+            with untouched(state):
+                found = tuner.measure()
+        except StoppedError:
+            lines = ["not measured: interrupted by a signal"]
+        else:
+            lines = [*found["lines"], f"measured in {time.perf_counter() - began:.0f} s"]
+            tracker.record("autotune.json", {**found, "machine": machine})
+        step.reset()
+    if found:
+        run.set_pixels(feed.mode)
+        tracker.text("autotune", "\n".join(lines))
+    tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
+    return Verdict(plan, feed, step, world, found.get("alone", 0.0))
+
+
+def _stored(run: RunDirectory, plan: Plan, machine: list[Any]) -> dict[str, Any] | None:
+    """The result of an earlier start of this run; None if there is none for this machine."""
+    try:
+        found = dict(json.loads((run.path / "autotune.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    fits = found.get("machine") == machine and found.get("mode") in plan.loader.modes
+    return found if fits and not plan.config.autotune.refresh else None
+
+
+@dataclass
+class Tuner:
+    """Measures all ranks at once. Each figure is that of the slowest rank.
+
+    Methods that wait for images raise StoppedError at a signal, and LoaderError if an image cannot
+    be read.
+    """
+
+    feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
+    step: Callable[[Batch], object]  # a real training step; the caller restores the state
+    plan: Plan
+    world: World
+    stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
+    next_step: int  # where training begins; the batches from there on are used and discarded
+    probe: Shares = Shares()  # of one worker that decodes, while nothing takes its batches
+    demand: float = 0.0  # images/s of the step
+    deadline: float = math.inf  # in seconds of time.perf_counter()
+    trials: Trials = field(default_factory=dict)
+
+    def measure(self) -> dict[str, Any]:
+        """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
+        (resident,) = [batch.clone() for batch in self.batches(1)]
+        for _ in range(FIRST_STEPS):
+            self.step(resident)
+        self.deadline = time.perf_counter() + LATE_SECONDS
+        self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
+        self.search()
+        mode, workers = best_setting(self.trials)
+        trial = self.trials[mode][workers]
+        if self.world.size > 1 and mode == "cpu" and not slowed(trial):
+            reserve = math.ceil(RESERVE * workers)
+            workers = max(workers, min(self.max_workers(mode), reserve))
+        self.configure(mode, workers, self.demand)
+        if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
+            self.demand = self.measure_step(resident, rounds=2)
+        lines = self.lines(mode, workers, trial._replace(alone=self.demand))
+        return {"mode": mode, "workers": workers, "alone": self.demand, "lines": lines}
+
+    def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
+        """Return the result for a reader."""
+        one, size = self.probe, self.feed.train.loader.batch_size
+        names = {"cpu": self.plan.loader.decoder}
+        best = {name: max(t.rate for t in tried.values()) for name, tried in self.trials.items()}
+        rates = [f"{names.get(m, m)} {self.world.size * r:,.0f} img/s" for m, r in best.items()]
+        return [
+            f"the step takes {trial.alone:,.0f} img/s ({size} x {1e3 * size / trial.alone:.1f} ms, "
+            "measured on a batch on the device)",
+            f"one worker gives {one.per_worker:,.0f} img/s ({one.cpu_ms:.2f} ms CPU, "
+            f"{one.storage_ms:.2f} ms waiting); there are cores for {self.max_workers(mode)}",
+            f"decoder={names.get(mode, mode)} workers={workers} pin_memory="
+            f"{'on' if self.feed.page_locked else 'off'}   with the step {trial.rate:,.0f} img/s, "
+            f"{trial.wait:.1%} waiting",
+            *([f"each decoder, at its best: {', '.join(rates)}"] if len(rates) > 1 else []),
+            *verdict([trial], remedies(self.plan, self.feed)),
+        ]
+
+    # The search.
+
+    def search(self) -> None:
+        """Add trials until another one would not help.
+
+        Modes come in the order in which they are likely to be enough; the first that is ends it.
+        """
+        modes = list(self.plan.loader.modes)
+        start = modes[0]
+        if self.most_workers(start) * self.probe.per_worker < self.demand:
+            modes.sort(key=lambda mode: mode == "cpu")
+        for mode in modes:
+            if mode != start and (refused := self.try_mode(mode)):
+                logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
+                continue
+            device = 0.0 if mode == "cpu" else self.device_rate()
+            following = partial(self.next_trial, mode, device)
+            while setting := self.world.broadcast(following):
+                workers, steps = setting
+                self.trials.setdefault(mode, {})[workers] = self.trial(mode, workers, steps)
+            if is_enough(self.trials):
+                break
+
+    def next_trial(self, mode: str, device: float) -> tuple[int, int] | None:
+        """Return workers and steps of the next trial in a mode; None if none would help.
+
+        `device`: images/s that it decodes.
+        """
+        tried, number = self.trials.get(mode, {}), sum(map(len, self.trials.values()))
+        if number == MOST_TRIALS or (number and time.perf_counter() >= self.deadline):
+            return None
+        cap, each = self.most_workers(mode), self.probe.per_worker
+        top = max((t.rate for one in self.trials.values() for t in one.values()), default=0.0)
+        expected = min(self.demand, MISJUDGED * (device + cap * each))
+        if tried:
+            best = tried[best_number(mode, tried)]
+            workers = next_number(mode, tried, self.demand, cap)
+            # If another mode is faster, this one needs more workers, or gives cores to the step.
+            fewer = slowed(best) and best.wait <= TOLERANCE
+            helps = workers > max(tried) if mode == "cpu" else fewer
+            behind = best.rate * FASTER < top and not helps
+            most = MOST_OF_EACH if len(self.plan.loader.modes) > 1 else MOST_OF_ONE
+            if workers in tried or behind or len(tried) == most:
+                return None
+        elif expected <= PAYS * top:
+            return None
+        elif mode == "cpu":
+            workers = min(cap, math.ceil(MARGIN * self.demand / each))
+        else:
+            workers = self.max_workers(mode)
+        rate = min(expected, device + workers * each)
+        steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
+        return workers, max(FEWEST_STEPS, min(MOST_STEPS, steps))
+
+    def trial(self, mode: str, workers: int, steps: int) -> Shares:
+        """Train with a mode and a number of workers."""
+        self.configure(mode, workers, self.demand)
+        loader = self.feed.train.loader
+        # What workers and device share is right after the batches begun with the first guess.
+        warm = WARM_BATCHES + (max(self.world.all_gather(loader.ahead)) if mode != "cpu" else 0)
+        for position, batch in enumerate(self.batches(warm + steps)):
+            if position == warm:
+                self.synchronize()
+                self.feed.train.clock.shares()
+                loader.ring.recent.clear()
+            self.step(batch)
+        found = self.feed.shares(steps)
+        assert found is not None
+        ranks = self.world.all_gather(found)
+        # All ranks are as fast as the one that waits longest.
+        waiting = max(ranks, key=lambda rank: rank.wait)
+        slow = min(ranks, key=lambda rank: rank.per_worker)
+        return waiting._replace(
+            rate=min(rank.rate for rank in ranks),
+            alone=self.demand,
+            cpu_ms=slow.cpu_ms,
+            storage_ms=slow.storage_ms,
+            core_ms=slow.core_ms,
+        )
+
+    # The parts of a measurement.
+
+    def max_workers(self, mode: str) -> int:
+        """Number of workers of this rank for which there are cores and memory."""
+        loader = self.plan.loader
+        most, dataset = min(loader.cores, loader.ceiling), self.feed.train.loader.dataset
+        return most if mode == loader.modes[0] else dataset.workers_in(mode, most)
+
+    def most_workers(self, mode: str) -> int:
+        """As `max_workers`, and more if workers wait for storage: they leave their core to others.
+
+        Whether the thread that waits for the device's decoder needs a core depends on the host.
+        With several ranks it gets one, because all of them wait for a rank that lacks it.
+        """
+        most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
+        waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
+        return max(1, min(self.plan.loader.ceiling, math.floor(most * waiting)))
+
+    def configure(self, mode: str, workers: int, demand: float) -> None:
+        """Set the feed for a step of `demand` images/s, with as many workers as memory allows."""
+        self.feed.train.loader.pool.activate(min(workers, self.plan.loader.ceiling))
+        self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
+
+    def batches(self, count: int) -> Iterator[Batch]:
+        """Yield the next batches, as many on all ranks."""
+        first, left = self.next_step, count
+        self.next_step += count
+        for batch in self.stop.interruptible(self.feed.train.batches(first, self.next_step)):
+            left -= 1
+            yield batch
+        if left:
+            raise StoppedError
+
+    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
+        """Call a function that waits for images; return the results of all ranks."""
+        results = self.world.all_gather(self.stop.wait_for(lambda: (function(),)))
+        if None in results:
+            raise StoppedError
+        return [result[0] for result in results if result is not None]
+
+    def measure_step(self, resident: Batch, rounds: int = 5) -> float:
+        """Images/s of the step on a batch that is already on the device."""
+
+        def seconds_of(steps: int) -> float:
+            self.synchronize()
+            began = time.perf_counter()
+            for _ in range(steps):
+                self.step(resident)
+            self.synchronize()
+            return (time.perf_counter() - began) / steps
+
+        # Every rank takes as many steps as the first: they average gradients together.
+        guess = self.world.all_gather(seconds_of(3))[0]
+        steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
+        seconds = median(seconds_of(steps) for _ in range(rounds))
+        return self.feed.train.loader.batch_size / max(self.world.all_gather(seconds))
+
+    def measure_worker(self) -> Shares:
+        """Times of a worker that decodes batches that nothing uses."""
+        results = self.on_all_ranks(self._time_worker)
+        self.next_step = max(step for _, step in results)  # earlier files are in memory now
+        return min((times for times, _ in results), key=lambda times: times.per_worker)
+
+    def _time_worker(self) -> tuple[Shares, int]:
+        """Return the times of a worker, and the first step whose files have not been read."""
+        self.feed.set_mode("cpu")
+        loader, began = self.feed.train.loader, time.perf_counter()
+        for batch in loader.batches(self.next_step, self.next_step + MOST_STEPS):
+            batch.release(None)
+            if batch.step == self.next_step:  # every worker has begun
+                loader.ring.recent.clear()
+            elif time.perf_counter() - began > MEASURE_SECONDS / 2:
+                break
+        return Shares(**loader.ring.worker_ms()), batch.step + 1 + loader.ahead
+
+    def try_mode(self, mode: str) -> str | None:
+        """Make some batches in a mode; return why it fails, or None.
+
+        This compiles kernels, and measures `device_rate`.
+        """
+        failures = self.on_all_ranks(lambda: self._failure(mode))
+        return next(filter(None, failures), None)
+
+    def _failure(self, mode: str) -> str | None:
+        first, dataset = self.next_step, self.feed.train.loader.dataset
+        self.feed.set_mode(mode)
+        try:
+            deque(self.feed.train.batches(first, first + WARM_BATCHES), maxlen=0)
+        except LoaderError:
+            raise
+        except Exception as error:  # Triton without a compiler, CUDA, ...
+            return describe(error)
+        known = mode == "cpu" or dataset.device_rate < math.inf
+        return None if known else "it has decoded no image"
+
+    def device_rate(self) -> float:
+        """Images/s of `Dataset.on_device`, after `try_mode`."""
+        return min(self.world.all_gather(self.feed.train.loader.dataset.device_rate))
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self.feed.train.cuda:
+            torch.cuda.synchronize()
+
+
+# What is tried next and what is chosen are functions of the trials so far.
+
+
+def slowed(trial: Shares) -> bool:
+    """Whether the step was slower than alone, waits not counted: it lacks a core, or the GPU."""
+    return trial.rate < SLOWED * trial.alone * (1 - trial.wait)
+
+
+def is_enough(trials: Trials) -> bool:
+    """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
+    return any(
+        trial.wait <= TOLERANCE
+        and not slowed(trial)
+        and workers * trial.per_worker >= SPARE * trial.rate
+        for workers, trial in trials.get("cpu", {}).items()
+    )
+
+
+def best_setting(trials: Trials) -> tuple[str, int]:
+    """Return the fastest mode, and its number of workers.
+
+    Among modes that are as fast, the CPU mode if it is enough, because its pixels are exact;
+    otherwise another one, because workers that only just suffice may not do so for long.
+    """
+    rates = {name: max(trial.rate for trial in tried.values()) for name, tried in trials.items()}
+    enough = is_enough(trials)
+    least = max(rates.values()) / (PAYS if enough else FASTER)
+    near = [name for name in rates if (name == "cpu") == enough and rates[name] >= least]
+    mode = max(near or rates, key=lambda name: rates[name])
+    return mode, best_number(mode, trials[mode])
+
+
+def best_number(mode: str, tried: Tried) -> int:
+    """Return the number of workers to use: the fewest within PAYS of the best rate, and TOLERANCE.
+
+    In a mode of the device, the fastest, since fewer workers take more of the device.
+    """
+    top = max(tried, key=lambda workers: tried[workers].rate)
+    waits = tried[top].wait + TOLERANCE
+    near = (workers for workers, trial in tried.items() if trial.rate * PAYS >= tried[top].rate)
+    return top if mode != "cpu" else min(n for n in near if tried[n].wait <= waits)
+
+
+def next_number(mode: str, tried: Tried, demand: float, cap: int) -> int:
+    """Return the number of workers to try next; one that was tried if no other would help."""
+    best = best_number(mode, tried)
+    trial, waits = tried[best], tried[best].wait > TOLERANCE
+    below = max((workers for workers in tried if workers < best), default=0)
+    above = min((workers for workers in tried if workers > best), default=cap + 1)
+    if mode != "cpu" and not slowed(trial):
+        if waits:  # a worker more or less: 4 % on some hosts
+            near = (n for n in (best + 1, best - 1) if 1 <= n <= cap and n not in tried)
+            return next(near, best)
+        return best if trial.rate * PAYS >= demand else max(1, 3 * best // 4)
+    if not waits and not slowed(trial):  # the fewest that could suffice, then halfway to too few
+        fewest = min(cap, math.ceil(demand / trial.per_worker))
+        too_few = below or fewest - 1
+        if best - too_few < 2:
+            return best
+        return fewest if too_few < fewest < best else (too_few + best) // 2
+    plenty = min(cap, math.ceil(MARGIN * demand / trial.per_worker))
+    if waits and above - best >= 2:  # more, then halfway to the first that did not pay
+        more = max(best + 1, min(plenty, math.ceil(1.3 * best)))
+        return (best + above) // 2 if above <= cap else more
+    if (slowed(trial) or best == cap) and best - below >= 2:  # fewer: they take the step's cores
+        less = max(1, best // 4) if slowed(trial) else 1
+        return (below + best) // 2 if below else max(1, min(plenty, best - less))
+    return best
