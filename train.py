@@ -35,7 +35,6 @@ from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
 from engine.distributed import World, average_gradients, join_world, share_config, without_sync
 from engine.identity import run_identity
-from engine.log.bad_files import too_many_unreadable
 from engine.log.runlog import RunLog, check_log, introduce
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, build_criterion
@@ -78,7 +77,7 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, datasets, plan.loader, world))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         train_on_batch = enter(build_step(plan, state, world))
-        stop = enter(stop_signal(state, run, feed))
+        stop = enter(StopSignal(world, run.failed, lambda: state.step != run.step_on_disk))
         enter(explain_out_of_memory(plan, state, world))
         world.set_section("measurement")
         verdict = tune(feed, train_on_batch, plan, state, run, stop, tracker)
@@ -322,15 +321,6 @@ def build_state(plan: Plan, world: World) -> TrainState:
     ema = None if decay is None else MovingAverage(model, decay)
     optimizer = build_optimizer(model, config.optim)
     return TrainState(model, optimizer, ema, scales_loss=plan.precision == "fp16")
-
-
-def stop_signal(state: TrainState, run: RunDirectory, feed: Feed) -> StopSignal:
-    """Return what stops all ranks: a signal, a checkpoint that failed, too many bad images."""
-
-    def failed() -> bool:
-        return run.failed() or too_many_unreadable(feed.train.loader, run.config.data)
-
-    return StopSignal(run.world, failed, unsaved=lambda: state.step != run.step_on_disk)
 
 
 def main(config: Config) -> int:

@@ -247,7 +247,7 @@ class Data:
     on_error: str = key("raise", NOTHING, one_of("raise", "skip"))
     """if a training image cannot be read: raise, or skip to the next readable one of its class"""
     max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": ("skip",)})
-    """largest fraction of unreadable training images that data.on_error=skip accepts"""
+    """data.on_error=skip: largest fraction of unreadable training images that each rank accepts"""
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
     exif_orientation: bool = key(False, BOTH)

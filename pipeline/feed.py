@@ -84,8 +84,8 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place
     images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
     depth, factor = loader.prefetch_batches, loader.prefetch_factor
     shape: Any = {"batch_size": loader.batch_size // world.size, "slots": plan.slots}
-    skip = data.on_error == "skip"
-    rings = Ring(datasets.train, skip_unreadable=skip, **shape), Ring(datasets.val, **shape)
+    limit = data.max_bad_fraction if data.on_error == "skip" else None
+    rings = Ring(datasets.train, max_bad_fraction=limit, **shape), Ring(datasets.val, **shape)
     with ExitStack() as stack:
         pinned = None
         if loader.pin_memory and on_gpu:

@@ -92,7 +92,8 @@ class Ring:
     dataset: Dataset
     batch_size: int  # rows of this rank
     slots: int
-    skip_unreadable: bool = False  # replace an unreadable sample instead of failing
+    # Replace unreadable samples up to this fraction of all; None: the first one is an error.
+    max_bad_fraction: float | None = None
 
     def __post_init__(self) -> None:
         rows = self.slots, self.batch_size
@@ -164,14 +165,15 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
 def _first_readable(
     ring: Ring, write: Callable[[int], None], index: int
 ) -> tuple[list[tuple[int, str]], int]:
-    """Write a sample or, with `skip_unreadable`, the first readable one of its replacements.
+    """Write a sample or, with `max_bad_fraction`, the first readable one of its replacements.
 
     `write`: writes the sample of an index into its row. Returns the unreadable samples that were
     replaced, with their messages, and the index that the row holds. Raises BadImageError if the
     sample and its replacements cannot be read, and LoaderError if a transform or the dataset
     failed; the cause is its exception.
     """
-    others = ring.dataset.replacements(index) if ring.skip_unreadable else []
+    skips = ring.max_bad_fraction is not None
+    others = ring.dataset.replacements(index) if skips else []
     unreadable: list[tuple[int, str]] = []
     for found in chain([index], islice(others, MOST_TRIED)):
         try:
@@ -186,7 +188,7 @@ def _first_readable(
         else:
             return unreadable, found
     none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
-    raise BadImageError(f"{unreadable[0][1]}; {none if ring.skip_unreadable else REMEDY}")
+    raise BadImageError(f"{unreadable[0][1]}; {none if skips else REMEDY}")
 
 
 def _write_sample(
@@ -322,7 +324,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         self.timeout_seconds = timeout_seconds
         self.start_method = start_method
         self.waiting: deque[Task] = deque()
-        self.unreadable: dict[int, str] = {}  # training samples that were replaced -> message
+        self.unreadable: set[int] = set()  # training samples that were replaced
         self.workers: list[Worker] = []
         self.active = 0  # workers that receive tasks: the first ones
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
@@ -375,20 +377,28 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     f"still reading {', '.join(names) or 'nothing'}; check the storage"
                 )
 
-    def accept(self, reply: Reply) -> None:
-        """Note the unreadable samples that a task replaced.
+    def accept(self, reply: Reply, ring: Ring) -> None:
+        """Count the unreadable samples that a task replaced.
 
-        Raises LoaderError if the task failed. The traceback of an error in a transform is logged.
+        Raises LoaderError if there are too many, or if the task failed. The traceback of an error
+        in a transform is logged.
         """
         for index, message in reply.skipped:
             if index not in self.unreadable:
-                self.unreadable[index] = message
+                self.unreadable.add(index)
                 if len(self.unreadable) <= MOST_NAMED:
                     logger.warning("skipped %s", message)
         if reply.trace:
             logger.error("%s", reply.trace.rstrip())
         if reply.error:
             raise LoaderError(reply.error)
+        count, images, limit = len(self.unreadable), len(ring.dataset), ring.max_bad_fraction
+        if reply.skipped and limit is not None and count > limit * images:
+            raise LoaderError(
+                f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images cannot "
+                f"be read, for example {reply.skipped[-1][1]}; {CHECK} and replace the unreadable "
+                "ones, or raise this limit"
+            )
 
     def close(self) -> None:
         """Kill all workers, and drop their tasks."""
@@ -436,8 +446,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def _finish(self, task: Task, reply: Reply) -> None:
         """Record a reply."""
         task.done = True
-        self.accept(reply)
-        self.rings[task.ring].recent.append(reply)
+        ring = self.rings[task.ring]
+        self.accept(reply, ring)
+        ring.recent.append(reply)
 
     def _current(self, worker: Worker) -> str:
         task = worker.tasks[0]
@@ -514,7 +525,7 @@ class Loader:
         Raises LoaderError if an image cannot be read, and names it.
         """
         task = Task(self.number, batch.slot, 0, self.samples(batch.step))
-        self.pool.accept(run_task([task], self.pool.rings))
+        self.pool.accept(run_task([task], self.pool.rings), self.ring)
 
 
 def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:

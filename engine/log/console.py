@@ -85,8 +85,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     best = summary["best_checkpoint"]
     best = f"{folder}/checkpoints/{best}" if best else "no checkpoint was validated"
     lines.append(f"best      {best}")
-    if unreadable := summary["unreadable_images"]:
-        lines.append(f"skipped   {unreadable:,} unreadable images: {folder / 'bad_files.txt'}")
+    if skipped := summary["unreadable_images"]:
+        lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
     if summary["signal"] and resumes:
         step = summary["step"]
         lines.append(f"resume    run the same command again to resume at step {step:,}")

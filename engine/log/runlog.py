@@ -18,7 +18,6 @@ from conf.compose import to_yaml
 from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
-from engine.log.bad_files import BadFiles
 from engine.log.console import header, outcome, print_lines, train_line, val_line
 from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
 from engine.log.observer import Observers, named_observers
@@ -91,7 +90,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._first_step = self._last_step = self.state.step
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
-        self.bad_files = BadFiles(self.feed.train.loader, self.run, self.tracker)
         self.observers = Observers(self)
 
     def __enter__(self) -> "RunLog":
@@ -164,8 +162,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report(last=last)
         with self.feed.train.pause(), self.times.lost(kind):
             yield
-            if kind == "checkpoint":
-                self.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
         self, row: dict[str, Any], names: Iterable[str], rows: Rows, *, best: bool
@@ -228,11 +224,15 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.verdict.add(shares)
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
-                row["data/unreadable_images"] = len(self.bad_files.listed)
+                row["data/unreadable_images"] = self._unreadable()
             self._write(row)
         epochs = plan.config.train.epochs
         self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
         return row
+
+    def _unreadable(self) -> int:
+        """Return how many training images the ranks could not read in this start. Collective."""
+        return len(set[int]().union(*self.world.all_gather(self.feed.train.loader.pool.unreadable)))
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
@@ -247,8 +247,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
-        A signal may still arrive during that checkpoint. Raises CheckpointError or TrainingError if
-        it could not be written, or if too many images are bad.
+        A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
+        written, and TrainingError if the last loss is not finite.
         """
         state, plan, run = self.state, self.plan, self.run
         with stop.saving(run.path, state_bytes(state)):
@@ -256,7 +256,6 @@ class RunLog(AbstractContextManager["RunLog"]):
             with self.times.lost("checkpoint"):
                 run.wait()
             stop.poll()
-            self.bad_files.share()
             summary = {
                 "status": "interrupted" if stop else "finished",
                 "signal": stop.number,  # the exit status follows from it
@@ -265,7 +264,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 **self.times.summary(),
                 "workers": self.feed.train.loader.pool.active,
                 "verdict": self._verdict("run"),
-                "unreadable_images": len(self.bad_files.listed),
+                "unreadable_images": self._unreadable(),
             }
             summary |= self.observers.tell(lambda observer: observer.finish(summary))
             if self.world.is_main:

@@ -44,17 +44,21 @@ QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def find_gpu(nvml: Any, device: torch.device) -> Any:
-    """Return NVML's handle of a torch device, found by its UUID.
+def find_gpu(device: torch.device) -> tuple[Any, Any]:
+    """Return the module pynvml and NVML's handle of a torch device, found by its UUID.
 
     The indices differ: NVML counts all GPUs of the machine, torch counts those listed in
-    CUDA_VISIBLE_DEVICES, in that order. NVML reports only the memory of a MIG instance.
+    CUDA_VISIBLE_DEVICES, in CUDA's order, which torch.cuda.utilization() takes for NVML's. NVML
+    reports only the memory of a MIG instance.
     """
+    import pynvml
+
+    pynvml.nvmlInit()
     uuid = torch.cuda.get_device_properties(device).uuid
     try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except pynvml.NVMLError:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
 
 
 class GpuMonitor(AbstractContextManager["GpuMonitor"]):
@@ -64,30 +68,23 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
         # Samples by reason, and all of them, of the current epoch and of this start.
-        self._slow: dict[str, Counter[str]] = {"epoch": Counter(), "run": Counter()}
+        self._slow = {"epoch": Counter[str](), "run": Counter[str]()}
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
 
     def __enter__(self) -> "GpuMonitor":
-        if self.device.type != "cuda":
-            return self
-        try:
-            import pynvml
+        if self.device.type == "cuda":
+            self._thread.start()
+        return self
 
-            pynvml.nvmlInit()
-            gpu = find_gpu(pynvml, self.device)
+    def _sample(self) -> None:
+        """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
+        try:
+            nvml, gpu = find_gpu(self.device)
         except Exception as error:
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
             logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
-            return self
-        self._thread = threading.Thread(
-            target=self._sample, args=(pynvml, gpu), daemon=True, name="telemetry"
-        )
-        self._thread.start()
-        return self
-
-    def _sample(self, nvml: Any, gpu: Any) -> None:
-        """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
+            return
         queries = dict(QUERIES)
         while not self._stop.wait(SAMPLE_SECONDS):
             for tag in list(queries):
@@ -128,7 +125,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(timeout=5)
 
 
@@ -145,15 +142,11 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
     if device.type != "cuda":
         return figures
     stats = torch.cuda.memory_stats(device)
-    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
-    return figures | {
-        "memory/allocated_gib": stats["allocated_bytes.all.current"] / GIB,
-        "memory/active_gib": stats["active_bytes.all.current"] / GIB,
-        "memory/reserved_gib": reserved / GIB,
-        "memory/inactive_split_gib": split / GIB,
-        "memory/fragmentation": split / reserved if reserved else 0.0,
-        "memory/alloc_retries": stats["num_alloc_retries"],
-    }
+    for name in ("allocated", "active", "reserved", "inactive_split"):
+        figures[f"memory/{name}_gib"] = stats[f"{name}_bytes.all.current"] / GIB
+    split, reserved = figures["memory/inactive_split_gib"], figures["memory/reserved_gib"]
+    figures["memory/fragmentation"] = split / reserved if reserved else 0.0
+    return figures | {"memory/alloc_retries": stats["num_alloc_retries"]}
 
 
 def anonymous_bytes(pid: int | str) -> int:

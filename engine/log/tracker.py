@@ -156,11 +156,8 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
-        self.write(name, strict_json.dumps(content, indent=2) + "\n")
-
-    def write(self, name: str, text: str) -> None:
-        """Write a text file into the run directory."""
         if self.folder is not None:
+            text = strict_json.dumps(content, indent=2) + "\n"
             self.guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:

@@ -61,17 +61,14 @@ def gpu(case: Case) -> Iterator[Row]:
     cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        gpus = [find_gpu(pynvml, torch.device("cuda", i)) for i in range(count)]
+        gpus = [find_gpu(torch.device("cuda", i)) for i in range(count)]
     except Exception as error:
         text = f"the GPUs cannot be checked: NVML is not available ({describe(error)})"
         yield warn(text, "pip install nvidia-ml-py")
         return
     alike: dict[Row, list[int]] = defaultdict(list)  # finding -> GPUs
     for i, one in enumerate(gpus):
-        for row in gpu_rows(partial(ask, pynvml, one)):
+        for row in gpu_rows(partial(ask, *one)):
             alike[row].append(i)
     for row, numbers in alike.items():
         yield replace(row, found=f"GPU {', '.join(map(str, numbers))}: {row.found}")

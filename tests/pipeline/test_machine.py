@@ -21,12 +21,12 @@ def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(machine, name, tmp_path / name)
 
 
-def write_groups(lines: str, files: dict[str, str | int]) -> None:
+def write_groups(lines: str, files: dict[str, str]) -> None:
     """Write /proc/self/cgroup and files below /sys/fs/cgroup."""
     machine.GROUPS.write_text(lines)
     for name, text in files.items():
         (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
-        (machine.MOUNT / name).write_text(f"{text}\n")
+        (machine.MOUNT / name).write_text(text + "\n")
 
 
 # Cores.
@@ -46,7 +46,7 @@ V2 = "1:cpu:/old\n0::/a/b\n"
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
     ],
 )
-def test_quota(lines: str, files: dict[str, str | int], cores: float) -> None:
+def test_quota(lines: str, files: dict[str, str], cores: float) -> None:
     assert machine.cpu_quota() == math.inf  # without control groups
     write_groups(lines, files)
     assert machine.cpu_quota() == cores

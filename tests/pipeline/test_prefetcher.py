@@ -156,7 +156,8 @@ def test_a_batch_that_the_device_refuses_is_loaded_in_this_process(
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
     format = ImageFormat(device, *LEVELS)
     plain = FolderDataset(dataset.index, dataset.transform, seed=7)
-    with open_prefetcher(dataset, format, workers=2, skip_unreadable=damaged) as prefetcher:
+    limit = 1.0 if damaged else None
+    with open_prefetcher(dataset, format, workers=2, max_bad_fraction=limit) as prefetcher:
         for batch in prefetcher.batches(0, 7):
             batch = on_device(batch, "cpu")
             samples = prefetcher.loader.samples(batch.step)
@@ -165,7 +166,7 @@ def test_a_batch_that_the_device_refuses_is_loaded_in_this_process(
             assert torch.equal(batch["image"], channels_first(expected["image"]).float())
             assert torch.equal(batch["label"], expected["label"])
             assert batch.samples.tolist() == samples.tolist()
-        assert prefetcher.loader.pool.unreadable.keys() == replaced.keys()
+        assert prefetcher.loader.pool.unreadable == replaced.keys()
     assert dataset.made == 0
 
 

@@ -401,7 +401,7 @@ def test_unreadable_file_is_skipped_and_counted(
     bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
-    with open_loader(dataset, workers=workers, skip_unreadable=True) as loader:
+    with open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
             replaced = [
@@ -412,11 +412,29 @@ def test_unreadable_file_is_skipped_and_counted(
             assert batch.samples.tolist() == [list(pair) for pair in replaced]
             batch.release(None)
         skipped = [each for reply in loader.ring.recent for each in reply.skipped]
-        assert loader.pool.unreadable.keys() == bad
+        assert loader.pool.unreadable == bad
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
     assert {(n, line.split(":")[0]) for n, line in skipped} == {(n, dataset.name(n)) for n in bad}
     named = [message.split(":")[0] for message in caplog.messages]
     assert sorted(named) == sorted(f"skipped {dataset.name(n)}" for n in bad)  # each once
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_unreadable_files_are_an_error(changeable: Path, workers: int) -> None:
+    """Each counts once, and the limit itself is accepted."""
+    dataset = crops(changeable)
+    for index in (3, 4, 35):
+        Path(dataset.name(index)).write_bytes(b"")
+    with open_loader(dataset, workers=workers, max_bad_fraction=3 / 36) as loader:
+        drain(loader.batches(0, 9))
+        Path(dataset.name(20)).write_bytes(b"")
+        message = (
+            r"^data\.max_bad_fraction=0\.0833333: 4 of 36 training images cannot be read, for "
+            rf"example {dataset.name(20)}: UnidentifiedImageError: .*; run scripts/doctor.py --all "
+            "to check every file and replace the unreadable ones, or raise this limit$"
+        )
+        with pytest.raises(LoaderError, match=message):
+            drain(loader.batches(9, 18))
 
 
 def test_a_class_of_unreadable_files_is_an_error_even_when_skipping(changeable: Path) -> None:
@@ -425,7 +443,7 @@ def test_a_class_of_unreadable_files_is_an_error_even_when_skipping(changeable: 
     for index in range(12, 24):
         Path(dataset.name(index)).write_bytes(b"")
     with (
-        open_loader(dataset, skip_unreadable=True) as loader,
+        open_loader(dataset, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=r"none of its 11 replacements can be read either"),
     ):
         drain(loader.batches(0, 9))
@@ -462,11 +480,11 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
     dataset.transform = Compose([Buggy(error, before=before)], SIZE)
     kind = type(error).__name__
     with (
-        open_loader(dataset, workers=workers, skip_unreadable=True) as loader,
+        open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: {kind}.*traceback above$"),
     ):
         drain(loader.batches(0, 4))
-    assert loader.pool.unreadable == {}
+    assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
     assert trace.startswith("Traceback ") and "in __call__\n    raise self.error\n" in trace
     assert trace.splitlines()[-1].startswith(kind)

@@ -77,7 +77,7 @@ def test_outcome(tmp_path: Path) -> None:
         "speed     2,950 images/s; 2,104 with the first epoch",
         f"run       {tmp_path}",
         f"best      {tmp_path}/checkpoints/step-00001350.pt",
-        f"skipped   3 unreadable images: {tmp_path}/bad_files.txt",
+        "skipped   3 unreadable images: scripts/doctor.py --all lists them",
         "time      50 % of 2:12 over 2 starts was training; validation 1:01, start 0:05",
         "verdict   compute-bound",
     ]

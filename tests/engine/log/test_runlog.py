@@ -1,12 +1,15 @@
 """What slow and bad runs say: a row within seconds, a verdict of one log row, and warnings."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from engine.log import runlog
+from tests.ranks import Ranks
 from tests.results import rows
-from tests.small_run import run
+from tests.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 ONE_ROW = ["log.every_steps=100", "train.validate_every_epochs=9", "loader.workers=0"]
@@ -34,3 +37,23 @@ def test_a_run_with_one_log_row(
     assert "\nwarning  the validation loss " in out and " is far above 1.099, which guess" in out
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]
     assert summary["verdict"][0].split()[0] in ("input-bound", "core-bound:", "compute-bound:")
+
+
+def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """With data.on_error=skip, each counts once, also if both ranks have met it."""
+    root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
+    for name in ("checks/00.jpg", "checks/03.jpg", "stripes/03.jpg"):
+        (root / "train" / name).write_bytes(b"")
+    options = ["data.on_error=skip", "loader.workers=0"]
+    # Each rank meets two of them.
+    done = ranks.run(command(root, folder, *options, "data.max_bad_fraction=0.06"), 2)
+    assert done.returncode == 0 and done.stderr.count(" skipped ") == 2, done.stderr
+    assert "\nskipped   3 unreadable images: " in done.stdout
+    counts = [row["data_unreadable_images"] for row in rows(folder, "train")]
+    assert counts == sorted(counts) and counts[-1] == 3
+    assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
+    other = tmp_path / "other"
+    done = ranks.run(command(root, other, *options, "data.max_bad_fraction=0.04"), 2)
+    assert done.returncode == 1
+    error = "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read, for example "
+    assert error in done.stderr and "Traceback" not in done.stderr

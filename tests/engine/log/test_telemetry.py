@@ -88,7 +88,8 @@ def test_without_nvml(
 ) -> None:
     install(nvml)  # None is like a missing package
     with caplog.at_level(logging.INFO), GpuMonitor(device) as monitor:
-        assert monitor.read() == {} and monitor.slowdowns("run") == "" and threads() == []
+        wait_for("the end of the thread", lambda: threads() == [])
+        assert monitor.read() == {} and monitor.slowdowns("run") == ""
     expected = [] if warning is None else ["WARNING"]
     assert [record.levelname for record in caplog.records] == expected
     assert warning is None or warning in caplog.text
@@ -133,7 +134,7 @@ def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml], kind: str
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"{kind}-{UUIDS[1]}".encode(): "gpu"}
     nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
-    assert find_gpu(nvml, torch.device("cuda", 1)) == "gpu"
+    assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
 
 
 def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None:
