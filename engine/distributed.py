@@ -194,6 +194,21 @@ def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[
     return network.no_sync()
 
 
+_exchanges = True  # whether `average_gradients` does; see `without_exchange`
+
+
+@contextmanager
+def without_exchange(network: nn.Module) -> Iterator[None]:
+    """Keep the gradients of this rank in the `with` block: another rank may not take the step."""
+    global _exchanges
+    _exchanges = False
+    try:
+        with without_sync(network, unless=False):
+            yield
+    finally:
+        _exchanges = True
+
+
 def average_gradients(network: nn.Module) -> None:
     """Average the gradients of `World.wrap`'s network over all ranks, unless DDP has. Collective.
 
@@ -214,7 +229,9 @@ def average_gradients(network: nn.Module) -> None:
         views.append(flat.as_strided(each.size(), each.stride(), offset))
         offset += each.numel()
     torch._foreach_copy_(views, gradients)
-    if flat.is_cuda:
+    if not _exchanges:
+        pass  # a step that is tried needs the same memory
+    elif flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
     else:  # gloo has no average
         dist.all_reduce(flat)
