@@ -82,6 +82,6 @@ def _out_of_memory(plan: Plan, world: World, parts: int) -> TrainingError:
     if part > 1:
         remedy = f"try train.micro_batch={images // micro_batches(images, part // 2)}"
     return TrainingError(
-        f"loader.batch_size={plan.batch_size}: out of memory on {world.device} with {part} images "
-        f"at a time: {remedy}"
+        f"loader.batch_size={plan.batch_size}: out of memory on {world.device} with micro-batches "
+        f"of {part}; {remedy}"
     )

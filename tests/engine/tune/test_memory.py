@@ -89,7 +89,7 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("loader.batch_size=8")
     state = train.build_state(plan, ALONE)
     step, batch = train.build_step(plan, state, ALONE), Batch.zeros(plan.fields, ALONE.device, 8)
-    with pytest.raises(TrainingError, match="cpu with 1 images at a time: use a smaller model"):
+    with pytest.raises(TrainingError, match="cpu with micro-batches of 1; use a smaller model"):
         fit_memory(plan, state, ALONE, step, [batch])
 
 
@@ -112,10 +112,10 @@ def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> Non
 @pytest.mark.parametrize(
     ("overrides", "ranks", "says"),
     [
-        ([], 1, "256 images at a time: try train.micro_batch=128"),
-        ([], 4, "64 images at a time: try train.micro_batch=32"),
-        (["train.micro_batch=128"], 1, "128 images at a time: try train.micro_batch=64"),
-        (["train.micro_batch=1"], 1, "1 images at a time: use a smaller model.name or data.image"),
+        ([], 1, "micro-batches of 256; try train.micro_batch=128"),
+        ([], 4, "micro-batches of 64; try train.micro_batch=32"),
+        (["train.micro_batch=128"], 1, "micro-batches of 128; try train.micro_batch=64"),
+        (["train.micro_batch=1"], 1, "micro-batches of 1; use a smaller model.name or data.image"),
     ],
 )
 @pytest.mark.parametrize(
@@ -128,6 +128,8 @@ def test_message(overrides: list[str], ranks: int, says: str, error: str) -> Non
     explained = explain_out_of_memory(plan, replace(CUDA, size=ranks))
     with pytest.raises(TrainingError, match=line), explained:
         raise RuntimeError(error)
+    with pytest.raises(TrainingError, match="memory on cpu"), explain_out_of_memory(plan, ALONE):
+        torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(LoaderError), explain_out_of_memory(plan, CUDA):
         raise LoaderError("worker 1 was killed by SIGKILL; is the host out of memory?")
 
