@@ -395,8 +395,8 @@ class Train:
     without CUDA graphs and page-locked memory"""
     micro_batch: int | None = key(None, BOTH, or_null(COUNT))
     """most images of a rank in one forward and backward pass, over which BatchNorm normalises; the
-    gradient is that of the whole batch. null: all images of the rank, or fewer if the memory is too
-    small, which the plan says"""
+    gradient is that of the whole batch. null: all images of the rank, or fewer if the first
+    step runs out of GPU memory, which a line says"""
     loss: str = key("cross_entropy", BOTH)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""

@@ -42,9 +42,9 @@ DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
 DEFAULT_COSTS, TUNED_COSTS = 60, 165
 
 # model.compile=recompute computes activations again in the backward pass instead of keeping them:
-# the share of them that the forward pass keeps at most, and the share of the memory of a step that
-# is needed then. Measured for ViT-S/16 with 80 images on a CPU: 0.6 of the memory.
-RECOMPUTE_KEEPS, RECOMPUTE_NEEDS = 0.2, 0.7
+# the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
+# CPU: 0.6 of the memory of a step.
+RECOMPUTE_KEEPS = 0.2
 # In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
 OUT_OF_MEMORY = re.compile(
     "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"

@@ -157,10 +157,11 @@ class World(Place):
         between nodes takes. On one node, it costs more than it saves: it splits the compiled step
         into several graphs and copies each gradient. There, `average_gradients` exchanges them.
 
-        DDP rebuilds its gradient buckets after the first backward pass; with three or more ranks,
-        the sums then round differently. So that the first step after a restart rounds like any
-        other, DDP passes over `example` first, a batch. In evaluation mode, this changes no buffer
-        and uses no random number.
+        DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
+        with three or more ranks, the sums then round differently. So that the first step after a
+        restart rounds like any other, and `without_exchange` waits for no rank, DDP passes over
+        `example` first, a batch. In evaluation mode, this changes no buffer and uses no random
+        number.
         """
         if self.size == self.local_size:
             if self.size > 1:  # a model may draw initial weights from another source than torch
@@ -175,6 +176,8 @@ class World(Place):
         network.eval()
         network(example.to(self.device)).sum().backward()
         network.zero_grad(set_to_none=True)
+        with network.no_sync():
+            network(example.to(self.device))
         return models.train_mode(network)
 
 
@@ -192,6 +195,21 @@ def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[
     if unless or not isinstance(network, nn.parallel.DistributedDataParallel):
         return nullcontext()
     return network.no_sync()
+
+
+_exchanges = True  # whether `average_gradients` does; see `without_exchange`
+
+
+@contextmanager
+def without_exchange(network: nn.Module) -> Iterator[None]:
+    """Keep the gradients of this rank in the `with` block: another rank may not take the step."""
+    global _exchanges
+    _exchanges = False
+    try:
+        with without_sync(network, unless=False):
+            yield
+    finally:
+        _exchanges = True
 
 
 def average_gradients(network: nn.Module) -> None:
@@ -214,7 +232,9 @@ def average_gradients(network: nn.Module) -> None:
         views.append(flat.as_strided(each.size(), each.stride(), offset))
         offset += each.numel()
     torch._foreach_copy_(views, gradients)
-    if flat.is_cuda:
+    if not _exchanges:
+        pass  # a step that is tried needs the same memory
+    elif flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
     else:  # gloo has no average
         dist.all_reduce(flat)

@@ -55,8 +55,6 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         if keys[name] not in (None, "pretrained"):
             digest = checkpoint.sha256(checkpoint.find(Path(keys[name])))
             keys[name] = f"SHA-256 {digest[:16]}"
-    if plan.fitted_batch is not None:
-        keys["fitted_batch"] = plan.fitted_batch
     if config.train.deterministic:  # eager and compiled steps round differently
         keys["model.compile"] = plan.compile
     return {
@@ -67,6 +65,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         "parameters": plan.parameters,
         "train.precision": plan.precision,
         "pixels": plan.loader.modes[0],
+        "fitted_batch": plan.fitted_batch,
     }
 
 

@@ -77,7 +77,7 @@ class Plan:
     fields: Mapping[str, Field]  # of a sample of the training split
     best_by: BestBy
     micro_batches: int  # the equal parts in which a rank trains on its images of a step
-    # Images of a part, if train.micro_batch needs more memory than there is
+    # Images of a part, if the first step of the run was out of memory with more
     fitted_batch: int | None = None
     # Weight of each class in the loss; empty if all count alike
     class_weights: tuple[float, ...] = ()
@@ -211,8 +211,8 @@ def make_plan(
         config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    fitted = resumed[1].get("fitted_batch")
-    limits = [limit for limit in (config.train.micro_batch, fitted) if limit]
+    given = config.train.micro_batch
+    fitted = resumed[1].get("fitted_batch") if given is None else None
     return Plan(
         config=config,
         world_size=world.size,
@@ -231,7 +231,7 @@ def make_plan(
         compile_reason=compile_reason,
         fields=datasets.train.fields,
         best_by=BestBy.of(config.train.best_by),
-        micro_batches=micro_batches(size // world.size, min(limits, default=None)),
+        micro_batches=micro_batches(size // world.size, given or fitted),
         fitted_batch=fitted,
         class_weights=_class_weights(config, datasets),
         notes=(*config.notes, *setup_notes(config, datasets, world, flops)),

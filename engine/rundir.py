@@ -145,6 +145,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Store which kind of decoder loader.decoder=auto has chosen; later starts keep it."""
         self._content["identity"]["pixels"] = pixels
 
+    def set_fitted_batch(self, images: int | None) -> None:
+        """Store the micro-batch that the memory has limited; a resumed run uses it again."""
+        self._content["identity"]["fitted_batch"] = images
+
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread, which calls `flush` first. Collective.
 

@@ -185,13 +185,8 @@ def state_bytes(state: TrainState) -> int:
     """
     options = state.optimizer.defaults
     moments = 2 if "betas" in options else int(bool(options.get("momentum")))
-    return sum(tensor.nbytes for tensor in state.tensors()) + moments * trained_bytes(state)
-
-
-def trained_bytes(state: TrainState) -> int:
-    """Return the bytes of the parameters that the optimiser changes."""
-    groups = state.optimizer.param_groups
-    return sum(tensor.nbytes for group in groups for tensor in group["params"])
+    trained = [tensor for group in state.optimizer.param_groups for tensor in group["params"]]
+    return sum(tensor.nbytes for tensor in state.tensors() + moments * trained)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

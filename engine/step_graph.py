@@ -53,7 +53,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
     # uses, except the batch, must keep their addresses. Between steps, also after an error, there
     # must be no gradients: those of a failed capture are not computed.
-    step: Callable[[Batch], Values]
+    step: Callable[..., Values]
     # Called with the number of a step before its kernels are launched, to fill the tensors of
     # values that change from step to step, such as the learning rate.
     before: Callable[[int], None]

@@ -147,7 +147,6 @@ def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
     datasets = build_datasets(config, world.device)
     datasets.prepare()
     plan = plan_of(config, datasets, world)
-    plan = train.fit_memory(plan, world, train.build_state, train.training_loss, resumed=False)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     return config, datasets, plan
 
@@ -281,12 +280,12 @@ class Stepper:
 
     def alone(self, feed: Feed, seconds: float) -> Stage:
         """Measure with four batches that stay on the device."""
-        resident = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
+        batches = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
+        plan = train.fit_memory(self.plan, self.state, self.world, self.train_step, [next(batches)])
         for _ in range(20 if self.world.device.type == "cuda" else 2):
-            self.step(next(resident))
+            self.step(next(batches))
         self.finish()
-        rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
-        plan = self.plan
+        rates = windows(lambda: self.step(next(batches)), seconds, self.finish)
         note = f"{plan.config.model.name}, batch {plan.batch_size}, {plan.precision}, "
         note += f"compile {plan.compile}, batch already on the device"
         return Stage("step", rates, note)

@@ -76,8 +76,8 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
     """
     # Compiling takes longer than the steps. `never`: a checkpoint in the run directory is ignored.
     mode = "off" if config.model.compile == "auto" else config.model.compile
-    model = replace(config.model, compile=mode)
-    config = replace(config, model=model, checkpoint=replace(config.checkpoint, resume="never"))
+    config = replace(config, model=replace(config.model, compile=mode))
+    config = replace(config, checkpoint=replace(config.checkpoint, resume="never"))
     losses: list[float] = []
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device, config.loader.timeout_seconds))
@@ -88,6 +88,7 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
         if plan.loader.workers:
             feed.train.loader.pool.activate(plan.loader.workers)  # they are not measured here
         step = stack.enter_context(train.build_step(replace(plan, curve=curve), state, world))
+        train.fit_memory(plan, state, world, step, feed.train.batches(0, 1))
         for batch in feed.train.batches(0, steps):
             loss = step(batch)["loss"].clone()  # the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from conf.schema import UserError
 from engine.distributed import World, average_gradients, join_world
 from engine.state import TrainState, params_sha256
+from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
+from engine.tune import memory
+from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
+from tests.engine.plans import plan
 from train import train_step
 
 
@@ -162,6 +167,38 @@ def check_accumulation(world: World) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def check_memory(world: World) -> None:
+    """Rank 1 has memory for 3 of the 8 images of each rank. Rank 0, which has more, follows."""
+    images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
+    batch = batch_of(image=images, label=labels)
+    found = []
+    for tries in (True, False):
+        state = classifier()
+        network = world.wrap(state.model, images[:1])
+
+        def loss(network: nn.Module, batch: Batch, tries: bool = tries) -> tuple[Tensor, Values]:
+            if tries and world.rank == 1 and len(batch.samples) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return toy_loss(network, batch)
+
+        take = partial(train_step, state, network, loss, lr=0.5)
+        graph = StepGraph(take, before=lambda step: None, network=network, disabled_reason="CPU")
+        if tries:
+            before = params_sha256(state.model)
+            given = plan(batch=16, world_size=2)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(memory, "TRIED_ON", ("cpu",))
+                fitted = memory.fit_memory(given, state, world, graph, [batch])
+            assert (fitted.micro_batches, fitted.fitted_batch) == (4, 2)
+            assert params_sha256(state.model) == before and not state.optimizer.state
+        else:
+            graph.step = partial(take, accumulate=4)
+        for _ in range(3):
+            graph(batch)
+        found.append(params_sha256(state.model))
+    assert {*world.all_gather(found[0])} == {found[1]}
+
+
 def check_divergence(world: World) -> None:
     """Rank 1 has a NaN in an image of the second of three steps."""
     state = classifier()
@@ -231,6 +268,7 @@ def main() -> None:
         for each in (world, replace(world, local_size=1)):  # as if each ran on a node of its own
             check_gradients(each)
             check_accumulation(each)
+            check_memory(each)
         check_layers_left_out(world)
         check_divergence(world)
         check_stops(world)
