@@ -25,7 +25,6 @@ from pipeline.ring import (
     Loader,
     LoaderError,
     Pool,
-    Reply,
     Ring,
     Task,
     Worker,
@@ -508,7 +507,7 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
     assert not any(is_running(pid) for pid in pids)
 
 
-# A pool that grows and shrinks, and the times that its replies report.
+# A pool that grows and shrinks.
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -532,17 +531,3 @@ def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
         seen = pool.pids
         assert len(seen) == 4 and all(map(is_running, seen))
     assert not any(map(is_running, seen))
-
-
-def test_few_slow_samples_are_named(image_root: Path) -> None:
-    """Many are slow because the storage is."""
-    dataset = crops(image_root / "train")
-    with open_loader(dataset, workers=0) as loader:
-        recent = loader.ring.recent
-        assert loader.ring.slow_samples() == (0.0, [])
-        for slowest in ((3.0, 5), (0.1, 6), (4.0, 5), (5.0, 7)):
-            recent.append(Reply(rows=8, seconds=6.0, slowest=slowest))
-        share, names = loader.ring.slow_samples()
-        assert share == pytest.approx(0.5) and names == [dataset.name(5), dataset.name(7)]
-        recent.extend(Reply(seconds=6.0, slowest=(3.0, index)) for index in (8, 9))
-        assert loader.ring.slow_samples() == (0.0, [])

@@ -28,11 +28,16 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     patch(tune, "LATE_SECONDS", math.inf)
 
 
-def choose(patch: Patch, mode: str) -> None:
-    """Try all modes, even if the CPU decoder is enough, and find this one to be the fastest."""
+def compare_always(patch: Patch) -> None:
+    """Try all modes once, even if the CPU decoder is enough."""
     once = lambda tuner, mode, device: None if mode in tuner.trials else (1, 2)  # noqa: E731
     patch(tune, "is_enough", lambda trials: False)
     patch(tune.Tuner, "next_trial", once)
+
+
+def choose(patch: Patch, mode: str) -> None:
+    """Find this mode to be the fastest."""
+    compare_always(patch)
     patch(tune, "best_setting", lambda trials: (mode, min(trials[mode])))
 
 
