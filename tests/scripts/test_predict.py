@@ -151,6 +151,9 @@ def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predi
     assert "cannot identify image file" in reasons["text.png"]
     assert [bool(result.values) for result in found] == [not result.reason for result in found]
     assert list(reasons.values()).count("") == 3
+    good = damaged / "line\nbreak.jpg"
+    _, behind = results(predictor, damaged / "text.png", good)
+    assert [behind] == results(predictor, good)
 
 
 def test_output_that_is_not_a_number(predictor: Predictor, image_root: Path) -> None:
