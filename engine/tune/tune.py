@@ -102,12 +102,13 @@ def tune(
             with untouched(state):
                 found = tuner.measure()
         except StoppedError:
+            feed.set_mode(loader.modes[0])
             lines = ["not measured: interrupted by a signal"]
         else:
             lines = [*found["lines"], f"measured in {time.perf_counter() - began:.0f} s"]
             tracker.record("autotune.json", {**found, "machine": machine})
         step.reset()
-    if found:
+    if loader.measured:
         run.set_pixels(feed.mode)
         tracker.text("autotune", "\n".join(lines))
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
@@ -187,11 +188,10 @@ class Tuner:
 
         Modes come in the order in which they are likely to be enough; the first that is ends it.
         """
-        modes = list(self.plan.loader.modes)
-        start = modes[0]
-        if self.most_workers(start) * self.probe.per_worker < self.demand:
-            modes.sort(key=lambda mode: mode == "cpu")
-        for mode in modes:
+        start = self.plan.loader.modes[0]
+        lacks = self.most_workers(start) * self.probe.per_worker < self.demand
+        modes = sorted(self.plan.loader.modes, key=lambda mode: lacks and mode == "cpu")
+        for mode in self.world.broadcast(lambda: modes):  # ranks may have different machines
             if mode != start and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue
