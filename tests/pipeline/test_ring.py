@@ -125,7 +125,11 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [(0, "fork"), (3, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
+    [
+        *((workers, "fork") for workers in (0, 1, 2, 4)),
+        (3, "forkserver"),
+        pytest.param(2, "spawn", marks=pytest.mark.slow),
+    ],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
