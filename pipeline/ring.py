@@ -197,15 +197,18 @@ def _write_sample(
     """Make a sample and write its fields into a row of a batch."""
     sample = ring.dataset.load(epoch, index)
     for name, rows in batch.items():
-        partly = ring.stated[name].partial
-        if name not in sample and partly:
-            continue
         if name not in sample:
+            if ring.stated[name].partial:
+                continue
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
         value, shape = np.asarray(sample[name]), rows.shape[1:]
-        place: Any = (row, *map(slice, value.shape[:1])) if partly else row
+        place: Any = row
+        fits = value.shape == shape
+        if not fits and ring.stated[name].partial and value.ndim:  # perhaps it has fewer rows
+            place = row, slice(len(value))
+            fits = value.shape == rows[place].shape
         is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
-        if value.shape != rows[place].shape or is_cut:
+        if not fits or is_cut:
             raise ValueError(
                 f"the field {name} is {value.dtype} {value.shape}, and the dataset states "
                 f"{rows.dtype} {shape} in `fields`"

@@ -9,7 +9,6 @@ import logging
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -68,7 +67,8 @@ class DrawnOperations(DatasetWrapper):
     def sketch(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
         picture = self.transform(self.dataset.open(index), rng)
         drawn = self.last.sample(picture.size, rng)
-        picture = replace(picture, moved=True)  # no mask can follow
+        # No mask can follow.
+        picture = Picture(picture.source, picture.geometry, picture.origin, moved=True)
         return picture, {OPERATIONS: as_rows(drawn), **self.dataset.targets(index, picture)}
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
