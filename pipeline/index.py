@@ -205,7 +205,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             _write_cache(cache, scan)
     sources: tuple[Folder | Container, ...]
     if "places" in scan:
-        machine.spare_files()  # raises the limit: each worker keeps all shards open
+        machine.raise_file_limit()  # each worker keeps all shards open
         places = zip(scan["sources"].tolist(), scan["stamps"].tolist(), strict=True)
         sources = tuple(Container(os.fsdecode(path), tuple(stamp)) for path, stamp in places)
     else:

@@ -15,7 +15,6 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 MEMORY, CPUS = Path("/proc/meminfo"), Path("/sys/devices/system/cpu")
 # setrlimit(2) of macOS: the hard limit may be infinite, but the soft limit is at most OPEN_MAX.
 OPEN_MAX = 10240
-OPENED = 100  # files that this process has probably opened, for a system without /proc
 
 
 def cores() -> int:
@@ -65,16 +64,14 @@ def free_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def spare_files() -> int:
-    """Files that this process can still open. Raises the soft limit as far as the system allows."""
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for limit in (hard, OPEN_MAX):
         if soft < limit:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-                break
-    opened = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(OPENED)
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(opened)
+                return
 
 
 def reached_limit(error: BaseException) -> str | None:
