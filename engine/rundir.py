@@ -131,7 +131,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
         if self.is_first_start:
-            state.totals.clear()
             state.origin = str(resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {resumed}")
         state.history += [f"accepted at step {state.step:,}: {line}" for line in accepted.values()]
