@@ -208,7 +208,7 @@ def make_plan(
     )
     flops: int = model["flops"]
     compile_mode, compile_reason = resolve_compile(
-        config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
+        config, world.device, resumed, stop_step=stop_step
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     given = config.train.micro_batch
