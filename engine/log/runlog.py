@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from engine.scores import add_values
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
+from engine.tune.verdict import Period, Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.feed import Feed
@@ -76,10 +77,10 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     plan: Plan
     run: RunDirectory
-    state: TrainState  # read for the reports
+    state: TrainState
     feed: Feed
     tracker: Tracker
-    verdict: Any  # judges the speed, see engine/tune/verdict.py; None without that part
+    verdict: Verdict  # judges the speed
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
-        with self.pause("training"):
+        with self.pause("verdict"):
             lines = self._verdict("epoch")
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
@@ -221,7 +222,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if not preview:
             starting = skip >= interval.steps
             self.speed.add(interval, shares, plan, starting=starting)
-            if self.verdict is not None and not starting:
+            if not starting:
                 self.verdict.add(shares)
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
@@ -239,11 +240,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.tracker.row(row)
         self.observers.tell(lambda observer: observer.logged(row))
 
-    def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
+    def _verdict(self, period: Period) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""
-        if self.verdict is None:
-            return []
-        return list(self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period)))
+        return self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period))
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
