@@ -50,8 +50,8 @@ TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 SWITCH_SECONDS = 1e-4
 
 
-def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
-    """Return the images/s of training at the peak rate of all GPUs, or None if it is not known.
+def peak_rate(device: str, *, precision: str, flops_per_image: int) -> float | None:
+    """Return the images/s of training at the peak rate of a GPU, or None if it is not known.
 
     `device` is the name of the GPU. A step takes three times the operations of a forward pass: the
     backward pass takes two.
@@ -59,7 +59,7 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     if peak is None or dtype_of(precision) == torch.float32:
         return None
-    return peak * ranks / (3 * flops_per_image)
+    return peak / (3 * flops_per_image)
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:
@@ -128,7 +128,7 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 
 
 def resolve_compile(
-    config: Config, device: torch.device, resumed: tuple[int, Mapping[str, Any]], *, stop_step: int
+    config: Config, device: torch.device, resumed: tuple[int, Mapping[str, Any]], stop_step: int
 ) -> tuple[str, str]:
     """Resolve model.compile=auto; return the mode and why it was chosen.
 

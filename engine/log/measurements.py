@@ -95,14 +95,9 @@ def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
     }
     if plan.world_size == 1:
         del row["ranks_wait_fraction"]
-    peak = peak_rate(
-        plan.device,
-        precision=plan.precision,
-        flops_per_image=plan.flops,
-        ranks=plan.world_size,
-    )
+    peak = peak_rate(plan.device, precision=plan.precision, flops_per_image=plan.flops)
     if peak:
-        row["mfu"] = rate / peak
+        row["mfu"] = rate / (peak * plan.world_size)
     return row
 
 

@@ -242,7 +242,7 @@ def test_a_small_network_for_few_images_on_a_cpu(
 )
 def test_compile_mode_on_a_gpu(first_step: int, stop_step: int, found: tuple[str, str]) -> None:
     """The steps count that remain in this start."""
-    assert resolve_compile(config(), CUDA, (first_step, {}), stop_step=stop_step) == found
+    assert resolve_compile(config(), CUDA, (first_step, {}), stop_step) == found
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_compile_mode_of_a_resumed_run(
     given = dataclasses.replace(
         config(), model=Model(compile=choice), train=Train(deterministic=deterministic)
     )
-    assert found == resolve_compile(given, device, (7, stored), stop_step=1_000_000)
+    assert found == resolve_compile(given, device, (7, stored), 1_000_000)
 
 
 @pytest.mark.parametrize(
