@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from conf.schema import Config, UserError
-from engine.distributed import World
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,15 +30,9 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-# For model.compile=auto. Measured on one H200 with bf16, channels_last and batch 256: without
-# compilation, ResNet-50 reaches 4,820 images/s, ResNet-18 13,510 and ViT-S/16 5,020.
-EAGER_SHARE = 0.12  # of the GPU's peak; measured: 0.12, 0.15 and 0.14
-EAGER_STEP = 2e-3  # seconds that a step takes at least, to launch its hundreds of kernels (assumed)
-SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
-# Share of the time without compilation that each mode saves, for ResNet-50 on one H200.
-DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
-# Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
-DEFAULT_COSTS, TUNED_COSTS = 60, 165
+# model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
+# at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
+MANY_STEPS = 2_000
 
 # model.compile=recompute computes activations again in the backward pass instead of keeping them:
 # the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
@@ -57,8 +50,8 @@ TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 SWITCH_SECONDS = 1e-4
 
 
-def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
-    """Return the images/s of training at the peak rate of all GPUs, or None if it is not known.
+def peak_rate(device: str, *, precision: str, flops_per_image: int) -> float | None:
+    """Return the images/s of training at the peak rate of a GPU, or None if it is not known.
 
     `device` is the name of the GPU. A step takes three times the operations of a forward pass: the
     backward pass takes two.
@@ -66,7 +59,7 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     if peak is None or dtype_of(precision) == torch.float32:
         return None
-    return peak * ranks / (3 * flops_per_image)
+    return peak / (3 * flops_per_image)
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:
@@ -135,13 +128,7 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 
 
 def resolve_compile(
-    config: Config,
-    world: World,
-    resumed: tuple[int, Mapping[str, Any]],
-    *,
-    stop_step: int,
-    precision: str,
-    flops_per_image: int,
+    config: Config, device: torch.device, resumed: tuple[int, Mapping[str, Any]], stop_step: int
 ) -> tuple[str, str]:
     """Resolve model.compile=auto; return the mode and why it was chosen.
 
@@ -150,43 +137,16 @@ def resolve_compile(
     and identity of the checkpoint to resume. The identity names the mode if the checkpoint was
     written with train.deterministic=true.
     """
-    choice, repeatable = config.model.compile, config.train.deterministic
     first_step, stored = resumed
-    if choice != "auto":
-        return choice, ""
-    if repeatable and "model.compile" in stored:
+    if config.model.compile != "auto":
+        return config.model.compile, ""
+    if config.train.deterministic and "model.compile" in stored:
         return stored["model.compile"], "as in the checkpoint"
-    if world.device.type != "cuda":
+    if device.type != "cuda":
         return "off", ""
-    gpu = torch.cuda.get_device_name(world.device)
-    peak = peak_rate(gpu, precision=precision, flops_per_image=flops_per_image, ranks=1)
-    rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
-    steps = max(0, stop_step - first_step)
-    images = steps * config.loader.batch_size // world.size
-    seconds = max(images / rate, steps * EAGER_STEP)
-    mode = choose_compile(seconds, known=peak is not None, repeatable=repeatable)
-    about = "about" if peak else "at most"
-    return mode, f"without it, the steps take {about} {seconds / 60:,.1f} min"
-
-
-def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> str:
-    """Choose the mode of torch.compile on a GPU by the time that it saves.
-
-    `default` must save more time than the compilation takes. `tuned` must save twice what it costs,
-    because the saving may be overestimated: if a run waits for its images, a faster step saves
-    nothing.
-
-    Args:
-        seconds: time of the steps without compilation.
-        known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
-        repeatable: exclude `tuned`, which selects kernels by their measured time: two starts may
-            round differently.
-    """
-    if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
-        return "off"
-    if not known or repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
-        return "default"
-    return "tuned"
+    if stop_step - first_step > MANY_STEPS:
+        return "default", f"more than {MANY_STEPS:,} steps left"
+    return "off", f"at most {MANY_STEPS:,} steps left"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:

@@ -207,9 +207,7 @@ def make_plan(
         stored_mode=resumed[1].get("pixels", "cpu") if resumed[1] else None,
     )
     flops: int = model["flops"]
-    compile_mode, compile_reason = resolve_compile(
-        config, world, resumed, stop_step=stop_step, precision=precision, flops_per_image=flops
-    )
+    compile_mode, compile_reason = resolve_compile(config, world.device, resumed, stop_step)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     given = config.train.micro_batch
     fitted = resumed[1].get("fitted_batch") if given is None else None

@@ -131,7 +131,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
         if self.is_first_start:
-            state.totals.clear()
             state.origin = str(resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {resumed}")
         state.history += [f"accepted at step {state.step:,}: {line}" for line in accepted.values()]
@@ -152,8 +151,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread, which calls `flush` first. Collective.
 
-        Also stores the kernels that were compiled since the previous one. Raises TrainingError or
-        CheckpointError if the previous one had weights that are not finite or was not written.
+        Raises TrainingError or CheckpointError if the previous one had weights that are not finite
+        or was not written.
         """
         self.world.broadcast_buffers(state.model)
         content = {"step": state.step, "state": state.state_dict(), **self._content}

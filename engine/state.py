@@ -93,8 +93,6 @@ class TrainState:
     # The best validation row so far, by train.best_by
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # the newest validation row
-    # Seconds of all starts so far, by kind; see engine.log.measurements
-    totals: dict[str, float] = field(default_factory=dict)
     origin: str | None = None  # the checkpoint of another run from which this run started
     # Differences from a run with this config: the checkpoint it started from, and the changes
     # accepted at a step
@@ -121,7 +119,6 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "last": self.last,
-            "spent": self.totals,
             "origin": self.origin,
             "history": self.history,
         }
@@ -146,7 +143,6 @@ class TrainState:
         self.step = stored["step"]
         self.best = stored["best"]
         self.last = stored["last"]
-        self.totals.update(stored["spent"])
         self.origin = stored["origin"]
         self.history = list(stored["history"])
 

@@ -34,16 +34,15 @@ class Profiler(Observer):
     def begin_step(self, step: int) -> None:
         if self._profile is not None or not self.first <= step <= self.last:
             return
-        with self.log.times.lost("observers"):
-            self.first = step
-            self._synchronize()
-            self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
-            self._profile.start()
+        self.first = step
+        self._synchronize()
+        self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
+        self._profile.start()
         self.log.feed.train.clock.skip()
 
     def end_step(self, step: int) -> None:
         if self._profile is not None and step > self.last:
-            with self.log.feed.train.pause(), self.log.times.lost("observers"):
+            with self.log.feed.train.pause():
                 self._write()
 
     def close(self) -> None:

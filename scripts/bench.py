@@ -154,8 +154,7 @@ def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
 def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
     """Plan the training, with as many workers as the cores allow: nothing is measured here.
 
-    On a GPU, model.compile=auto is `default`, whatever the length of the run: `tuned` takes minutes
-    to compile.
+    On a GPU, model.compile=auto is `default`, whatever the length of the run.
     """
     if config.model.compile == "auto" and world.device.type == "cuda":
         config = replace(config, model=replace(config.model, compile="default"))

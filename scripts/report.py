@@ -262,23 +262,15 @@ def class_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def time_breakdown(run: Run) -> list[tuple[str, float]]:
-    """Return the parts of the run's time and their shares, which add up to 1.
-
-    The training steps have what the pauses (validation, checkpoints, start) of the summary leave.
-    """
-    lost = run.summary.get("seconds_lost")
-    pauses = lost if isinstance(lost, dict) else {"validation": sum(run.values("seconds", "val"))}
-    pauses = {str(name): max(0.0, number_in(seconds, 0)) for name, seconds in pauses.items()}
-    total = number_in(run.summary.get("total_seconds"), 0)
-    trained = total - sum(pauses.values())
-    if trained <= 0:
+    """Return the parts of the time of the training steps and their shares, which add up to 1."""
+    if not run.rows["train"]:
         return []
     parts = {
         key.removesuffix("_fraction"): max(0.0, fmean(run.values(key) or [0])) for key in PARTS
     }
     parts["compute"] += max(0.0, 1 - sum(parts.values()))  # of which rows without parts consist
-    steps = {name: trained * share / sum(parts.values()) for name, share in parts.items()}
-    return [(name, seconds / total) for name, seconds in (steps | pauses).items() if seconds > 0]
+    total = sum(parts.values())
+    return [(name, share / total) for name, share in parts.items() if share > 0]
 
 
 def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
@@ -451,8 +443,8 @@ def build(runs: Sequence[Run]) -> str:
 def reference(runs: Sequence[Run]) -> str:
     """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
 
-    It is the value that train.best_by names. Raises UserError: there are too few runs, they differ,
-    or one is not complete.
+    It is the value that train.best_by names; `time` is that of the last start. Raises UserError:
+    there are too few runs, they differ, or one is not complete.
     """
     if len(runs) < LEAST_RUNS:
         raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
@@ -471,7 +463,7 @@ def reference(runs: Sequence[Run]) -> str:
         name: [float(f"{value:{form}}") for value in values]
         for name, values in ((by, means), ("std", deviations))
     }
-    seconds = fmean(number_in(run.summary.get("total_seconds"), 0) for run in runs)
+    seconds = fmean(number_in(run.summary.get("seconds"), 0) for run in runs)
     expect = {
         **{name: values[-1] for name, values in curve.items()},
         "runs": len(runs),

@@ -43,11 +43,10 @@ def strictly_parsed(text: str) -> Any:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Return the state in a run's newest checkpoint, without durations."""
+    """Return the state in a run's newest checkpoint."""
     found = checkpoint.load_newest(folder / "checkpoints")
     assert found is not None
     state: dict[str, Any] = found[1]["state"]
-    del state["spent"]
     return state
 
 

@@ -129,10 +129,15 @@ def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
-    """It had a key that is gone, and null in place of an empty list."""
+    """It had a key and a part of the state that are gone, and null in place of an empty list."""
     assert program("train.max_steps=5", "optim=adamw")[0] == 0
     old = {"data.sizes": {}, "model.freeze": None, "optim.layer_decay": None}
-    stored_by_another(5, lambda read: read["identity"].update(old))
+
+    def change(read: dict[str, Any]) -> None:
+        read["identity"].update(old)
+        read["state"]["spent"] = {"training": 3.0}
+
+    stored_by_another(5, change)
     assert program("train.max_steps=6", "optim=adamw")[0] == 0
     stored_by_another(6, lambda read: read["identity"].update({"data.sizes": {0: 16}}))
     assert "data.sizes was {0: 16}, is unused" in program("train.max_steps=7", "optim=adamw")[2]

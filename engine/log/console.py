@@ -60,7 +60,7 @@ def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
-    """Return the results of a run, where its files are and where the time went, as lines.
+    """Return the results of a run and where its files are, as lines.
 
     `resumes`: the same command resumes an interrupted run.
     """
@@ -73,10 +73,7 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     # What an observer adds to the summary may have a line to print.
     added = [value for value in summary.values() if isinstance(value, dict)]
     lines += [value["line"] for value in added if "line" in value]
-    rate = f"{summary['images_per_second']:,.0f}"
-    overall = f"{summary['images_per_second_with_first_epoch']:,.0f}"
-    slower = "" if overall == rate else f"; {overall} with the first epoch"
-    lines += [f"speed     {rate} images/s{slower}", f"run       {folder}"]
+    lines += [f"speed     {summary['images_per_second']:,.0f} images/s", f"run       {folder}"]
     curves = folder / "tensorboard"
     if curves.is_dir():
         if folder.parent.name == "runs":  # then each run has its name, else only "."
@@ -90,12 +87,6 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     if summary["signal"] and resumes:
         step = summary["step"]
         lines.append(f"resume    run the same command again to resume at step {step:,}")
-    lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
-    starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
-    lines.append(
-        f"time      {100 * summary['effective_time']:.0f} % of "
-        f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}"
-    )
     return [*lines, *(f"verdict   {line}" for line in summary["verdict"])]
 
 

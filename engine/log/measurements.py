@@ -1,6 +1,5 @@
-"""What is measured in the steps of a run: the means of their values, their speed, lost time."""
+"""What is measured in the steps of a run: the means of their values, and their speed."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ TIME = {
     "step_ms": "step_ms",
     "step_worst_ms": "worst_ms",
 }
-LOST = ("validation", "checkpoint", "start", "observers")  # kinds of seconds that are not training
 
 
 @dataclass(frozen=True)
@@ -97,96 +95,33 @@ def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
     }
     if plan.world_size == 1:
         del row["ranks_wait_fraction"]
-    peak = peak_rate(
-        plan.device,
-        precision=plan.precision,
-        flops_per_image=plan.flops,
-        ranks=plan.world_size,
-    )
+    peak = peak_rate(plan.device, precision=plan.precision, flops_per_image=plan.flops)
     if peak:
-        row["mfu"] = rate / peak
+        row["mfu"] = rate / (peak * plan.world_size)
     return row
 
 
-class RunTimes:
-    """Seconds and numbers of images by kind, summed over all starts of a run.
+class Speed:
+    """Images/s of a start, without the first epoch, which reads cold files, and the first steps.
 
-    All time counts as `start`, with compilation, until the first step has ended, and as `training`
-    later, except in `lost`. The program began at `began`, as of time.monotonic(). The sums are
-    added to `totals`, those of `TrainState`, which each checkpoint stores.
+    If no other steps remain, those of the first epoch count; if these are none, the first steps.
     """
 
-    def __init__(self, totals: dict[str, float], *, began: float) -> None:
-        self._totals = totals
-        self._kind = "start"  # of the time outside of `lost`
-        self._counted = began  # until when the totals are complete
-        self._add("starts", 1)
+    def __init__(self) -> None:
+        self._kind = (True, True)  # of the intervals that count: first steps, first epoch
+        self._images, self._seconds = 0, 0.0
 
-    def end_step(self) -> None:
-        """Count the time until now: with the first step, it is the cost of a start."""
-        self._count(self._kind)
-        self._kind = "training"
-
-    @contextmanager
-    def lost(self, kind: str) -> Iterator[None]:
-        """Count the seconds of the `with` block as this kind."""
-        self._count(self._kind)  # the totals are now complete, for a checkpoint
-        try:
-            yield
-        finally:
-            self._count(kind)
-
-    def since(self) -> float:
-        """Return the seconds since the totals were complete: those of the current `lost` block."""
-        return time.monotonic() - self._counted
-
-    def add_interval(
-        self, interval: Interval, shares: Shares, plan: Plan, *, starting: bool
-    ) -> None:
-        """Add images and seconds of an interval; `starting`: of the first steps of a start only."""
+    def add(self, interval: Interval, shares: Shares, plan: Plan, *, starting: bool) -> None:
+        """Add an interval; `starting`: of the first steps of a start only."""
         before = interval.step - interval.steps
-        # In the first epoch, files are not in the page cache yet.
-        kind = "first epoch" if before * plan.batch_size < plan.train_images else "later"
-        if starting:
-            kind = "starting"
-        self._add(f"{kind} images", shares.steps * plan.batch_size)
-        self._add(f"{kind} seconds", shares.seconds)
+        kind = (starting, before * plan.batch_size < plan.train_images)
+        if kind != self._kind:
+            self._kind, self._images, self._seconds = kind, 0, 0.0
+        self._images += shares.steps * plan.batch_size
+        self._seconds += shares.seconds
 
-    def summary(self) -> dict[str, Any]:
-        """Return what summary.json says about speed and time.
-
-        `images_per_second` excludes the first epoch and the first steps of each start. If nothing
-        else is left, it includes them. `effective_time` is training's share of the time.
-        """
-        self._count(self._kind)
-        kinds = ("later", "first epoch", "starting")
-        seconds = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
-        lost = {kind: value for kind, value in seconds.items() if value or kind != "observers"}
-        training = self._totals.get("training", 0.0)
-        total = training + sum(lost.values())
-        return {
-            "images_per_second": next(filter(None, map(self._rate, kinds)), 0.0),
-            "images_per_second_with_first_epoch": self._rate(*kinds),
-            "total_seconds": total,
-            "seconds_lost": lost,
-            "starts": int(self._totals["starts"]),
-            "effective_time": training / max(total, 1e-9),
-        }
-
-    def _count(self, kind: str) -> None:
-        """Add the time that is not in the totals yet."""
-        now = time.monotonic()
-        self._add(kind, now - self._counted)
-        self._counted = now
-
-    def _add(self, kind: str, amount: float) -> None:
-        self._totals[kind] = self._totals.get(kind, 0.0) + amount
-
-    def _rate(self, *kinds: str) -> float:
-        """Return images/s of some kinds of intervals."""
-        images = sum(self._totals.get(f"{kind} images", 0.0) for kind in kinds)
-        seconds = sum(self._totals.get(f"{kind} seconds", 0.0) for kind in kinds)
-        return images / seconds if seconds else 0.0
+    def images_per_second(self) -> float:
+        return self._images / self._seconds if self._seconds else 0.0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, observers.
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, speed, observers.
 
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.console import header, outcome, print_lines, train_line, val_line
-from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
+from engine.log.measurements import Interval, Meter, Speed, step_points, train_row
 from engine.log.observer import Observers, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -30,6 +30,7 @@ from engine.scores import add_values
 from engine.state import TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
+from engine.tune.verdict import Period, Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.feed import Feed
@@ -76,16 +77,17 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     plan: Plan
     run: RunDirectory
-    state: TrainState  # read for the reports; only `totals`, the seconds by kind, are modified
+    state: TrainState
     feed: Feed
     tracker: Tracker
-    verdict: Any  # judges the speed, see engine/tune/verdict.py; None without that part
+    verdict: Verdict  # judges the speed
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
         self.world = self.run.world
         self.meter = Meter(self.world)
-        self.times = RunTimes(self.state.totals, began=self.started)
+        self.speed = Speed()
+        self._pause_began = self.started  # time.monotonic() of the newest `pause`
         self.monitor = GpuMonitor(self.world.device)
         self._first_step = self._last_step = self.state.step
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
@@ -137,12 +139,11 @@ class RunLog(AbstractContextManager["RunLog"]):
             self.meter.send(step)
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
-        self.times.end_step()
         self.observers.tell(lambda observer: observer.end_step(step))
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch."""
-        with self.pause("training"):
+        with self.pause("verdict"):
             lines = self._verdict("epoch")
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
@@ -151,16 +152,17 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     @contextmanager
     def pause(self, kind: str, *, last: bool = False) -> Iterator[None]:
-        """Count the block as seconds lost of a kind, but not in images/s nor in the time of a step.
+        """Leave the block out of images/s and of the time of a step.
 
-        Waits for the current step. "training" counts as no loss. With `last`, no step follows:
-        the steps since the last log row get a row, too.
+        Waits for the current step. `kind` names the block in the message of a rank that waits too
+        long. With `last`, no step follows: the steps since the last log row get a row, too.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
         self.state.divergence.send(self.state.step)
         self._report(last=last)
-        with self.feed.train.pause(), self.times.lost(kind):
+        self._pause_began = time.monotonic()
+        with self.feed.train.pause():
             yield
 
     def validated(
@@ -170,8 +172,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
         `rows`: of all samples, on rank 0.
         """
-        about = {"split": "val", "images": self.plan.val_images, "seconds": self.times.since()}
-        row = row | about
+        seconds = time.monotonic() - self._pause_began
+        row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
         if not self.world.is_main:
             return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
@@ -219,8 +221,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         row = train_row(interval, shares, plan)
         if not preview:
             starting = skip >= interval.steps
-            self.times.add_interval(interval, shares, plan, starting=starting)
-            if self.verdict is not None and not starting:
+            self.speed.add(interval, shares, plan, starting=starting)
+            if not starting:
                 self.verdict.add(shares)
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
             if plan.config.data.on_error == "skip":
@@ -238,11 +240,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.tracker.row(row)
         self.observers.tell(lambda observer: observer.logged(row))
 
-    def _verdict(self, period: Literal["epoch", "run"]) -> list[str]:
+    def _verdict(self, period: Period) -> list[str]:
         """Return what limits the speed, in an epoch or in this start. Collective."""
-        if self.verdict is None:
-            return []
-        return list(self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period)))
+        return self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period))
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -253,15 +253,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         state, plan, run = self.state, self.plan, self.run
         with stop.saving(run.path, state_bytes(state)):
             self._report(last=True)
-            with self.times.lost("checkpoint"):
-                run.wait()
+            run.wait()
             stop.poll()
             summary = {
                 "status": "interrupted" if stop else "finished",
                 "signal": stop.number,  # the exit status follows from it
                 **results(state, plan),
                 "seconds": time.monotonic() - self.started,
-                **self.times.summary(),
+                "images_per_second": self.speed.images_per_second(),
                 "workers": self.feed.train.loader.pool.active,
                 "verdict": self._verdict("run"),
                 "unreadable_images": self._unreadable(),

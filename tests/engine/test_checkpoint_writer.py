@@ -33,7 +33,7 @@ def content_of(step: int, device: str = "cpu", size: int = 1000) -> dict[str, An
     """A checkpoint whose content depends on the step."""
     weights = {"weights": torch.full((size,), float(step), device=device)}
     moments = {0: {"momentum": torch.full((3, 4), float(step), device=device), "lr": [0.5, step]}}
-    state = {"model": weights, "optimizer": moments, "spent": {"seconds": step}}
+    state = {"model": weights, "optimizer": moments, "best": {"step": step}}
     return {"step": step, "state": state, "identity": {}, "config": {}, "plan": {}}
 
 
@@ -42,7 +42,7 @@ def overwrite(content: dict[str, Any]) -> None:
     content["state"]["model"]["weights"].fill_(-1)
     content["state"]["optimizer"][0]["momentum"].fill_(-1)
     content["state"]["optimizer"][0]["lr"].append("more")
-    content["state"]["spent"]["seconds"] = -1
+    content["state"]["best"]["step"] = -1
 
 
 @pytest.mark.parametrize("device", DEVICES)

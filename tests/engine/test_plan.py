@@ -13,7 +13,6 @@ import models
 from conf import cli
 from conf.schema import Data, Model, Train, UserError
 from engine.compute import (
-    choose_compile,
     choose_precision,
     count_flops,
     precision_note,
@@ -232,55 +231,18 @@ def test_a_small_network_for_few_images_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "known", "repeatable", "mode"),
+    ("first_step", "stop_step", "found"),
     [
-        (171, True, False, "off"),
-        (172, True, False, "default"),
-        (8_200, True, False, "default"),
-        (8_300, True, False, "tuned"),
-        (8_300, True, True, "default"),
-        (8_300, False, False, "default"),
+        (0, 2_000, ("off", "at most 2,000 steps left")),
+        (0, 2_001, ("default", "more than 2,000 steps left")),
+        (3_000, 5_000, ("off", "at most 2,000 steps left")),
+        (3_000, 5_001, ("default", "more than 2,000 steps left")),
+        (5_000, 5_000, ("off", "at most 2,000 steps left")),  # the run is finished
     ],
 )
-def test_choice_of_the_compile_mode(
-    seconds: float, known: bool, repeatable: bool, mode: str
-) -> None:
-    assert choose_compile(seconds, known=known, repeatable=repeatable) == mode
-
-
-@pytest.mark.parametrize(
-    ("gpu", "flops", "steps", "batch", "ranks", "mode"),
-    [
-        ("NVIDIA H200", 8.18e9, 90 * 5_005, 256, 1, "tuned"),  # 4.4 hours
-        ("NVIDIA H200", 8.18e9, 90 * 5_005, 256, 8, "default"),  # 33 minutes
-        ("NVIDIA H200", 8.18e9, 500, 256, 1, "off"),
-        ("NVIDIA H200", 8.18e9, 0, 256, 1, "off"),  # the run is finished
-        ("NVIDIA H200", 0.01e9, 100_000, 32, 1, "default"),  # launching the kernels takes 8 minutes
-        ("NVIDIA A10", 8.18e9, 500, 256, 1, "default"),
-        ("Tesla T4", 8.18e9, 500, 256, 1, "default"),
-        ("Tesla T4", 8.18e9, 20, 256, 1, "off"),
-    ],
-)
-def test_compile_mode_of_a_job(
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: str,
-    flops: float,
-    steps: int,
-    batch: int,
-    ranks: int,
-    mode: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    found, reason = resolve_compile(
-        config(batch),
-        World(0, ranks, 0, ranks, CUDA),
-        (0, {}),
-        stop_step=steps,
-        precision="bf16",
-        flops_per_image=int(flops),
-    )
-    about = "at most" if gpu == "Tesla T4" else "about"
-    assert found == mode and reason.startswith(f"without it, the steps take {about} ")
+def test_compile_mode_on_a_gpu(first_step: int, stop_step: int, found: tuple[str, str]) -> None:
+    """The steps count that remain in this start."""
+    assert resolve_compile(config(), CUDA, (first_step, {}), stop_step) == found
 
 
 @pytest.mark.parametrize(
@@ -306,10 +268,7 @@ def test_compile_mode_of_a_resumed_run(
     given = dataclasses.replace(
         config(), model=Model(compile=choice), train=Train(deterministic=deterministic)
     )
-    world = World(0, 1, 0, 1, device)
-    assert found == resolve_compile(
-        given, world, (7, stored), stop_step=1_000_000, precision="fp32", flops_per_image=10**9
-    )
+    assert found == resolve_compile(given, device, (7, stored), 1_000_000)
 
 
 @pytest.mark.parametrize(

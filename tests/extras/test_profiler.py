@@ -13,7 +13,6 @@ import torch
 
 import train
 from conf.schema import UserError
-from engine.log.measurements import RunTimes
 from engine.log.tracker import Tracker
 from extras.profiler import Profiler
 from tests import small_run
@@ -33,7 +32,7 @@ def profile(folder: Path, first: int, last: int) -> None:
     clock = SimpleNamespace(skip=lambda: None)
     with Tracker(folder, plan.config) as tracker:
         log: Any = SimpleNamespace(plan=plan, run=SimpleNamespace(path=folder), tracker=tracker)
-        log.times, log.world = RunTimes({}, began=0.0), plans.ALONE
+        log.world = plans.ALONE
         log.feed = SimpleNamespace(train=SimpleNamespace(clock=clock, pause=nullcontext))
         profiler = Profiler(log, first=first, last=last)
         for step in range(plan.stop_step):
@@ -99,7 +98,6 @@ def test_run_with_a_profile(
     assert plain["params_sha256"] == profiled["params_sha256"]
     trace = gzip.decompress((tmp_path / "run" / "profile" / "steps-3-4.json.gz").read_bytes())
     assert validated and b"convolution_backward" in trace and b"a validation" not in trace
-    assert profiled["seconds_lost"]["observers"] > 1000
     check_not_trained(tmp_path / "run")
 
 

@@ -108,7 +108,7 @@ CONTENTS: dict[str, Make] = {
     "state is a list": put("state", [1]),
     **{
         f"no {name} in the state": put("state", name, "drop")
-        for name in ("model", "ema", "ema_steps", "optimizer", "best", "last", "spent", "history")
+        for name in ("model", "ema", "ema_steps", "optimizer", "best", "last", "origin", "history")
     },
     "no weights": put("state", "model", {}),
     "no averaged weights": put("state", "ema", {}),
@@ -118,7 +118,7 @@ CONTENTS: dict[str, Make] = {
     "layer of another shape": put("state", "model", "conv1.weight", torch.zeros(3)),
     "updates of the average": put("state", "ema_steps", torch.zeros(3)),
     "optimizer without groups": put(*GROUPS, []),
-    "seconds as a list": put("state", "spent", [1]),
+    "history as a number": put("state", "history", 3),
     "optimizer with a short group": put(*GROUPS, 0, "params", lambda numbers: numbers[1:]),
 }
 

@@ -302,7 +302,7 @@ def test_ways_to_die(
 SECTIONS = {
     "start": r"waits for it in start;",
     "measurement": r"waits for it in measurement;",
-    "training": r"waits for it in (step \d+|training);",  # on GPUs, at the end of an epoch
+    "training": r"waits for it in (step \d+|verdict);",  # on GPUs, at the end of an epoch
     "validation": r"waits for it in validation;",
     "save": r"waits for it in (step \d+|checkpoint);",
 }

@@ -68,8 +68,8 @@ def whole(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without durations, and without validations: a stopped run does one more."""
-    return {k: v for k, v in state.items() if k not in ("spent", "best", "last")}
+    """Return a state without validations: a stopped run does one more."""
+    return {k: v for k, v in state.items() if k not in ("best", "last")}
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -1,4 +1,4 @@
-"""Values of the steps read one step late, the points within a step, and where the time goes."""
+"""Values of the steps read one step late, the points within a step, and the speed."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.log.measurements import Interval, Meter, RunTimes, step_points, train_row
+from engine.log.measurements import Interval, Meter, Speed, step_points, train_row
 from engine.state import TrainState
 from pipeline.clock import StepClock
-from tests.conftest import Clock
 from tests.engine.plans import ALONE
 from tests.timings import WAITED
 
@@ -104,46 +103,21 @@ def test_row_of_an_interval() -> None:
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)
 
 
-def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
-    """A validation or an observer before the first step counts once."""
-    totals: dict[str, float] = {}
-    for _ in range(2):
-        times = RunTimes(totals, began=clock.now)
-        clock.now += 3.0
-        with times.lost("observers"):
-            clock.now += 1.0
-        clock.now += 2.0
-        times.end_step()
-        clock.now += 30.0
-        with times.lost("validation"):
-            clock.now += 10.0
-        with times.lost("checkpoint"):
-            clock.now += 2.0
-        clock.now += 8.0
-        summary = times.summary()
-    lost = {"validation": 20.0, "checkpoint": 4.0, "start": 10.0, "observers": 2.0}
-    assert summary["seconds_lost"] == lost
-    assert summary["effective_time"] == pytest.approx(76 / 112)
-    assert (summary["starts"], summary["total_seconds"]) == (2, 112)
-    times = RunTimes({}, began=clock.now)
-    assert times.summary()["seconds_lost"].keys() == {"validation", "checkpoint", "start"}
-
-
-def test_speed_with_and_without_the_first_epoch() -> None:
+def test_speed_without_the_first_epoch_and_the_first_steps() -> None:
     """The first epoch ends with step 3. The second start is at 4."""
-    totals: dict[str, float] = {}
-    times = RunTimes(totals, began=0.0)
 
-    def rates(step: int, seconds: float, starting: bool = False) -> tuple[float, float]:
-        timing = WAITED._replace(steps=1, seconds=seconds)
-        times.add_interval(Interval(step, 1, {}), timing, plan(), starting=starting)
-        summary = times.summary()
-        return summary["images_per_second"], summary["images_per_second_with_first_epoch"]
+    def rate(step: int, seconds: float, starting: bool = False) -> float:
+        shares = WAITED._replace(steps=1, seconds=seconds)
+        speed.add(Interval(step, 1, {}), shares, plan(), starting=starting)
+        return speed.images_per_second()
 
-    assert times.summary()["images_per_second"] == 0
-    assert rates(1, 8.0, starting=True) == (16 / 8, 16 / 8)  # compiles
-    assert rates(3, 4.0) == (16 / 4, 32 / 12)  # reads cold files
-    assert rates(4, 2.0) == (16 / 2, 48 / 14)
-    times = RunTimes(totals, began=0.0)
-    rates(5, 9.0, starting=True)
-    assert rates(6, 2.0) == (32 / 4, 80 / 25)
+    speed = Speed()
+    assert speed.images_per_second() == 0
+    assert rate(1, 8.0, starting=True) == 16 / 8  # compiles
+    assert rate(2, 3.0) == 16 / 3  # reads cold files
+    assert rate(3, 5.0) == 32 / 8
+    assert rate(4, 2.0) == 16 / 2
+    speed = Speed()
+    assert rate(5, 9.0, starting=True) == 16 / 9
+    assert rate(6, 2.0) == 16 / 2
+    assert rate(7, 6.0) == 32 / 8

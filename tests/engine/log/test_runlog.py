@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.log import runlog
+from engine.tune import verdict
 from tests.ranks import Ranks
 from tests.results import rows
 from tests.small_run import command, run
@@ -26,7 +27,7 @@ def test_a_run_with_one_log_row(
     run(image_root, tmp_path / "short", *ONE_ROW, "train.max_steps=1")
     shown = [line.split() for line in capfd.readouterr().out.splitlines() if "/2  " in line]
     assert len(shown) == 2 and "validation:" in shown[1], "the step has a log row, and no early one"
-    monkeypatch.setitem(pytest.importorskip("engine.tune.verdict").SHORT, "run", 0.0)
+    monkeypatch.setitem(verdict.SHORT, "run", 0.0)
     summary = run(image_root, tmp_path / "run", *ONE_ROW, "optim.lr=30")
     out = capfd.readouterr().out
     lines = [line.split() for line in out.splitlines()]
