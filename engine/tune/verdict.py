@@ -94,7 +94,9 @@ def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]
     decoding = found or (compiler if plan.loader.decoder == "pillow" else [])
-    faster = {"off": "default", "default": "tuned"}.get(plan.config.model.compile)
+    faster = {"default": "tuned", "off": "default"}.get(plan.compile)
+    if plan.config.model.compile == "auto" and plan.compile == "off":  # too few steps to compile
+        faster = None
     return {
         "storage": ["move the images to faster storage", *found, *smaller],
         "decode": [*decoding, *smaller, "use a machine with more CPU cores"],

@@ -246,6 +246,7 @@ AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
         ([], 1e4, "step", ["set model.compile=default"]),
         (["model.compile=default"], 1e4, "step", ["set model.compile=tuned"]),
         (["model.compile=tuned"], 1e4, "step", []),
+        (["model.compile=auto"], 1e4, "step", []),
     ],
 )
 def test_remedies_that_apply(
@@ -255,7 +256,8 @@ def test_remedies_that_apply(
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
     config = cli.load([*auto, *overrides])
     loader = SimpleNamespace(decoder="pillow")
-    plan: Any = SimpleNamespace(config=config, loader=loader, device_type="cuda")
+    mode = config.model.compile.replace("auto", "off")
+    plan: Any = SimpleNamespace(config=config, loader=loader, device_type="cuda", compile=mode)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_)
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
     found = remedies(plan, SimpleNamespace(train=train))[stage]  # type: ignore[arg-type]
