@@ -49,7 +49,7 @@ from conf import cli
 from conf.schema import Config, RunError, Schedule, UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
-from engine.log.measurements import Meter
+from engine.log.meter import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.batch import Batch

@@ -19,7 +19,7 @@ from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.console import header, outcome, print_lines, train_line, val_line
-from engine.log.measurements import Interval, Meter, Speed, step_points, train_row
+from engine.log.meter import Interval, Meter, Speed, step_points, train_row
 from engine.log.observer import Observers, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures

@@ -20,7 +20,7 @@ from conf.files import read_text
 from conf.schema import Config, UserError
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
-from engine.log.measurements import TIME
+from engine.log.meter import TIME
 from engine.scores import VALUES, BestBy, Value
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from conf import cli
 from conf.schema import Optim
 from engine import checkpoint
 from engine.distributed import join_world
-from engine.log.measurements import Meter
+from engine.log.meter import Meter
 from engine.optim import build_optimizer
 from engine.plan import make_plan
 from engine.state import (

@@ -10,7 +10,7 @@ import torch
 import train
 from conf import cli
 from engine.distributed import World, join_world
-from engine.log.measurements import step_points
+from engine.log.meter import step_points
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values

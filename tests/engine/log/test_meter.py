@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.log.measurements import Interval, Meter, Speed, step_points, train_row
+from engine.log.meter import Interval, Meter, Speed, step_points, train_row
 from engine.state import TrainState
 from pipeline.clock import StepClock
 from tests.engine.plans import ALONE
