@@ -50,7 +50,7 @@ from engine.tune.tune import tune
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import Feed
 from pipeline.machine import reached_limit
 from pipeline.ring import start_forkserver
 
@@ -74,8 +74,9 @@ def train(config: Config) -> dict[str, Any]:
         if run.finished is not None:
             return run.finished
 
-        feed = enter(open_feed(config, datasets, plan.loader, world))
+        feed = enter(plan.open_feed(datasets, world))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
+        tracker.print(feed.line())
         train_on_batch = enter(build_step(plan, state, world))
         stop = enter(StopSignal(world, run.failed, lambda: state.step != run.step_on_disk))
         world.set_section("measurement")

@@ -28,7 +28,6 @@ from conf.files import described
 from conf.launch import Launch, read_launch
 from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, show
 from engine.heartbeat import Heartbeat
-from pipeline.loader_plan import Place
 
 T = TypeVar("T")
 
@@ -50,10 +49,15 @@ class RankError(RunError):
     """Another rank has ended or does not answer."""
 
 
-@dataclass(frozen=True)
-class World(Place):
-    """The ranks of a run, from the place of this one."""
+@dataclass
+class World:
+    """The ranks of a run, as this one sees them."""
 
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # ranks on this node
+    device: torch.device
     heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     @property

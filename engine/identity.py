@@ -64,7 +64,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         "classes": plan.num_classes,
         "parameters": plan.parameters,
         "train.precision": plan.precision,
-        "pixels": plan.loader.modes[0],
+        "pixels": plan.modes[0],
         "fitted_batch": plan.fitted_batch,
     }
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, highest_share, state_bytes
 from pipeline.batch import IMAGE, Field
 from pipeline.build import Datasets
-from pipeline.loader_plan import LoaderPlan, plan_loader
+from pipeline.feed import Feed, choose_modes, open_feed
 
 # With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
 # GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
@@ -62,7 +63,7 @@ class Plan:
     schedule_steps: int  # the length of the learning-rate schedule
     stop_step: int  # where the run ends: `schedule_steps`, or train.max_steps if that is earlier
     curve: Curve
-    loader: LoaderPlan
+    modes: tuple[str, ...]  # of the training split, the first one to begin with
     # Name of the GPU and "cuda", or "cpu" and "cpu"
     device: str
     device_type: str
@@ -147,6 +148,11 @@ class Plan:
         """Return the context of every forward pass."""
         return autocast(self.device_type, self.precision)
 
+    def open_feed(self, datasets: Datasets, world: World) -> AbstractContextManager[Feed]:
+        """Open the feed of these batches; two bytes per value halve what the first layer reads."""
+        images: Any = {"dtype": dtype_of(self.precision), "channels_last": self.channels_last}
+        return open_feed(self.config, datasets, world, self.modes, **images)
+
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
         ranks, parts = self.world_size, self.micro_batches
@@ -178,7 +184,7 @@ class Plan:
         lines.append(
             f"device   {self.device}, {self.precision}{layout}, compile {self.compile}{reason}"
         )
-        return lines + self.loader.lines() + [f"note     {note}" for note in self.notes]
+        return lines + [f"note     {note}" for note in self.notes]
 
 
 def make_plan(
@@ -198,14 +204,7 @@ def make_plan(
     stop_step = min(steps, config.train.max_steps or steps)
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
-    loader = plan_loader(
-        config,
-        datasets,
-        world,
-        dtype=dtype_of(precision),  # two bytes halve what the first layer reads
-        channels_last=model["channels_last"],
-        stored_mode=resumed[1].get("pixels", "cpu") if resumed[1] else None,
-    )
+    stored_mode = resumed[1].get("pixels", "cpu") if resumed[1] else None
     flops: int = model["flops"]
     compile_mode, compile_reason = resolve_compile(config, world.device, resumed, stop_step)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
@@ -222,7 +221,7 @@ def make_plan(
         schedule_steps=steps,
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
-        loader=loader,
+        modes=choose_modes(config, datasets.train, stored_mode),
         device_type=world.device.type,
         precision=precision,
         compile=compile_mode,

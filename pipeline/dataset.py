@@ -89,7 +89,7 @@ class Dataset(ABC):
     # Ways to make a sample, the default first: values of loader.decoder beside the CPU decoders.
     # loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
-    no_modes = ""  # why there are no others, for the console
+    decoder = "none"  # that of the CPU, if there are files of images
     device_rate = math.inf  # images/s that `on_device` can make at most, as far as it is known
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:

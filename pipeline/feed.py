@@ -1,25 +1,41 @@
 """Batches on the device for training and validation: buffers, workers and prefetchers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from conf.schema import Config, UserError
-from pipeline import augment
+from pipeline import augment, decode, machine
 from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import Shares
-from pipeline.dataset import Dataset
-from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Place
+from pipeline.dataset import Dataset, FakeDataset
 from pipeline.prefetcher import Mixing, Prefetcher
-from pipeline.ring import Loader, Pool, Ring
+from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned
+
+FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
+# A worker decodes 15,500 files of this size in bytes per second, so that so many of them keep up
+# with ResNet-18 at 32 px on an H200 (62,000 images/s), and measuring takes longer than it can save.
+SMALL_FILE, ENOUGH_WORKERS = 4096, 4
+# loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
+PREFETCH_FACTOR = 3
+
+
+class Ranks(Protocol):
+    """What `engine.distributed.World` says about the ranks."""
+
+    rank: int
+    size: int
+    local_size: int  # ranks on this node
+    device: torch.device
 
 
 @dataclass
@@ -29,12 +45,22 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
-    plan: LoaderPlan
+    modes: Sequence[str]  # of the training split, to compare; the first one to begin with
+    cores: int  # number of workers for which this rank has cores
+    most: int  # largest number of workers, for which the buffers are allocated
+    measured: bool  # whether to measure how many workers are needed
     pinned: Pinned | None = None  # the page-locked buffers; None if they are ordinary memory
-    mode: str = "cpu"  # of the training samples, one of `plan.modes`
+    mode: str = "cpu"  # of the training samples, one of `modes`
+
+    def line(self) -> str:
+        """Return the active workers and the decoder, for the console."""
+        workers, decoder = self.train.loader.pool.active, self.train.loader.dataset.decoder
+        names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
+        why = f"cores for {self.cores}, {'to be' if self.measured else 'not'} measured"
+        return f"loader   workers={workers} ({why}) decoder={names}"
 
     def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
-        """Make the training samples of later iterations in one of `plan.modes`.
+        """Make the training samples of later iterations in one of `modes`.
 
         `demand`: images/s that this rank needs.
         """
@@ -48,7 +74,7 @@ class Feed:
         return found and found._replace(
             rate=found.steps * loader.batch_size / found.seconds,
             workers=loader.pool.active,
-            decoder=self.plan.decoder,
+            decoder=loader.dataset.decoder,
             mode=self.mode,
             **loader.ring.worker_ms(),
         )
@@ -68,38 +94,77 @@ class Feed:
         pool.activate(before)
 
 
+def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) -> tuple[str, ...]:
+    """Resolve loader.decoder to modes of a dataset, the first one to begin with.
+
+    `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
+    checkpoint. Raises UserError if there is no such decoder.
+    """
+    name, modes = config.loader.decoder, tuple(dataset.modes)
+    if name == "auto" and stored is None:
+        return modes
+    if (mode := stored if name == "auto" else name) in modes:
+        return (mode,)
+    if name in ("auto", *decode.DECODERS):  # the identity check refuses a stored mode that is gone
+        return modes[:1]
+    choice = ", ".join(("auto", *decode.DECODERS, *modes[1:]))
+    raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+
+
+def is_measured(config: Config, dataset: Dataset, device: torch.device, cores: int) -> bool:
+    """Whether loader.workers=auto is measured; otherwise it takes all workers for its cores."""
+    is_short = len(dataset) < FEWEST_BATCHES * config.loader.batch_size
+    is_small = 0 < dataset.mean_bytes() <= SMALL_FILE and cores >= ENOUGH_WORKERS
+    is_fast = is_short or is_small or isinstance(dataset, FakeDataset)
+    return config.loader.workers == "auto" and device.type == "cuda" and not is_fast
+
+
 @contextmanager
-def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place) -> Iterator[Feed]:
+def open_feed(
+    config: Config,
+    datasets: Datasets,
+    world: Ranks,
+    modes: Sequence[str] = ("cpu",),
+    *,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Iterator[Feed]:
     """Allocate the batch buffers and start the workers; end them on exit.
 
     The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
+    `modes`: from `choose_modes`; `dtype` and `channels_last`: of the images on the device.
     """
     loader, data, on_gpu = config.loader, config.data, world.device.type == "cuda"
+    cores = machine.cores_for_workers(world.local_size)
+    measured = is_measured(config, datasets.train, world.device, cores)
+    modes = modes if measured else modes[:1]
+    if loader.workers == "auto":
+        # All cores validate, even if few workers are enough for training. Measured workers may wait
+        # for storage, and need no core then.
+        active, workers = datasets.train.workers_in(modes[0], cores), cores
+        most = max(workers, 2 * active if measured else 0)
+    else:
+        active = workers = most = loader.workers
+    factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     order = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     train_sampler = TrainSampler(
         num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **order
     )
     val_sampler = ValSampler(num_samples=len(datasets.val), **order)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
-    images = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last, highest)
-    depth, factor = loader.prefetch_batches, loader.prefetch_factor
-    shape: Any = {"batch_size": loader.batch_size // world.size, "slots": plan.slots}
+    images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
+    depth, share = loader.prefetch_batches, loader.batch_size // world.size
+    shape: Any = {"batch_size": share, "slots": slots_needed(share, most, factor, depth)}
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, max_bad_fraction=limit, **shape), Ring(datasets.val, **shape)
     with ExitStack() as stack:
         pinned = None
         if loader.pin_memory and on_gpu:
             pinned = stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
-        pool = stack.enter_context(
-            Pool(
-                rings,
-                workers=plan.processes,
-                prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
-                timeout_seconds=loader.timeout_seconds,
-                start_method=loader.start_method,
-            )
-        )
-        pool.activate(plan.start_workers)
+        options: Any = {"start_method": loader.start_method, "prefetch_factor": factor}
+        seconds = loader.timeout_seconds
+        pool = stack.enter_context(Pool(rings, workers=workers, timeout_seconds=seconds, **options))
+        pool.activate(active)
         train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
         mixing = _mixing(config, datasets, world)
@@ -107,8 +172,8 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Place
         val = Prefetcher(val_loader, images, depth=depth)
         stack.callback(train.close)
         stack.callback(val.close)
-        feed = Feed(train, val, len(val_sampler), plan, pinned)
-        feed.set_mode(plan.modes[0])
+        feed = Feed(train, val, len(val_sampler), modes, cores, most, measured, pinned)
+        feed.set_mode(modes[0])
         yield feed
 
 
@@ -123,7 +188,7 @@ def _highest(dataset: Dataset) -> int:
     return kinds.pop()[0]
 
 
-def _mixing(config: Config, datasets: Datasets, world: Place) -> Mixing | None:
+def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:
     """Return the transforms of augment.batch; None if the list is empty."""
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:

@@ -32,10 +32,8 @@ def threads_per_core() -> int:
     allowed = _affinity()
     try:
         listed = (CPUS / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
-        siblings = set()
-        for part in listed.split(","):  # such as 0,8 or 0-1
-            first, _, last = part.partition("-")
-            siblings |= set(range(int(first), int(last or first) + 1))
+        spans = [part.split("-") for part in listed.split(",")]  # such as 0,8 or 0-1
+        siblings = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}
     except (OSError, ValueError):
         return 1
     return len(siblings & allowed)
@@ -53,6 +51,14 @@ def cpu_quota() -> float:
                     limit, period = (each / "cpu.max").read_text().split()
                     quota = min(quota, int(limit) / int(period))
     return quota
+
+
+def cores_for_workers(local_size: int = 1) -> int:
+    """Return the number of workers for which a rank has cores, at least 1.
+
+    The ranks of a node share its cores; each training process keeps one.
+    """
+    return max(1, math.floor(min(cores(), cpu_quota()) / local_size) - threads_per_core())
 
 
 def free_memory() -> int:

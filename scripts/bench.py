@@ -54,7 +54,7 @@ from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import Feed
 from pipeline.machine import cores
 from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
@@ -91,13 +91,13 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
             if "decode" in only:
                 found.append(measure_decode(datasets.train, seconds, plan))
         if "loader" in only:
-            with open_feed(config, datasets, plan.loader, world) as feed:
+            with plan.open_feed(datasets, world) as feed:
                 found.append(measure_loader(feed, plan, seconds))
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device, seconds))
         if "step" in only or "train" in only:
             stepper = Stepper(plan, world)
-            with open_feed(config, datasets, plan.loader, world) as feed:
+            with plan.open_feed(datasets, world) as feed:
                 stages = stepper.alone(feed, seconds), stepper.fed(feed, seconds)
             found += [stage for stage in stages if stage.name in only]
     return found
@@ -115,7 +115,7 @@ def compare_workers(
         config = replace(config, loader=replace(config.loader, workers=1))
         config, datasets, plan = prepare(config, world)
         stepper = Stepper(plan, world)
-        with open_feed(config, datasets, plan.loader, world) as feed:
+        with plan.open_feed(datasets, world) as feed:
             alone = stepper.alone(feed, seconds)
         found: Rates = {number: ([], []) for number in numbers}
         # Each measurement begins another epoch, whose first files the others have not cached.
@@ -125,7 +125,7 @@ def compare_workers(
                 one = replace(config, loader=replace(config.loader, workers=number))
                 try:
                     plan = plan_of(one, datasets, world)
-                    with open_feed(one, datasets, plan.loader, world) as feed:
+                    with plan.open_feed(datasets, world) as feed:
                         loader = measure_loader(feed, plan, seconds / ROUNDS, next(steps), 1)
                         fed = stepper.fed(feed, seconds / ROUNDS, next(steps), 1)
                 except (UserError, RunError, OSError) as error:
@@ -152,14 +152,13 @@ def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
 
 
 def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
-    """Plan the training, with as many workers as the cores allow: nothing is measured here.
+    """Plan the training.
 
     On a GPU, model.compile=auto is `default`, whatever the length of the run.
     """
     if config.model.compile == "auto" and world.device.type == "cuda":
         config = replace(config, model=replace(config.model, compile="default"))
-    plan = make_plan(config, datasets, world)
-    return replace(plan, loader=replace(plan.loader, measured=False))
+    return make_plan(config, datasets, world)
 
 
 def windows(
@@ -214,7 +213,7 @@ def measure_decode(dataset: Any, seconds: float, plan: Plan) -> Stage:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    note = f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px"
+    note = f"one core, decoder {dataset.decoder}, to {plan.image_size} px"
     return Stage("decode", rates, note)
 
 
@@ -231,7 +230,8 @@ def measure_loader(
 
     warm_up(take, feed)
     rates = windows(take, seconds, number=number)
-    return Stage("loader", rates, f"{plan.loader.workers} workers, batch {plan.batch_size}")
+    workers = feed.train.loader.pool.active
+    return Stage("loader", rates, f"{workers} workers, batch {plan.batch_size}")
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:

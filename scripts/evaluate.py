@@ -69,7 +69,7 @@ from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.loader_plan import LoaderPlan, plan_loader
+from pipeline.machine import cores_for_workers
 from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
@@ -132,11 +132,16 @@ def run(
     trained.check_size(datasets.val_size)
     model = trained.build(device)
     network = MirrorAverage(model) if flip else model
-    plan = loader_plan(trained, model, datasets, world)
+    tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
+    workers = config.loader.workers
+    workers = cores_for_workers(world.local_size) if workers == "auto" else workers
+    images: Any = {"dtype": dtype_of(precision)}
+    images["channels_last"] = trained.channels_last(model, device)
+    fed = replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
     began = time.perf_counter()
     world.set_section("evaluation")
     with (
-        open_feed(config, datasets, plan, world) as feed,
+        open_feed(fed, datasets, world, **images) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):
@@ -221,20 +226,6 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
             "names of the model's classes, one per line"
         )
     return found
-
-
-def loader_plan(trained: Trained, model: nn.Module, datasets: Datasets, world: World) -> LoaderPlan:
-    """Plan the loader: as many workers as the cores allow, and no more than there is work for."""
-    plan = plan_loader(
-        trained.config,
-        datasets,
-        world,
-        dtype=dtype_of(trained.precision(world.device)),
-        channels_last=trained.channels_last(model, world.device),
-    )
-    tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
-    workers = min(plan.workers, tasks)
-    return replace(plan, workers=workers, processes=workers, measured=False)
 
 
 def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:

@@ -50,7 +50,6 @@ from engine.distributed import join_world
 from engine.optim import Curve
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
-from pipeline.feed import open_feed
 from scripts.lib.trained import exit_status
 
 DIVERGED = 4.0  # multiple of the lowest loss at which the test ends, as in fastai
@@ -84,9 +83,7 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
         config = train.resolve_config(config, world)
         datasets, plan, state = train.prepare(config, RunDirectory(config, world), world)
         curve = Rise(config.schedule, highest, 0, steps, plan.steps_per_epoch, lowest)
-        feed = stack.enter_context(open_feed(config, datasets, plan.loader, world))
-        if plan.loader.workers:
-            feed.train.loader.pool.activate(plan.loader.workers)  # they are not measured here
+        feed = stack.enter_context(plan.open_feed(datasets, world))
         step = stack.enter_context(train.build_step(replace(plan, curve=curve), state, world))
         train.fit_memory(plan, state, world, step, feed.train.batches(0, 1))
         for batch in feed.train.batches(0, steps):

@@ -119,7 +119,7 @@ JOURNEY = [
     *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
     *("parameters", "torchvision_transforms", "augment", "batch", "batch_augment"),
     *("dataset", "build"),
-    *("sampler", "clock", "ring", "loader_plan", "prefetcher", "feed"),
+    *("sampler", "clock", "ring", "prefetcher", "feed"),
 ]
 
 

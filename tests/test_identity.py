@@ -11,8 +11,7 @@ import torch
 
 import train
 from conf import cli
-from engine import checkpoint
-from pipeline import loader_plan
+from engine import checkpoint, plan
 from tests.results import stored
 from tests.small_run import SMALL_RUN
 
@@ -150,13 +149,13 @@ def test_decoder_with_other_pixels_is_refused(
     program("train.max_steps=2")
     stored_by_another(2, lambda content: content["identity"].update(pixels="hybrid"))
     asked: list[Any] = []
-    choose = loader_plan.choose_modes
+    choose = plan.choose_modes
 
-    def recorded(*arguments: Any, **options: Any) -> tuple[tuple[str, ...], str]:
+    def recorded(*arguments: Any) -> tuple[str, ...]:
         asked.append(arguments[2])
-        return choose(*arguments, **options)
+        return choose(*arguments)
 
-    monkeypatch.setattr(loader_plan, "choose_modes", recorded)
+    monkeypatch.setattr(plan, "choose_modes", recorded)
     status, _, err = program("train.max_steps=4")
     assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
     program("run.name=two", "train.max_steps=1")

@@ -79,7 +79,6 @@ from engine.distributed import join_world
 from engine.validation import evaluate
 from engine.plan import make_plan
 from pipeline.build import build_datasets
-from pipeline.feed import open_feed
 from tests.batches import toy_values as validation_values
 from train import build_state
 
@@ -90,7 +89,7 @@ with join_world("cpu") as world:
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
         network = build_state(plan, world).model
-        with open_feed(config, datasets, plan.loader, world) as feed:
+        with plan.open_feed(datasets, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
         values, rows = one.gather(world)

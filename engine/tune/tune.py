@@ -35,13 +35,13 @@ from engine.tune.verdict import Verdict, remedies, verdict
 from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe
-from pipeline.feed import Feed
-from pipeline.loader_plan import FEWEST_BATCHES
+from pipeline.feed import FEWEST_BATCHES, Feed
 from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PROBE_WORKERS = 2  # whose speed is measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 FEWEST_STEPS, MOST_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
@@ -83,32 +83,31 @@ def tune(
     The result is measured, or that of an earlier start of this run on this machine; autotune.json
     in its folder has it. Raises LoaderError if an image cannot be read.
     """
-    loader, world, found, lines = plan.loader, run.world, dict[str, Any](), list[str]()
-    machine = [plan.device, platform.node(), loader.processes, world.size, world.local_size]
+    pool, world, found, lines = feed.train.loader.pool, run.world, dict[str, Any](), list[str]()
+    machine = [plan.device, platform.node(), len(pool.workers), world.size, world.local_size]
     tuner = Tuner(feed, step, plan, world, stop, state.step)
-    if loader.not_measured:
-        lines = [f"not measured, workers={loader.workers}: {loader.not_measured}"]
-    elif loader.measured and (stored := world.broadcast(lambda: _stored(run, plan, machine))):
+    if feed.measured and (stored := world.broadcast(lambda: _stored(run, plan, machine))):
         found = stored
         tuner.configure(found["mode"], found["workers"], found["alone"])
         lines = [*found["lines"], "from an earlier start; autotune.refresh=true measures again"]
-    elif loader.measured and plan.stop_step - state.step < FEWEST_BATCHES:
-        tuner.configure(loader.modes[0], tuner.max_workers(loader.modes[0]), math.inf)
+    elif feed.measured and plan.stop_step - state.step < FEWEST_BATCHES:
+        tuner.configure(feed.modes[0], tuner.max_workers(feed.modes[0]), math.inf)
         few = f"{plan.stop_step - state.step} steps are over before it matters"
-        lines = [f"not measured, workers={feed.train.loader.pool.active}: {few}"]
-    elif loader.measured:
+        lines = [f"not measured, workers={pool.active}: {few}"]
+    elif feed.measured:
         began = time.perf_counter()
+        pool.activate(min(PROBE_WORKERS, feed.cores))
         try:
             with untouched(state):
                 found = tuner.measure()
         except StoppedError:
-            feed.set_mode(loader.modes[0])
+            feed.set_mode(feed.modes[0])
             lines = ["not measured: interrupted by a signal"]
         else:
             lines = [*found["lines"], f"measured in {time.perf_counter() - began:.0f} s"]
             tracker.record("autotune.json", {**found, "machine": machine})
         step.reset()
-    if loader.measured:
+    if feed.measured:
         run.set_pixels(feed.mode)
         tracker.text("autotune", "\n".join(lines))
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
@@ -121,7 +120,7 @@ def _stored(run: RunDirectory, plan: Plan, machine: list[Any]) -> dict[str, Any]
         found = dict(json.loads((run.path / "autotune.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    fits = found.get("machine") == machine and found.get("mode") in plan.loader.modes
+    fits = found.get("machine") == machine and found.get("mode") in plan.modes
     return found if fits and not plan.config.autotune.refresh else None
 
 
@@ -166,7 +165,7 @@ class Tuner:
     def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
         """Return the result for a reader."""
         one, size = self.probe, self.feed.train.loader.batch_size
-        names = {"cpu": self.plan.loader.decoder}
+        names = {"cpu": self.feed.train.loader.dataset.decoder}
         best = {name: max(t.rate for t in tried.values()) for name, tried in self.trials.items()}
         rates = [f"{names.get(m, m)} {self.world.size * r:,.0f} img/s" for m, r in best.items()]
         return [
@@ -188,9 +187,9 @@ class Tuner:
 
         Modes come in the order in which they are likely to be enough; the first that is ends it.
         """
-        start = self.plan.loader.modes[0]
+        start = self.feed.modes[0]
         lacks = self.most_workers(start) * self.probe.per_worker < self.demand
-        modes = sorted(self.plan.loader.modes, key=lambda mode: lacks and mode == "cpu")
+        modes = sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu")
         for mode in self.world.broadcast(lambda: modes):  # ranks may have different machines
             if mode != start and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
@@ -221,7 +220,7 @@ class Tuner:
             fewer = slowed(best) and best.wait <= TOLERANCE
             helps = workers > max(tried) if mode == "cpu" else fewer
             behind = best.rate * FASTER < top and not helps
-            most = MOST_OF_EACH if len(self.plan.loader.modes) > 1 else MOST_OF_ONE
+            most = MOST_OF_EACH if len(self.feed.modes) > 1 else MOST_OF_ONE
             if workers in tried or behind or len(tried) == most:
                 return None
         elif expected <= PAYS * top:
@@ -263,10 +262,8 @@ class Tuner:
     # The parts of a measurement.
 
     def max_workers(self, mode: str) -> int:
-        """Number of workers of this rank for which there are cores and memory."""
-        loader = self.plan.loader
-        most, dataset = min(loader.cores, loader.ceiling), self.feed.train.loader.dataset
-        return most if mode == loader.modes[0] else dataset.workers_in(mode, most)
+        """Number of workers of this rank for which there are cores."""
+        return self.feed.train.loader.dataset.workers_in(mode, self.feed.cores)
 
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
@@ -276,11 +273,11 @@ class Tuner:
         """
         most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
-        return max(1, min(self.plan.loader.ceiling, math.floor(most * waiting)))
+        return max(1, min(self.feed.most, math.floor(most * waiting)))
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with as many workers as memory allows."""
-        self.feed.train.loader.pool.activate(min(workers, self.plan.loader.ceiling))
+        self.feed.train.loader.pool.activate(min(workers, self.feed.most))
         self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
 
     def batches(self, count: int) -> Iterator[Batch]:

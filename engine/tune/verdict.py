@@ -93,7 +93,7 @@ def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
     if {loader.workers, loader.decoder} != {"auto"}:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]
-    decoding = found or (compiler if plan.loader.decoder == "pillow" else [])
+    decoding = found or (compiler if feed.train.loader.dataset.decoder == "pillow" else [])
     faster = {"default": "tuned", "off": "default"}.get(plan.compile)
     if plan.config.model.compile == "auto" and plan.compile == "off":  # too few steps to compile
         faster = None

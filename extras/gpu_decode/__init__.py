@@ -69,8 +69,8 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
         return EngineDataset(dataset)
     if asked:
         raise UserError(f"loader.decoder={decoder}: the GPU's JPEG engines: {reason}; use auto")
-    if device.type == "cuda" and hasattr(dataset, "transform"):
-        dataset.no_modes = f"the GPU's JPEG engines are not used: {reason}"
+    if decoder == "auto" and device.type == "cuda" and hasattr(dataset, "transform"):
+        logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset
 
 

@@ -189,7 +189,8 @@ def disk(case: Case) -> Iterator[Row]:
 def storage(case: Case) -> Iterator[Row]:
     """Compare the bytes/s that the GPUs need with those that the storage delivers."""
     index, planned = case.splits()["train"], case.planned()
-    threads = max(1, planned.loader.workers) * case.ranks
+    workers, cores = case.config.loader.workers, machine.cores_for_workers(case.ranks)
+    threads = max(1, cores if workers == "auto" else workers) * case.ranks
     rows = spread(len(index), READ_FILES, case.config.train.seed + 1)
     rate, each = read_rate(index, rows, threads)
     reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"

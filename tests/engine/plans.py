@@ -11,24 +11,8 @@ from engine.optim import Curve
 from engine.plan import Plan, count_steps
 from engine.scores import BestBy
 from pipeline.batch import LABEL, image_field
-from pipeline.loader_plan import LoaderPlan
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-LOADER = LoaderPlan(
-    workers=3,
-    processes=3,
-    cores=4,
-    reason="as configured",
-    decoder="pillow",
-    modes=("cpu",),
-    unused="",
-    measured=False,
-    not_measured="",
-    ceiling=4,
-    slots=8,
-    dtype=torch.float32,
-    channels_last=False,
-)
 
 
 def config(
@@ -61,7 +45,7 @@ def plan(
         schedule_steps=steps,
         stop_step=min(steps, max_steps or steps),
         curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
-        loader=LOADER,
+        modes=("cpu",),
         device="cpu",
         device_type="cpu",
         precision="fp32",

@@ -16,6 +16,7 @@ import train
 from conf import cli
 from conf.schema import Optim
 from engine import checkpoint
+from engine.compute import dtype_of
 from engine.distributed import join_world
 from engine.log.meter import Meter
 from engine.optim import build_optimizer
@@ -144,7 +145,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
         plan = make_plan(config, build_datasets(config), world)
         state = train.build_state(plan, world)
         batch = batch_of(
-            image=torch.randn(16, 3, 32, 32, dtype=plan.loader.dtype),
+            image=torch.randn(16, 3, 32, 32, dtype=dtype_of(plan.precision)),
             label=torch.zeros(16, dtype=torch.int64),
             target=torch.full((16, plan.num_classes), 1 / plan.num_classes),
         )

@@ -9,6 +9,7 @@ import torch
 
 import train
 from conf import cli
+from engine.compute import dtype_of
 from engine.distributed import World, join_world
 from engine.log.meter import step_points
 from engine.plan import Plan, make_plan
@@ -55,7 +56,7 @@ def random_batch(plan: Plan, step: int, *, mixed: bool = False) -> Batch:
     fields = {"label": torch.randint(0, plan.num_classes, (ROWS,), generator=rng)}
     if mixed:
         fields["target"] = torch.rand(ROWS, plan.num_classes, generator=rng).softmax(1)
-    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(plan.loader.dtype)
+    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(dtype_of(plan.precision))
     layout = torch.channels_last if plan.channels_last else torch.contiguous_format
     samples = torch.stack([torch.full((ROWS,), step), torch.arange(ROWS)], 1)
     batch = batch_of(step, samples, image=images.to(memory_format=layout), **fields)

@@ -21,7 +21,6 @@ from conf.compose import load
 from engine.distributed import World
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from pipeline.loader_plan import plan_loader
 from tests.drawings import TEXTURES, draw_image
 
 BATCHES = 16  # of each split
@@ -59,10 +58,8 @@ def digests(overrides: list[str], *, on_device: bool = False) -> dict[str, list[
     """
     config = load(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    datasets = build_datasets(config)
-    plan = plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
     found: dict[str, list[str]] = {}
-    with open_feed(config, datasets, plan, world) as feed:
+    with open_feed(config, build_datasets(config), world) as feed:
         for split, prefetcher in (("train", feed.train), ("val", feed.val)):
             source: Any = prefetcher if on_device else prefetcher.loader
             stop = BATCHES if split == "train" else min(BATCHES, feed.val_batches)

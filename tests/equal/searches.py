@@ -28,11 +28,11 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
 
     dataset = SimpleNamespace(workers_in=lambda mode, cores: cores)
     loader: Any = SimpleNamespace(batch_size=32, dataset=dataset)
-    plan: Any = SimpleNamespace(loader=SimpleNamespace(modes=("cpu",), ceiling=MOST, cores=MOST))
     world: Any = SimpleNamespace(size=1, broadcast=lambda make: make())
-    feed: Any = SimpleNamespace(train=SimpleNamespace(loader=loader))
+    train = SimpleNamespace(loader=loader)
+    feed: Any = SimpleNamespace(train=train, modes=("cpu",), most=MOST, cores=MOST)
     never: Any = None
-    tuner = Recorded(feed, never, plan, world, never, 0)
+    tuner = Recorded(feed, never, never, world, never, 0)
     tuner.probe, tuner.demand = Shares(cpu_ms=1e3 / probed), demand
     tuner.search()
     return best_setting(tuner.trials)[1]

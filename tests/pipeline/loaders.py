@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from conf import cli
+from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch import Batch, DeviceSlot, Field
 from pipeline.build import build_datasets
+from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FolderDataset, RefusedError
 from pipeline.feed import Feed, open_feed
-from pipeline.index import load_index
+from pipeline.index import Index, load_index
 from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned, SharedArray
 from tests.batches import on_device
-from tests.loader_plans import loader_plan, world_of
 
 SIZE = 32  # side of the images in pixels
 CPU = torch.device("cpu")
@@ -33,6 +34,18 @@ class Blocking(FolderDataset):
     def read(self, index: int) -> bytes:
         path = Path(self.name(index))
         return path.read_bytes() if path.is_fifo() else super().read(index)
+
+
+class Files(FolderDataset):
+    """A list without its files, which are as large as those of ImageNet."""
+
+    def __init__(self, count: int, kilobytes: float = 110) -> None:
+        index = Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * count})
+        super().__init__(index, Compose([], 224))
+        self.kilobytes = kilobytes
+
+    def mean_bytes(self) -> float:
+        return 1e3 * self.kilobytes
 
 
 class Late(FolderDataset):
@@ -124,25 +137,24 @@ def opened(
     device: torch.device = CPU,
     kind: type[FolderDataset] | None = None,
     workers: int = 1,
-    ranks: int = 1,
-    **plan: Any,
+    **options: Any,
 ) -> Iterator[Feed]:
     """Open a feed of small batches that Pillow decodes.
 
     Args:
         kind: class of the training split.
-        plan: further arguments of `loader_plan`.
+        options: further arguments of `open_feed`.
     """
     fixed = [f"data.root={root}", "loader.batch_size=6", "loader.start_method=fork"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
-    config, world = cli.load([*fixed, *usual, *overrides]), world_of(device, ranks)
+    config = cli.load([*fixed, *usual, f"loader.workers={workers}", *overrides])
     datasets = build_datasets(config, device)
     if kind is not None:
         plain: Any = datasets.train
         train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
         datasets = replace(datasets, train=train)
-    made = loader_plan(config, datasets, world, workers=workers, **plan)
-    with open_feed(config, datasets, made, world) as feed:
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
+    with open_feed(config, datasets, world, **options) as feed:
         yield feed
 
 

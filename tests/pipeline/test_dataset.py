@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from pipeline.dataset import BadImageError, Dataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import load_index
-from tests.loader_plans import loader_plan, world_of
+from tests.engine.plans import ALONE
 from tests.stored import as_shards, as_tar
 
 ROOT = Path(__file__).parents[2]
@@ -262,9 +263,8 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     datasets = build_datasets(config)
     datasets.prepare()
     assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
-    world = world_of(CPU)
-    plan = loader_plan(config, datasets, world, workers=workers)
-    with open_feed(config, datasets, plan, world) as feed:
+    config = replace(config, loader=replace(config.loader, workers=workers))
+    with open_feed(config, datasets, ALONE) as feed:
         labels = [batch["label"].tolist() for batch in feed.val.batches(0, feed.val_batches)]
         assert labels == [[0, 1, 0, 1]]
         assert len(list(feed.train.batches(0, 4))) == 4

@@ -3,14 +3,100 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.pipeline.loaders import Late, assert_equal, opened, training, validation
+from conf import cli
+from conf.schema import Config, UserError
+from pipeline import feed, machine
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.feed import choose_modes, is_measured
+from tests.pipeline.loaders import Files, Late, assert_equal, opened, training, validation
+from tests.pipeline.test_dataset import Grey
+
+
+class Moded(FolderDataset):
+    """Its samples can also be made with two workers, or with a core less."""
+
+    modes = ("cpu", "gpu", "hybrid")
+
+    def workers_in(self, mode: str, cores: int) -> int:
+        return {"cpu": cores, "gpu": 2, "hybrid": cores - 1}[mode]
+
+
+def small(*overrides: str) -> Config:
+    return cli.load(["data=fake", "data.image_size=24", "loader.batch_size=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("workers", "modes", "measured", "counts", "decoder"),
+    [
+        # active workers, processes, the most workers, slots
+        ("auto", ["cpu"], True, (3, 3, 6, 24), "pillow"),
+        ("auto", ["cpu", "gpu"], True, (3, 3, 6, 24), "pillow or gpu"),
+        ("auto", ["cpu", "gpu"], False, (3, 3, 3, 15), "pillow"),
+        ("auto", ["hybrid"], True, (2, 3, 4, 18), "hybrid"),
+        ("auto", ["gpu"], False, (2, 3, 3, 15), "gpu"),  # all cores validate
+        ("1", ["cpu", "gpu"], False, (1, 1, 1, 9), "pillow"),
+        ("5", ["gpu"], False, (5, 5, 5, 21), "gpu"),
+        ("0", ["cpu"], False, (0, 0, 0, 4 + 1 + 2), "pillow"),
+    ],
+)
+def test_workers(
+    image_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: str,
+    modes: list[str],
+    measured: bool,
+    counts: tuple[int, ...],
+    decoder: str,
+) -> None:
+    monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
+    monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
+    with opened(image_root, f"loader.workers={workers}", kind=Moded, modes=modes) as found:
+        pool, slots = found.train.loader.pool, found.train.loader.ring.slots
+        assert (pool.active, len(pool.workers), found.most, slots) == counts
+        why = f"cores for 3, {'to be' if measured else 'not'} measured"
+        assert found.line() == f"loader   workers={counts[0]} ({why}) decoder={decoder}"
+
+
+@pytest.mark.parametrize(
+    ("workers", "files", "device", "cores", "measured"),
+    [
+        ("auto", Files(128), "cuda", 15, True),
+        ("auto", Files(128), "cpu", 15, False),
+        ("15", Files(128), "cuda", 15, False),
+        ("auto", FakeDataset(128, 2, 24), "cuda", 15, False),
+        ("auto", Grey(128, 24), "cuda", 15, True),
+        ("auto", Files(127), "cuda", 15, False),  # a short epoch
+        ("auto", Files(128, 0.9), "cuda", 4, False),  # small files
+        ("auto", Files(128, 0.9), "cuda", 3, True),
+    ],
+)
+def test_when_it_is_measured(
+    workers: str, files: Dataset, device: str, cores: int, measured: bool
+) -> None:
+    config = small(f"loader.workers={workers}")
+    assert is_measured(config, files, torch.device(device), cores) == measured
+
+
+def test_decoder_and_modes() -> None:
+    plain, moded = Files(9), Files(9)
+    moded.modes = ("cpu", "gpu", "hybrid")
+    assert choose_modes(small(), moded) == moded.modes
+    for stored in moded.modes:  # a resumed run keeps its pixels
+        assert choose_modes(small(), moded, stored) == (stored,)
+    assert choose_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
+    assert choose_modes(small("loader.decoder=gpu"), moded, "cpu") == ("gpu",)
+    assert choose_modes(small(), plain, "gpu") == ("cpu",)
+    with pytest.raises(UserError, match=r"^loader.decoder=gpu: there is none here; give one of au"):
+        choose_modes(small("loader.decoder=gpu"), plain)
 
 
 def test_validation_uses_all_workers(image_root: Path) -> None:
     """No process is started or ended for it."""
-    with opened(image_root, workers=1, processes=3) as feed:
+    with opened(image_root, workers=3) as feed:
         pool = feed.train.loader.pool
+        pool.activate(1)
         pids = pool.pids
         assert len(pids) == 3 and pool.active == 1
         for _ in range(2):

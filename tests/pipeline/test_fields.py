@@ -18,7 +18,7 @@ from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.ring import LoaderError
 from tests.batches import batch_of
-from tests.loader_plans import loader_plan, world_of
+from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded, open_loader
 
 CPU = torch.device("cpu")
@@ -82,11 +82,11 @@ def opened(
 ) -> Iterator[Feed]:
     """A feed of 20 and 11 samples in batches of 8."""
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
-    config = cli.load([*fixed, "loader.batch_size=8", "loader.start_method=fork", *overrides])
+    options = ["loader.batch_size=8", "loader.start_method=fork", f"loader.workers={workers}"]
+    config = cli.load([*fixed, *options, *overrides])
     train, val = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE))
-    datasets, world = Datasets(train, val, ("a", "b"), SIDE, SIDE), world_of(CPU)
-    plan = loader_plan(config, datasets, world, workers=workers)
-    with open_feed(config, datasets, plan, world) as feed:
+    datasets = Datasets(train, val, ("a", "b"), SIDE, SIDE)
+    with open_feed(config, datasets, ALONE) as feed:
         yield feed
 
 

@@ -72,6 +72,26 @@ def test_threads_per_core(
     assert machine.threads_per_core() == threads
 
 
+@pytest.mark.parametrize(
+    ("found", "ranks", "workers"),
+    [
+        ({"cores": 1}, 1, 1),
+        ({"cores": 16}, 1, 15),
+        ({"cores": 16, "cpu_quota": 4.9}, 1, 3),
+        ({"cores": 16, "cpu_quota": 0.5}, 1, 1),
+        ({"cores": 128}, 8, 15),
+        ({"cores": 4}, 8, 1),
+        ({"cores": 16, "threads_per_core": 2}, 1, 14),  # a whole core, both of its threads
+    ],
+)
+def test_cores_for_workers(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, float], ranks: int, workers: int
+) -> None:
+    for name, value in ({"threads_per_core": 1} | found).items():
+        monkeypatch.setattr(machine, name, lambda value=value: value)
+    assert machine.cores_for_workers(ranks) == workers
+
+
 # Memory.
 
 

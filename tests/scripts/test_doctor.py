@@ -362,8 +362,7 @@ def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     list(data_checks.data(case))
     named = SimpleNamespace(model=SimpleNamespace(name="resnet50"))
     step = SimpleNamespace(rate=3500)
-    loader = SimpleNamespace(workers=3)
-    case.plan = SimpleNamespace(config=named, loader=loader, device="cuda")  # type: ignore[assignment]
+    case.plan = SimpleNamespace(config=named, device="cuda")  # type: ignore[assignment]
     monkeypatch.setattr(machine_checks.bench, "run", lambda *_, **__: [step])
     needed = "resnet50 needs 7,000 img/s x 110 kB = 770 MB/s; storage reads 1,000 MB/s"
     for rate, free, status, text in (

@@ -135,6 +135,12 @@ def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: 
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 
 
+def test_runs_whose_training_images_the_gpu_decoded(folder: Path, found: Evaluated) -> None:
+    """The CPU decodes the validation images."""
+    path = folder / "checkpoints" / "last.json"
+    assert measured(path, "loader.decoder=gpu").values == found.values
+
+
 def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None:
     both = measured(folder / "checkpoints" / "last.json", flip=True)
     model = both.trained.build(ALONE.device)

@@ -26,7 +26,7 @@ def main(folder: Path, overrides: list[str]) -> int:
     def recorded(tuner: Tuner) -> dict[str, Any]:
         (folder / f"measuring-{rank}").touch()
         answer = measure(tuner)
-        workers, most = tuner.feed.train.loader.pool.active, tuner.feed.plan.ceiling
+        workers, most = tuner.feed.train.loader.pool.active, tuner.feed.most
         found = {"workers": workers, "most": most, "answer": answer}
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
         return answer

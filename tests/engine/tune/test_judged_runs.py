@@ -19,7 +19,7 @@ from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import Feed
 from tests.timings import WAITED
 
 
@@ -92,7 +92,7 @@ def open_run(
             assert isinstance(plain, FolderDataset)
             slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
             datasets = replace(datasets, train=slow)
-        with open_feed(config, datasets, plan.loader, own) as feed:
+        with plan.open_feed(datasets, own) as feed:
             step: Any = SimpleNamespace(disabled_reason=None)
             yield feed, Verdict(plan, feed, step, world or own, alone=alone)
 
@@ -255,10 +255,9 @@ def test_remedies_that_apply(
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
     config = cli.load([*auto, *overrides])
-    loader = SimpleNamespace(decoder="pillow")
     mode = config.model.compile.replace("auto", "off")
-    plan: Any = SimpleNamespace(config=config, loader=loader, device_type="cuda", compile=mode)
-    dataset = SimpleNamespace(mean_bytes=lambda: bytes_)
+    plan: Any = SimpleNamespace(config=config, device_type="cuda", compile=mode)
+    dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
     found = remedies(plan, SimpleNamespace(train=train))[stage]  # type: ignore[arg-type]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from engine.stop_signal import StopSignal
 from engine.tune.tune import MOST_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
 from pipeline.clock import Shares
+from tests.engine.plans import ALONE
 from tests.engine.tune.sweeps import SWEEPS
-from tests.loader_plans import world_of
 
 MODES = ("cpu", "hybrid", "gpu")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
@@ -108,19 +106,15 @@ def find(
     noise: Any,
     engines: float = 1.0,
     modes: tuple[str, ...] = ("cpu",),
-    ceiling: int = 0,
+    most: int = 0,
     deadline: float = math.inf,
 ) -> Found:
-    loader = SimpleNamespace(
-        modes=modes, ceiling=ceiling or 2 * cores, cores=workers_in(modes[0], cores - 1)
-    )
     dataset = SimpleNamespace(workers_in=workers_in)
     train = SimpleNamespace(loader=SimpleNamespace(batch_size=32, dataset=dataset))
-    feed: Any = SimpleNamespace(train=train)
-    plan: Any = SimpleNamespace(loader=loader)
-    world = world_of(torch.device("cpu"))
+    feed: Any = SimpleNamespace(train=train, modes=modes, most=most or 2 * cores, cores=cores - 1)
+    never: Any = None
     tuner = SimulatedTuner(
-        *(feed, lambda batch: None, plan, world, StopSignal(world), 0),
+        *(feed, never, never, ALONE, never, 0),
         run=run,
         noise=noise,
         engines=engines,
@@ -155,7 +149,7 @@ def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
         return rate, wait, supply / workers
 
     quiet: Any = SimpleNamespace(normal=lambda *_: 0.0)
-    _, found, _ = find(run, demand=demand, probed=probed, cores=16, noise=quiet, ceiling=15)
+    _, found, _ = find(run, demand=demand, probed=probed, cores=16, noise=quiet, most=15)
     best = max(columns[0])
     knee = min(workers for workers in range(min(cells), 16) if run("", workers)[0] >= 0.98 * best)
     assert run("", found)[0] >= 0.99 * best

@@ -25,7 +25,7 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.ring import Pool, Reply, Ring
 from tests.conftest import Clock
-from tests.loader_plans import loader_plan, world_of
+from tests.engine.plans import ALONE
 
 CPU = torch.device("cpu")
 
@@ -37,17 +37,18 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def open_slow(kind: type[FolderDataset], root: Path, *, workers: int = 1) -> Iterator[Feed]:
+def open_slow(kind: type[FolderDataset], root: Path) -> Iterator[Feed]:
+    """Open a feed with one worker and buffers for four."""
     images = ["data.image_size=32", "loader.batch_size=32", "model=resnet_tiny"]
     options = ["loader.decoder=pillow", "train.device=cpu", f"data.root={root}"]
-    config = cli.load([*images, *options, "loader.start_method=fork"])
-    datasets, world = build_datasets(config), world_of(CPU)
+    config = cli.load([*images, *options, "loader.start_method=fork", "loader.workers=4"])
+    datasets = build_datasets(config)
     plain = datasets.train
     assert isinstance(plain, FolderDataset)
     slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
     datasets = replace(datasets, train=slow)
-    plan = loader_plan(config, datasets, world, workers=workers, ceiling=8)
-    with open_feed(config, datasets, plan, world) as feed:
+    with open_feed(config, datasets, ALONE) as feed:
+        feed.train.loader.pool.activate(1)
         yield feed
 
 
@@ -57,14 +58,13 @@ def tuner_of(
     *,
     cores: int,
     first_step: int = 0,
-    world: World = world_of(CPU),  # noqa: B008
+    world: World = ALONE,
     **loader: Any,
 ) -> Tuner:
     """On a machine that has cores for so many workers."""
     config = cli.load(["data=fake", *(f"loader.{key}={value}" for key, value in loader.items())])
-    plan: Any = SimpleNamespace(
-        loader=replace(feed.plan, cores=cores), config=config, device_type="cpu"
-    )
+    plan: Any = SimpleNamespace(config=config, device_type="cpu", compile="off")
+    feed.cores = cores
     return Tuner(feed, step, plan, world, StopSignal(replace(world, size=1)), first_step)
 
 
@@ -91,10 +91,10 @@ def test_dataset_without_files_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     """Workers that wait leave their core to others. No remedy is about decoders or files."""
     monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)  # the machine may be busy
     images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
-    config, world = cli.load([*images, "loader.start_method=fork"]), world_of(CPU)
+    config = cli.load([*images, "loader.start_method=fork", "loader.workers=2"])
     datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))
-    plan = loader_plan(config, datasets, world, workers=1, ceiling=2)
-    with open_feed(config, datasets, plan, world) as feed:
+    with open_feed(config, datasets, ALONE) as feed:
+        feed.train.loader.pool.activate(1)
         found = tuner_of(feed, lambda batch: time.sleep(0.001), cores=1).measure()
         assert feed.train.loader.pool.active == found["workers"] == 2
     assert found["lines"][2].startswith("decoder=none workers=2 pin_memory=off")
@@ -113,7 +113,7 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
     monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)
     monkeypatch.setattr(Pool, "activate", lambda pool, workers: None)
-    with open_slow(Clocked, image_root, workers=0) as feed:
+    with open_slow(Clocked, image_root) as feed:
         yield feed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.tune import tune
-from pipeline import loader_plan, machine
+from pipeline import feed, machine
 from pipeline.batch import DeviceSlot
 from pipeline.dataset import FolderDataset
 
@@ -16,7 +16,7 @@ Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatc
 
 def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     """Measure on a CPU, with four simulated cores; the step and a worker for some seconds."""
-    patch(loader_plan, "why_not_measured", lambda *_: "")
+    patch(feed, "is_measured", lambda config, *_: config.loader.workers == "auto")
     patch(machine, "cores", lambda: 4)
     patch(machine, "threads_per_core", lambda: 1)
     patch(machine, "cpu_quota", lambda: math.inf)

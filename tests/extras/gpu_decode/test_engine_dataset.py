@@ -20,6 +20,7 @@ from tests.conftest import Clock
 from tests.extras.gpu_decode.engines import PillowEngines
 from tests.pipeline.loaders import (
     CPU,
+    Files,
     assert_equal,
     crops,
     loaded,
@@ -28,7 +29,6 @@ from tests.pipeline.loaders import (
     training,
     validation,
 )
-from tests.pipeline.test_loader_plan import Files
 from tests.reliability.odd_images import encoded, exif
 
 CUDA = torch.device("cuda", 0)
@@ -228,26 +228,33 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed(CROP, kind=Edges), "the dataset makes the images itself"),
     ],
 )
-def test_datasets_that_leave_nothing_to_the_engines(dataset: Any, reason: str) -> None:
-    found = extended(dataset)
-    assert isinstance(found, EngineDataset) == (not reason)
+def test_datasets_that_leave_nothing_to_the_engines(
+    caplog: pytest.LogCaptureFixture, dataset: Any, reason: str
+) -> None:
+    caplog.set_level("INFO")
+    assert isinstance(extended(dataset), EngineDataset) == (not reason)
     if isinstance(dataset, FolderDataset):
-        assert reason in found.no_modes and bool(reason) == bool(found.no_modes)
+        assert reason in caplog.text and bool(reason) == bool(caplog.text)
     for mode in ("gpu", "hybrid") if reason else ():
         with pytest.raises(UserError, match=rf"^loader.decoder={mode}: the GPU's .*: {reason}"):
             extended(dataset, f"loader.decoder={mode}")
 
 
-def test_machines_and_keys_that_exclude_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert extended(plain := listed(CROP), device=CPU) is plain and not plain.no_modes
+def test_machines_and_keys_that_exclude_the_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert extended(plain := listed(CROP), device=CPU) is plain and not caplog.text
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
-    assert extended(listed(CROP), "train.deterministic=true").no_modes.endswith("excludes them")
+    assert extended(plain, "train.deterministic=true") is plain
+    assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
     exact = "train.deterministic=true", "loader.decoder=gpu"
     assert isinstance(extended(listed(CROP), *exact), EngineDataset)
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
         extended(listed(CROP), "train.deterministic=true", "loader.decoder=hybrid")
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
-    assert extended(listed(CROP)).no_modes.endswith("not used: nvJPEG is not installed")
+    assert extended(plain) is plain
+    assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
         extended(listed(CROP), "loader.decoder=gpu")
 
