@@ -141,8 +141,8 @@ class TrainState:
         ]
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
-        self.best = stored["best"]
-        self.last = stored["last"]
+        self.best = dict(stored["best"])
+        self.last = dict(stored["last"])
         self.origin = stored["origin"]
         self.history = list(stored["history"])
 

@@ -118,7 +118,7 @@ CONTENTS: dict[str, Make] = {
     "layer of another shape": put("state", "model", "conv1.weight", torch.zeros(3)),
     "updates of the average": put("state", "ema_steps", torch.zeros(3)),
     "optimizer without groups": put(*GROUPS, []),
-    "history as a number": put("state", "history", 3),
+    **{f"{name} as a number": put("state", name, 3) for name in ("history", "best", "last")},
     "optimizer with a short group": put(*GROUPS, 0, "params", lambda numbers: numbers[1:]),
 }
 
