@@ -12,7 +12,7 @@ import pytest
 from engine.tune.tune import MOST_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE
-from tests.engine.tune.sweeps import SWEEPS
+from tests.equal.record import stored
 
 MODES = ("cpu", "hybrid", "gpu")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
@@ -139,19 +139,19 @@ def tune(host: Host, misjudged: float, seed: int = 0, modes: tuple[str, ...] = M
     )
 
 
-@pytest.mark.parametrize("name", SWEEPS)
-def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
-    demand, probed, cells = SWEEPS[name]
-    columns = [list(column) for column in zip(*cells.values(), strict=True)]
+@pytest.mark.parametrize("sweep", stored("searches"), ids=lambda sweep: sweep["sweep"])
+def test_search_finds_the_knee_of_measured_sweeps(sweep: dict[str, Any]) -> None:
+    demand, probed = sweep["demand"], sweep["probed"]
+    numbers, *columns = zip(*sweep["cells"], strict=True)
 
     def run(mode: str, workers: int) -> tuple[float, float, float]:
-        rate, wait, supply = (float(np.interp(workers, list(cells), column)) for column in columns)
+        rate, wait, supply = (float(np.interp(workers, numbers, column)) for column in columns)
         return rate, wait, supply / workers
 
     quiet: Any = SimpleNamespace(normal=lambda *_: 0.0)
     _, found, _ = find(run, demand=demand, probed=probed, cores=16, noise=quiet, most=15)
     best = max(columns[0])
-    knee = min(workers for workers in range(min(cells), 16) if run("", workers)[0] >= 0.98 * best)
+    knee = min(workers for workers in range(min(numbers), 16) if run("", workers)[0] >= 0.98 * best)
     assert run("", found)[0] >= 0.99 * best
     assert found <= knee + 1
 
