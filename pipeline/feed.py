@@ -29,7 +29,7 @@ SMALL_FILE, ENOUGH_WORKERS = 4096, 4
 PREFETCH_FACTOR = 3
 
 
-class Ranks(Protocol):
+class RankInfo(Protocol):
     """What `engine.distributed.World` says about the ranks."""
 
     rank: int
@@ -56,8 +56,8 @@ class Feed:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.train.loader.pool.active, self.train.loader.dataset.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
-        why = f"cores for {self.cores}, {'to be' if self.measured else 'not'} measured"
-        return f"loader   workers={workers} ({why}) decoder={names}"
+        why = f"{'to be measured; ' * self.measured}there are cores for {self.cores}"
+        return f"loader   {workers} worker{'s' * (workers != 1)} ({why}), decoder {names}"
 
     def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
         """Make the training samples of later iterations in one of `modes`.
@@ -123,7 +123,7 @@ def is_measured(config: Config, dataset: Dataset, device: torch.device, cores: i
 def open_feed(
     config: Config,
     datasets: Datasets,
-    world: Ranks,
+    world: RankInfo,
     modes: Sequence[str] = ("cpu",),
     *,
     dtype: torch.dtype = torch.float32,
@@ -188,7 +188,7 @@ def _highest(dataset: Dataset) -> int:
     return kinds.pop()[0]
 
 
-def _mixing(config: Config, datasets: Datasets, world: Ranks) -> Mixing | None:
+def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | None:
     """Return the transforms of augment.batch; None if the list is empty."""
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:

@@ -234,7 +234,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _unreadable(self) -> int:
         """Return how many training images the ranks could not read in this start. Collective."""
-        return len(set[int]().union(*self.world.all_gather(self.feed.train.loader.pool.unreadable)))
+        found = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
+        return len(set[int]().union(*found))
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)

@@ -276,7 +276,7 @@ class Tuner:
         return max(1, min(self.feed.most, math.floor(most * waiting)))
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
-        """Set the feed for a step of `demand` images/s, with as many workers as memory allows."""
+        """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
         self.feed.train.loader.pool.activate(min(workers, self.feed.most))
         self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
 

@@ -94,9 +94,8 @@ def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]
     decoding = found or (compiler if feed.train.loader.dataset.decoder == "pillow" else [])
-    faster = {"default": "tuned", "off": "default"}.get(plan.compile)
-    if plan.config.model.compile == "auto" and plan.compile == "off":  # too few steps to compile
-        faster = None
+    typed_off = plan.config.model.compile == "off"  # auto is off only for too few steps
+    faster = "default" if typed_off else "tuned" if plan.compile == "default" else ""
     return {
         "storage": ["move the images to faster storage", *found, *smaller],
         "decode": [*decoding, *smaller, "use a machine with more CPU cores"],

@@ -55,8 +55,9 @@ def test_workers(
     with opened(image_root, f"loader.workers={workers}", kind=Moded, modes=modes) as found:
         pool, slots = found.train.loader.pool, found.train.loader.ring.slots
         assert (pool.active, len(pool.workers), found.most, slots) == counts
-        why = f"cores for 3, {'to be' if measured else 'not'} measured"
-        assert found.line() == f"loader   workers={counts[0]} ({why}) decoder={decoder}"
+        why = f"{'to be measured; ' if measured else ''}there are cores for 3"
+        workers = "1 worker" if counts[0] == 1 else f"{counts[0]} workers"
+        assert found.line() == f"loader   {workers} ({why}), decoder {decoder}"
 
 
 @pytest.mark.parametrize(
