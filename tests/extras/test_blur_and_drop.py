@@ -119,6 +119,7 @@ def test_the_model_can_be_exported() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_compiled_on_a_gpu() -> None:
     model = build("resnet18", 64, blur_pool=True).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)

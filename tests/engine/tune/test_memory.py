@@ -155,13 +155,13 @@ def test_a_run_that_does_not_fit(
     assert found["params_sha256"] == parts["params_sha256"] != whole["params_sha256"]
 
 
-def train_on_a_full_gpu() -> None:
+def train_on_a_full_gpu(compiled: str) -> None:
     """Try and train with a batch that a GPU limited to 8 GiB has no memory for."""
     share = min(1.0, 8 * 2**30 / torch.cuda.mem_get_info()[1])
     torch.cuda.set_per_process_memory_fraction(share)
     with join_world("cuda") as world:
         size = ["model=resnet18", "data.image_size=224", "loader.batch_size=4096"]
-        plan = plan_of(*size, "model.compile=default", world=world)
+        plan = plan_of(*size, f"model.compile={compiled}", world=world)
         state = train.build_state(plan, world)
         with train.build_step(plan, state, world) as step:
             before = params_sha256(state.model)
@@ -174,8 +174,10 @@ def train_on_a_full_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("compiled", ["off", pytest.param("default", marks=pytest.mark.slow)])
+def test_on_a_gpu(compiled: str) -> None:
     """In a process of its own: what other tests hold would count as memory of this run."""
-    code = "from tests.engine.tune.test_memory import train_on_a_full_gpu as f; f()"
-    done = run_python("-c", code)
+    code = f"from tests.engine.tune.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
+    done = run_python("-c", code, seconds=300)  # it compiles again for each size
     assert done.returncode == 0, done.stderr

@@ -440,6 +440,7 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_bf16() -> None:
     """Losses to 3 %; gradient errors at most 1.5 times those of the plain model; equal bits twice.
