@@ -10,7 +10,7 @@ that a typo is answered with the nearest name.
 import copy
 import hashlib
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -42,7 +42,6 @@ from conf.schema import (
     Config,
     UserError,
     config_values,
-    group_names,
     in_effect,
     last_name,
     missing,
@@ -115,8 +114,7 @@ def load(
         changed = _changes(tree, values, before, now)
         if tree.run.name is None and stored is None:
             tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = list(_notes(_flat(planned, resolve=True), values, choices, typed))
-        notes += [f"left out, because it is not in this copy: {', '.join(absent)}"] * bool(absent)
+        notes = [f"left out, because it is not in this copy: {', '.join(absent)}"] * bool(absent)
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # of an interpolation
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
@@ -301,30 +299,6 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
     if full == name and len(name) <= LONG_NAME:
         return full
     return f"{name},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
-
-
-def _notes(
-    before: Values, now: Values, choices: Mapping[str, str], typed: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield what a typed optimiser or schedule changes in the recipe."""
-    for group in choices.keys() & {"optim", "schedule"}:
-        changed = [
-            f"{name} {show(before[name])} -> {show(now[name])}"
-            for name in KEYS
-            if name.startswith(f"{group}.") and not name.endswith(".name")
-            if name not in typed and before[name] != now[name]
-        ]
-        if changed:
-            yield f"{group}={choices[group]} replaces values of the recipe: {', '.join(changed)}"
-    new, old = (FIELDS["optim.name"].metadata["alike"](v["optim.name"]) for v in (now, before))
-    other = "optim" not in choices and new != old and new in group_names("optim")
-    kept = [name for name in ("optim.lr", "optim.weight_decay") if name not in typed]
-    if other and kept:
-        values = ", ".join(f"{name}={show(now[name])}" for name in kept)
-        yield (
-            f"optim.name={now['optim.name']} keeps {values} of {old}; write optim={new} to use its "
-            "own defaults"
-        )
 
 
 def _check_effect(key: str, text: str, config: Config) -> None:

@@ -101,16 +101,6 @@ def choose_precision(choice: str, device: torch.device) -> str:
     return fast_precision(device) if choice == "auto" else choice
 
 
-def precision_note(choice: str, device: torch.device) -> list[str]:
-    """Return a note about 16 bits without hardware for them; some CPUs have it for bf16."""
-    if device.type not in ("cpu", "cuda"):  # not known
-        return []
-    fast = fast_precision(device)
-    if choice != ("fp16" if device.type == "cpu" else "bf16") or fast == "bf16":
-        return []
-    return [f"train.precision={choice} is slow here, without hardware for it; give {fast}"]
-
-
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of images and of autocast's matrix products."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

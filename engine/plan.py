@@ -17,11 +17,10 @@ from engine.compute import (
     choose_precision,
     count_flops,
     dtype_of,
-    precision_note,
     resolve_compile,
 )
 from engine.distributed import World
-from engine.losses import balanced, build_criterion, keys_of
+from engine.losses import balanced, build_criterion
 from engine.optim import Curve, build_optimizer
 from engine.scores import BestBy
 from engine.state import MovingAverage, TrainState, highest_share, state_bytes
@@ -32,11 +31,6 @@ from pipeline.feed import Feed, choose_modes, open_feed
 # With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
 # GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
 FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
-# On a CPU, FEW_IMAGES take a network of BIG_FLOPS hours. Tried instead: SMALL with 480 images of
-# CIFAR-10, in batches of 16 and with a learning rate of 0.0125: 42 and 45 %, in two minutes.
-FEW_IMAGES, BIG_FLOPS = 10_000, 1e9
-SMALL = "model=resnet_tiny data.image_size=32 schedule=cosine train.epochs=30"
-UNEQUAL = 10  # images of the largest class by those of the smallest, above which a note says so
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,6 @@ def make_plan(
     precision = choose_precision(config.train.precision, world.device)
     model = _model_plan(config, datasets, world.device)
     stored_mode = resumed[1].get("pixels", "cpu") if resumed[1] else None
-    flops: int = model["flops"]
     compile_mode, compile_reason = resolve_compile(config, world.device, resumed, stop_step)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     given = config.train.micro_batch
@@ -231,7 +224,7 @@ def make_plan(
         micro_batches=micro_batches(size // world.size, given or fitted),
         fitted_batch=fitted,
         class_weights=_class_weights(config, datasets),
-        notes=(*config.notes, *setup_notes(config, datasets, world, flops)),
+        notes=(*config.notes, *setup_notes(config, datasets, world)),
         **model,
     )
 
@@ -336,70 +329,20 @@ def suited_batch(train_images: int) -> int:
     return max(SMALL_BATCH, 2 ** int(math.log2(train_images / GOOD_STEPS)))
 
 
-def setup_notes(config: Config, datasets: Datasets, world: World, flops: int = 0) -> list[str]:
-    """Return notes on values that are allowed, but probably not what the user wants.
-
-    `flops`: operations of a forward pass of one training image.
-    """
-    notes = precision_note(config.train.precision, world.device)
-    notes += unequal_classes(config, datasets)
-    notes += few_images(config, datasets, world, flops) or few_steps(
-        config.loader.batch_size, config.optim.lr, len(datasets.train), world.size
-    )
+def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
+    """Return notes on values that are allowed, but probably not what the user wants."""
+    size, images = config.loader.batch_size, len(datasets.train)
+    notes = few_steps(size, config.optim.lr, images, world.size)
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
         notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
-    for name, actual, key, size in (
-        ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
-        ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
-    ):
-        if actual != size:
-            notes.append(
-                f"{name} makes images of {actual} px although {key}={size}; write size: ${{{key}}} "
-                "in it"
-            )
     if datasets.train.fingerprint() == datasets.val.fingerprint():
         notes.append(
             "data.val holds the training images, so its accuracy says nothing about new images; "
             "give another split"
         )
     return notes
-
-
-def unequal_classes(config: Config, datasets: Datasets) -> list[str]:
-    """Return advice if the largest class has more than UNEQUAL times the images of the smallest."""
-    keys = []
-    weights = config.train.class_weights
-    if weights is None and "class_weights" in keys_of(config.train.loss):
-        keys.append("train.class_weights=balanced")
-    if not config.train.best_by.startswith("macro_"):
-        keys.append("train.best_by=macro_recall, the mean accuracy of the classes")
-    if datasets.train.labels is None or not keys:
-        return []
-    counts = datasets.train.class_counts(len(datasets.classes))
-    most, fewest = max(counts), min(counts)
-    if most <= UNEQUAL * fewest:
-        return []
-    large, small = (datasets.classes[counts.index(count)] for count in (most, fewest))
-    return [
-        f"class {large} has {most:,} training images and class {small} has {fewest:,}; "
-        f"try {' and '.join(keys)}"
-    ]
-
-
-def few_images(config: Config, datasets: Datasets, world: World, flops: int) -> list[str]:
-    """Return advice for few images on a CPU: a small network, if a large one is planned."""
-    images, weights, labels = len(datasets.train), config.model.weights, datasets.train.labels
-    is_large = flops >= BIG_FLOPS and world.device.type == "cpu" and images <= FEW_IMAGES
-    if not is_large or weights is not None or labels is None:
-        return []
-    batch = min(16, suited_batch(images))
-    return [
-        f"a network of {flops / 1e9:.1f} GFLOP per image learns slowly from {images:,} images on a "
-        f"CPU; try {SMALL} loader.batch_size={batch} optim.lr={0.0125 * batch / 16:g}, or start "
-        "from trained weights with model.weights=pretrained"
-    ]
 
 
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:

@@ -80,32 +80,6 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
 
 
 @pytest.mark.parametrize(
-    ("typed", "note"),
-    [
-        (
-            "recipe=imagenet_rn50_tuned optim=adamw",
-            "optim=adamw replaces values of the recipe: optim.lr 2.048 -> 0.001, optim.momentum ",
-        ),
-        (
-            "recipe=demo schedule=cosine",
-            "schedule=cosine replaces values of the recipe: schedule.warmup_epochs 2 -> 2.5",
-        ),
-        ("recipe=demo schedule=cosine schedule.warmup_epochs=2", ""),  # typed again
-        ("optim=sgd", ""),
-        (
-            "recipe=imagenet_rn50_tuned optim.name=adamw optim.weight_decay=0",
-            "optim.name=adamw keeps optim.lr=2.048 of sgd; write optim=adamw to use its own def",
-        ),
-        ("optim.name=adamw optim.lr=1e-3 optim.weight_decay=0.1", ""),
-        ("model.name=timm/deit_small_patch16_224 optim.name=adamw optim.lr=1", "optim.name=adamw "),
-    ],
-)
-def test_notes(typed: str, note: str) -> None:
-    notes = [text for text in composed(typed).notes if not text.startswith("left out")]
-    assert bool(notes) == bool(note) and "".join(notes).startswith(note)
-
-
-@pytest.mark.parametrize(
     ("typed", "warmup", "name", "note"),
     [
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conf.schema import UserError
-from engine.compute import choose_precision, longest_float, precision_note
+from engine.compute import choose_precision, longest_float
 from engine.distributed import resolve_device
 from tests.processes import run_python
 
@@ -36,4 +36,3 @@ def test_choices_for_other_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match=f"^train.device={kind}: torch sees 1 GPUs on "):
         resolve_device(kind, 1, 2)
     assert choose_precision("auto", device) == "fp32"
-    assert precision_note("bf16", device) == []

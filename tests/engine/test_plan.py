@@ -5,7 +5,6 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from engine.compute import (
     choose_precision,
     count_flops,
     dtype_of,
-    precision_note,
     resolve_compile,
 )
 from engine.distributed import World
@@ -28,10 +26,8 @@ from engine.plan import (
     few_steps,
     make_plan,
     micro_batches,
-    setup_notes,
 )
-from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FakeDataset
+from pipeline.build import build_datasets
 from tests.engine.plans import ALONE, config, plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -107,8 +103,6 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
     choices = ("auto", "bf16", "fp16", "tf32", "fp32")
     assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
-    notes = {device: [c for c in choices if precision_note(c, device)] for device in (CPU, CUDA)}
-    assert notes == {CPU: ["fp16"], CUDA: [] if auto == "bf16" else ["bf16"]}
 
 
 FAKE = ("data=fake", "data.fake_images=25", "data.fake_classes=10")
@@ -155,80 +149,16 @@ def test_class_weights_by_name() -> None:
     )
 
 
-class Labelled(FakeDataset):
-    """Its labels are what a test sets; None: known only after loading."""
-
-    labels = None
-
-
-WEIGHTS, BEST = "train.class_weights=balanced", "train.best_by=macro_recall"
-MEANING = "the mean accuracy of the classes"
-
-
-@pytest.mark.parametrize(
-    ("counts", "typed", "advice"),
-    [
-        ((1, 11, 9), [], f"{WEIGHTS} and {BEST}, {MEANING}"),
-        ((0, 11, 9), [WEIGHTS], f"{BEST}, {MEANING}"),
-        ((1, 11, 9), [BEST], WEIGHTS),
-        ((1, 11, 9), ["train.loss=bce"], f"{BEST}, {MEANING}"),
-        ((1, 11, 9), ["train.class_weights={a: 9}", BEST], ""),
-        ((1, 10, 9), [], ""),
-        (None, [], ""),
-    ],
-)
-def test_note_on_unequal_classes(
-    counts: tuple[int, ...] | None, typed: list[str], advice: str
-) -> None:
-    dataset = Labelled(21, 3, 8)
-    dataset.labels = None if counts is None else np.repeat([0, 1, 2], counts)
-    datasets = Datasets(dataset, FakeDataset(5, 3, 8), tuple("abc"), 8, 8)
-    notes = setup_notes(cli.load([*FAKE, *typed]), datasets, ALONE)
-    expected = (
-        f"class b has 11 training images and class a has {counts and counts[0]}; try {advice}"
-    )
-    assert [note for note in notes if note.startswith("class ")] == [expected] * bool(advice)
-
-
 def test_notes(image_root: Path) -> None:
     assert planned().notes == ()
-    size = "augment.val=[{center_crop: {size: 48}}]"
     data = ("data=folder", f"data.root={image_root}", "data.val=train")
-    text = "\n".join(planned(size, "loader.batch_size=36", data=data).lines())
+    text = "\n".join(planned("loader.batch_size=36", data=data).lines())
     for note in (
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
         "loader.batch_size=8 optim.lr=",
-        "augment.val makes images of 48 px although data.val_size=32; write size: "
-        "${data.val_size} in it\n",
         "data.val holds the training images",
     ):
         assert f"note     {note}" in text
-
-
-BIG = ["model=resnet18", "data.image_size=224", "data.val_size=32", "loader.batch_size=64"]
-
-
-@pytest.mark.parametrize(
-    ("images", "typed", "advice"),
-    [
-        (480, [], "loader.batch_size=16 optim.lr=0.0125, or start from trained weights "),
-        (100, [], "loader.batch_size=8 optim.lr=0.00625, or "),
-        (480, ["model.weights=mine.pt"], ""),
-        (480, ["data.image_size=32"], ""),
-        (10_001, [], ""),
-    ],
-)
-def test_a_small_network_for_few_images_on_a_cpu(
-    images: int, typed: list[str], advice: str
-) -> None:
-    """In place of other advice."""
-    notes = planned(*BIG, f"data.fake_images={images}", *typed).notes
-    found = [note for note in notes if "on a CPU" in note]
-    assert [note for note in found if advice in note] == found and len(found) == bool(advice)
-    for note in found:
-        words = note.split(" try ")[1].split(", or ")[0].split()
-        again = planned(*words, f"data.fake_images={images}").notes
-        assert not [each for each in (*notes, *again) if "too few to train" in each]
 
 
 @pytest.mark.parametrize(
