@@ -17,8 +17,8 @@ from conf.schema import Config, UserError, config_values, show, typed_keys, with
 from engine import checkpoint
 from engine.distributed import World
 from engine.plan import suited_batch
-from models.published import exported, published, published_model, stored_name
 from pipeline.build import build_datasets
+from scripts.lib.published import exported, published, published_model, stored_name
 
 Values = dict[str, Any]
 """Dotted key -> value."""

@@ -25,9 +25,9 @@ from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
 from engine.plan import check_channels
-from models.published import exported, published, stored_name
 from models.weights import head_of
 from models.zoo import RGB
+from scripts.lib.published import exported, published, stored_name
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
 SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size

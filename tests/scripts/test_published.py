@@ -10,8 +10,8 @@ import pytest
 
 from conf.packages import import_torchvision
 from conf.schema import UserError
-from models.published import Stated, published, published_model
 from pipeline.build import build_transform
+from scripts.lib.published import Stated, published, published_model
 
 
 def stated(name: str, file: str, val_size: int | None = None) -> Stated | None:
