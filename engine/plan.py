@@ -21,9 +21,9 @@ from engine.compute import (
 )
 from engine.distributed import World
 from engine.losses import balanced, build_criterion
-from engine.optim import Curve, build_optimizer
+from engine.optim import Curve
 from engine.scores import BestBy
-from engine.state import MovingAverage, TrainState, highest_share, state_bytes
+from engine.state import highest_share
 from pipeline.batch import IMAGE, Field
 from pipeline.build import Datasets
 from pipeline.feed import Feed, choose_modes, open_feed
@@ -68,7 +68,6 @@ class Plan:
     parameters: int
     has_batch_norm: bool
     flops: int  # operations of a forward pass for a training image
-    state_bytes: int  # memory of the training state, and about the size of a checkpoint
     fields: Mapping[str, Field]  # of a sample of the training split
     best_by: BestBy
     micro_batches: int  # the equal parts in which a rank trains on its images of a step
@@ -247,16 +246,12 @@ def _model_plan(config: Config, datasets: Datasets, device: torch.device) -> dic
     if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
         shape = datasets.val.fields[IMAGE].on_device
         count_flops(model, shape, key="data.val_size, augment.val")
-    decay = config.train.ema_decay
-    average = None if decay is None else MovingAverage(model, decay)
-    state = TrainState(model, build_optimizer(model, config.optim), average)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "has_batch_norm": any(isinstance(m, _BatchNorm) for m in model.modules()),
         "channels_last": models.use_channels_last(config.model.channels_last, model, device.type),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops": flops,
-        "state_bytes": state_bytes(state),
     }
 
 

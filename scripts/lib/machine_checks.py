@@ -170,11 +170,12 @@ def disk(case: Case) -> Iterator[Row]:
         yield fail(f"{folder}: cannot be written: {error.strerror}", cure)
         return
     rate = written / (time.perf_counter() - began)
-    free, size = shutil.disk_usage(folder).free, case.planned().state_bytes
+    # At most, in float32: the weights, their moving average and two moments of the optimiser.
+    free, size = shutil.disk_usage(folder).free, 4 * 4 * case.planned().parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
     text = (
         f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s with fsync; {number} "
-        f"checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
+        f"checkpoints of at most {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     )
     if free < number * size:
         missing = f"{(number * size - free) / 1e9:,.1f} GB"

@@ -55,7 +55,6 @@ def plan(
         parameters=25_557_032,
         has_batch_norm=True,
         flops=8_178_000_000,
-        state_bytes=0,
         fields={"image": image_field(224), "label": LABEL},
         best_by=BestBy.of("top1"),
         micro_batches=1,

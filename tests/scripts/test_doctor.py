@@ -320,12 +320,12 @@ def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {row.status for row in check(case)} == {"ok"}
     assert case.plan is not None
     number = case.config.checkpoint.keep + 2
-    size = number * case.plan.state_bytes
+    size = number * 16 * case.plan.parameters
     for free, status in ((size - 1, "fail"), (2 * size - 1, "warn"), (3 * size, "ok")):
         usage = SimpleNamespace(free=free, total=1 << 40)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         row = only(machine_checks.disk(case))
-        assert row.status == status and f"{number} checkpoints of " in row.found
+        assert row.status == status and f"{number} checkpoints of at most " in row.found
 
     def full(**_: Any) -> None:
         raise OSError(errno.EACCES, "Permission denied")
