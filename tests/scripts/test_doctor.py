@@ -140,7 +140,6 @@ def test_classes_of_different_sizes(root: Path) -> None:
     found = look(root)
     assert [row.status for row in found["data"]] == ["ok", "ok"]
     assert found["data"][0].found.endswith(", 1 to 12 each")
-    assert "train.class_weights" in only(row.found for row in found["plan"] if "dots" in row.found)
 
 
 def test_files_that_cannot_be_read(root: Path) -> None:
