@@ -51,12 +51,22 @@ def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, label_smoothing: float, class_weights: Tensor | None
 ) -> Tensor:
-    """Cross-entropy with class weights, divided by the number of images."""
-    if class_weights is not None and targets.ndim == 1:
-        # For class numbers, torch divides by the sum of their weights: then the loss of a batch
-        # would not be the mean of those of its micro-batches or ranks.
-        targets = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
-    return F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=label_smoothing)
+    """Mean over the images of the cross-entropy, each times the weight of the image's class.
+
+    torch's own class weights would also multiply the smoothed share of a target, each class by its
+    own weight: the loss of an image of a common class would be least where a rare class is
+    predicted (pytorch#104776). And torch divides by the sum of the weights: the loss of a batch
+    would not be the mean of those of its micro-batches or ranks.
+    """
+    if class_weights is not None:
+        classes = logits.shape[1]
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, classes).to(logits.dtype)
+        targets = targets * class_weights
+        smoothed = targets.sum(1, keepdim=True) / classes
+        targets = targets * (1 - label_smoothing) + smoothed * label_smoothing
+        label_smoothing = 0.0
+    return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
 
 
 def bce(

@@ -75,15 +75,49 @@ def test_balanced_weights_are_scikit_learns() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights_are_torchs(smoothing: float) -> None:
-    """But for the divisor: the number of images, so that halves of a batch have their mean."""
-    weights = torch.linspace(0.5, 2, CLASSES)
+def test_class_weights(smoothing: float) -> None:
+    """The weight of an image's class multiplies its loss, also the smoothed share of it.
+
+    torch multiplies the share of each class by the weight of that class: the loss of a common class
+    would be least where a rare one is predicted (pytorch#104776). Of a mixed image, the losses for
+    its two classes are mixed.
+    """
+    weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(Train(label_smoothing=smoothing), weights)
-    theirs = torch.nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing, reduction="sum")
+    plain = build_criterion(Train(label_smoothing=smoothing))
+    losses = torch.stack(  # [B, classes]: of each image, if it were of this class
+        [
+            torch.stack([plain(row[None], label[None]) for label in torch.arange(CLASSES)])
+            for row in LOGITS
+        ]
+    )
     for targets in (LABELS, MIXED):
-        expected = theirs(LOGITS, targets) / COUNT
+        shares = ONE_HOT if targets.ndim == 1 else targets
+        expected = (shares * weights * losses).sum(1).mean()
         torch.testing.assert_close(criterion(LOGITS, targets), expected)
     check_halves(criterion)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("weights", [None, torch.linspace(0.5, 20, CLASSES)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_least_at_the_target(
+    name: str, weights: Tensor | None, threshold: float | None, smoothing: float
+) -> None:
+    """Of an image, whatever other keys are set: no pair of them moves its minimum."""
+    if (weights is not None and name == "bce") or (threshold is not None and name != "bce"):
+        return  # refused: test_a_loss_gets_the_keys_that_it_takes
+    criterion = build_criterion(
+        Train(loss=name, label_smoothing=smoothing, bce_threshold=threshold), weights
+    )
+    least = (1 - smoothing) * ONE_HOT + smoothing / CLASSES
+    if threshold is not None:
+        least = (least > threshold).float()
+    least = least.clamp(1e-6, 1 - 1e-6)
+    logits = (least.logit() if name == "bce" else least.log()).requires_grad_()
+    criterion(logits, LABELS).backward()
+    assert logits.grad is not None and logits.grad.abs().max() < 1e-4
 
 
 def test_bce_by_its_formula() -> None:
