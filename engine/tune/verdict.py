@@ -90,10 +90,13 @@ def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
     loader, smaller, found = plan.config.loader, [], list[str]()
     if feed.train.loader.dataset.mean_bytes() > LARGE_FILES:
         smaller = ["re-encode the images once with scripts/prepare.py --side 352"]
-    if {loader.workers, loader.decoder} != {"auto"}:
+    decoder, typed = feed.train.loader.dataset.decoder, {loader.workers, loader.decoder} != {"auto"}
+    if plan.device_type == "cpu":  # where auto measures nothing: these may be its values
+        typed = loader.workers not in ("auto", feed.cores) or loader.decoder == "pillow"
+    if typed:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]
-    decoding = found or (compiler if feed.train.loader.dataset.decoder == "pillow" else [])
+    decoding = found or (compiler if decoder == "pillow" else [])
     typed_off = plan.config.model.compile == "off"  # auto is off only for too few steps
     faster = "default" if typed_off else "tuned" if plan.compile == "default" else ""
     return {

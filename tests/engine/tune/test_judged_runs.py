@@ -234,6 +234,7 @@ def test_means_are_over_time(image_root: Path, judged: list[Shares]) -> None:
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+CPU_RUN = "train.device=cpu"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,14 @@ AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
         ([], 1e4, "storage", ["move the images to faster storage", AUTO]),
         ([], 1e5, "decode", [AUTO, "re-encode", "use a machine with more CPU cores"]),
         (["loader.decoder=auto"], 1e4, "decode", ["install a C compiler", "use a machine"]),
+        (
+            ["loader.workers=4", "loader.decoder=region", CPU_RUN],
+            1e4,
+            "storage",
+            ["move"],
+        ),  # as auto
+        (["loader.workers=3", "loader.decoder=region", CPU_RUN], 1e4, "storage", ["move", AUTO]),
+        (["loader.decoder=pillow", CPU_RUN], 1e4, "storage", ["move", AUTO]),
         ([], 1e4, "step", ["set model.compile=default"]),
         (["model.compile=default"], 1e4, "step", ["set model.compile=tuned"]),
         (["model.compile=tuned"], 1e4, "step", []),
@@ -256,10 +265,11 @@ def test_remedies_that_apply(
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
     config = cli.load([*auto, *overrides])
     mode = config.model.compile.replace("auto", "off")
-    plan: Any = SimpleNamespace(config=config, device_type="cuda", compile=mode)
+    device = config.train.device.replace("auto", "cuda")
+    plan: Any = SimpleNamespace(config=config, device_type=device, compile=mode)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    found = remedies(plan, SimpleNamespace(train=train))[stage]  # type: ignore[arg-type]
+    found = remedies(plan, SimpleNamespace(train=train, cores=4))[stage]  # type: ignore[arg-type]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
 
 
