@@ -226,8 +226,8 @@ class Data:
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
     root: str | None = key(None, BOTH, alike=last_name)
-    """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
-    train-00000.tar, ..., or train.csv (path,label)"""
+    """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, tar files
+    train/*.tar, or train.csv (path,label)"""
     train: str = key("train", BOTH, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)

@@ -9,7 +9,7 @@ import io
 import os
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -74,75 +74,36 @@ class Container:
         return Container, (self.path, self.stamp)
 
 
-def list_members(path: str, given: str, wanted: Callable[[bytes], bool]) -> Members:
-    """List the files in a tar file; `given` is what the user gave, key=value, for messages.
-
-    Raises UserError if the file is damaged, or a wanted member cannot be read in place.
-    """
-    try:
-        return tar_members(path, wanted)
-    except DamagedError as error:
-        raise UserError(
-            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression and links (tar --dereference "
-            "--hard-dereference)"
-        ) from None
-
-
 class DamagedError(ValueError):
     """A tar file is damaged or of a kind that cannot be read; says where."""
 
 
-def tar_headers(file: BinaryIO, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of the tar file at byte `start` of a file.
+def tar_members(file: BinaryIO, start: int = 0) -> Members:
+    """List the regular files in the tar file at byte `start` of a file.
 
-    Raises DamagedError if it is damaged, and OSError if it cannot be read.
+    Raises DamagedError if it is damaged or holds a link, and OSError if it cannot be read.
     """
-    at, end = start, file.seek(0, os.SEEK_END)
-    file.seek(start)
+    members: Members = {}
+    at = file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             while (header := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                if header.size < 0 or (header.isreg() and header.size > end - header.offset_data):
-                    raise ValueError(f"a size of {header.size:,} bytes")
                 at = tar.offset
-                yield header
-        # tarfile takes a damaged or missing block for the end, which is a block of zeros.
+                name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
+                if header.isreg():
+                    members[name] = header.offset_data, header.size
+                elif header.islnk() or header.issym():
+                    raise ValueError(f"{header.name} is a link")
+        # tarfile takes a damaged or missing header for the end, which is a block of zeros.
         file.seek(at)
         if file.read(BLOCK) != bytes(BLOCK):
             raise ValueError("no header and no end")
     except OSError:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
-        raise DamagedError(f"is damaged at byte {at:,}: {error}") from None
-
-
-def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
-    """List the files in a tar file.
-
-    Raises DamagedError if it is damaged, or a wanted member is a link, and OSError if it cannot be
-    read.
-
-    Args:
-        path: of the tar file, or of one that contains it.
-        wanted: whether the member of this name is listed.
-        start: the first byte of the tar file.
-    """
-    members: Members = {}
-    with open(path, "rb") as file:
-        for header in tar_headers(file, start):
-            name = _inside(os.fsencode(header.name))
-            if header.isreg() and wanted(name):
-                members[name] = header.offset_data, header.size
-            elif (header.islnk() or header.issym()) and wanted(name):
-                raise DamagedError(f"{header.name} is a link")
+        raise DamagedError(f"cannot be read at byte {at:,}: {error}") from None
     return members
-
-
-def _inside(name: bytes) -> bytes:
-    """Return the name of a member as a path below the root of its file."""
-    return posixpath.normpath(name).lstrip(b"/")
 
 
 def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -163,13 +124,11 @@ def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tup
             raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
 
 
-def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
-    """Read a CSV file with one image per line: path and label.
+def read_list(path: str, given: str) -> dict[bytes, list[bytes]]:
+    """Read a CSV file with one image per line: path and label; a first line says so or not.
 
-    A first line `path,label` is optional. A path is absolute or relative to the file's folder. If
-    all begin with the name of the file, as train/cat/1.jpg in train.csv, they are below this
-    folder, so that the samples are those of its own scan. Returns the folder, and class name ->
-    sorted paths below the folder; the classes are sorted too.
+    Returns class name -> sorted paths, absolute or relative to the file's folder; the classes are
+    sorted too.
     """
     classes: dict[bytes, list[bytes]] = {}
     for line, cells in csv_rows(path):
@@ -177,15 +136,7 @@ def read_list(path: str, given: str) -> tuple[str, dict[bytes, list[bytes]]]:
             continue
         if len(cells) != 2 or not all(cells):
             raise UserError(f"{given}: line {line} is not path,label; write one image per line")
-        name, label = os.fsencode(os.path.normpath(cells[0])), os.fsencode(cells[1])
-        classes.setdefault(label, []).append(name)
+        classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
     if not classes:
         raise UserError(f"{given}: holds no images; write one image per line: path,label")
-    folder = path.removesuffix(".csv")
-    prefix = os.fsencode(os.path.basename(folder)) + b"/"
-    if not all(name.startswith(prefix) for names in classes.values() for name in names):
-        folder, prefix = os.path.dirname(path), b""
-    return folder, {
-        label: sorted(name.removeprefix(prefix) for name in names)
-        for label, names in sorted(classes.items())
-    }
+    return {label: sorted(names) for label, names in sorted(classes.items())}

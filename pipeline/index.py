@@ -1,4 +1,4 @@
-"""The sample table of a split: the images of a folder, a tar or a list, packed into arrays.
+"""The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
 
 Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk.
 
@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import posixpath
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,14 +28,13 @@ import numpy as np
 from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
-from pipeline.containers import Container, Folder, list_members, read_list
+from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
-SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?\.tar")
-CACHE_FORMAT = 7  # a scan of another format is not read
+CACHE_FORMAT = 8  # a scan of another format is not read
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -146,26 +144,19 @@ def _index(
     return Index(root, classes, sources, **shared)
 
 
-def find_storage(place: str) -> dict[str, list[str]]:
-    """Find what holds a split: its name for messages -> the folder or the files.
+def find_storage(place: str) -> list[str]:
+    """Return the folder or the files that hold a split; an empty list if there is no such split.
 
-    `/data/train` is a folder, train.tar, train.csv, or shards train-00000.tar,
-    train-00001.tar, ...; the path of a file is only this file, and one that ends in a slash only a
-    folder. More than one entry is a mistake of the user.
+    `/data/train` is a folder of class folders or of tar files, else train.tar, else train.csv; or
+    `place` is the path of such a file.
     """
     path = os.path.abspath(place)
-    folder, name = os.path.split(path)
-    if os.path.isfile(path):
-        return {name: [path]}
-    found = {f"{name}/": [path]} if os.path.isdir(path) else {}
-    if place.endswith("/"):
-        return found
-    found |= {name + kind: [path + kind] for kind in SCANS if os.path.isfile(path + kind)}
-    for each in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
-        match = SHARD.fullmatch(each)
-        if match and match[1] == name:
-            found.setdefault(f"{name}-*.tar", []).append(os.path.join(folder, each))
-    return found
+    if os.path.isdir(path):
+        with os.scandir(path) as entries:
+            inner = [entry for entry in entries if not entry.name.startswith(".")]
+        tars = sorted(entry.path for entry in inner if entry.name.endswith(".tar"))
+        return [path] if any(entry.is_dir() for entry in inner) else tars or [path]
+    return [each for each in (path, f"{path}.tar", f"{path}.csv") if os.path.isfile(each)][:1]
 
 
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
@@ -178,19 +169,12 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         folder: holds one folder per class; or what `find_storage` finds under this name.
         key: its config key, for messages.
     """
-    stored = find_storage(os.fspath(folder))
-    if len(stored) > 1:
-        raise UserError(
-            f"{key}={folder}: there are {' and '.join(stored)}, which may hold different images; "
-            "move all but one away, or give the name of one"
-        )
-    name, files = next(iter(stored.items()), ("", []))
-    kind = next((kind for kind in SCANS if name.endswith(kind)), None)
-    if kind is None:
+    files = find_storage(os.fspath(folder))
+    first = files[0] if files else ""
+    kind = "/" if os.path.isdir(first) else os.path.splitext(first)[1]
+    if kind not in SCANS:
         raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
-    if "*" in name:
-        _check_shards(files, f"{key}={folder}")
-    root = files[0] if len(files) == 1 else os.path.join(os.path.dirname(files[0]), name)
+    root = first if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = default_cache_dir() / f"{digest[:24]}.npz"
     if (scan := _read_cache(cache)) is None:
@@ -203,31 +187,18 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             ) from None
         if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    sources: tuple[Folder | Container, ...]
+    names = list(map(os.fsdecode, scan["sources"].tolist()))
+    sources: tuple[Folder | Container, ...] = tuple(map(Folder, names))
     if "places" in scan:
-        machine.raise_file_limit()  # each worker keeps all shards open
-        places = zip(scan["sources"].tolist(), scan["stamps"].tolist(), strict=True)
-        sources = tuple(Container(os.fsdecode(path), tuple(stamp)) for path, stamp in places)
-    else:
-        sources = tuple(Folder(os.fsdecode(path)) for path in scan["sources"].tolist())
+        machine.raise_file_limit()  # each worker keeps all tar files open
+        stamps = map(tuple, scan["stamps"].tolist())
+        sources = tuple(map(Container, names, stamps))
     return _index(root, tuple(map(os.fsdecode, scan["classes"].tolist())), sources, scan)
-
-
-def _check_shards(files: Sequence[str], given: str) -> None:
-    """Refuse shards whose numbers, from 0 or 1, have a gap, or that are fewer than they state."""
-    matches = [match for match in map(SHARD.fullmatch, files) if match]
-    numbers = sorted(int(match[2]) for match in matches)
-    count = max(int(match[4] or len(files)) for match in matches)
-    if numbers not in (list(range(count)), list(range(1, count + 1))):
-        raise UserError(
-            f"{given}: some of the shards are missing: there are {len(files)}, numbered "
-            f"{numbers[0]} to {numbers[-1]}; copy the missing ones"
-        )
 
 
 # How to list the images of a split: functions of the folder or files, and of key=value for
 # messages. They return the arrays of an Index and of its cache:
-#   classes, sources: names and paths, bytes; `places` only if the sources are containers.
+#   classes, sources: names and paths, bytes; `places` only if the sources are tar files.
 #   files, stamps: the files and folders that were listed; int64 [n, 2], see `_stamps`.
 
 
@@ -261,22 +232,28 @@ def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
     """
     images: list[bytes] = []
     folders: dict[tuple[int, int], bytes] = {}  # device and inode -> the first of its paths
-    start = len(os.path.join(base, b""))
     top = os.path.join(base, name)
     for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
         info = os.stat(folder)
-        if (info.st_dev, info.st_ino) in folders:
+        if folders.setdefault((info.st_dev, info.st_ino), folder) is not folder:
             inner.clear()
             continue
-        folders[info.st_dev, info.st_ino] = folder
         inner[:] = sorted(each for each in inner if not each.startswith(b"."))
-        found = (each for each in names if each.lower().endswith(EXTENSIONS))
-        images += [os.path.join(folder, each)[start:] for each in found]
-    return sorted(images), list(folders.values())
+        below = os.path.relpath(folder, base)
+        images += [os.path.join(below, each) for each in names]
+    return sorted(filter(_is_image, images)), list(folders.values())
 
 
 def _raise(error: OSError) -> NoReturn:
     raise error
+
+
+def _is_image(path: bytes) -> bool:
+    """Whether a file in a split is an image, and neither it nor a folder of its path is hidden.
+
+    `._name` is no image: tar on macOS adds it with the attributes of `name`.
+    """
+    return path.lower().endswith(EXTENSIONS) and b"/." not in b"/" + path
 
 
 def _scan_containers(files: Sequence[str], given: str) -> Arrays:
@@ -285,7 +262,7 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     names = list(map(os.fsencode, files))
     stamps = _stamps(names)  # before the listing: a file that changes meanwhile is listed again
     with ThreadPoolExecutor(THREADS) as pool:
-        tables = list(pool.map(partial(list_members, given=given, wanted=_is_image), files))
+        tables = list(pool.map(partial(_images_of_tar, given), files))
     found: dict[bytes, tuple[int, int, int]] = {}
     for number, members in enumerate(tables):
         for twice in found.keys() & members.keys():
@@ -294,7 +271,8 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     paths = sorted(path for path in found if b"/" in path)
     if not paths:
         raise UserError(
-            f"{given}: holds no images in class folders; each image must be <class>/<name>"
+            f"{given}: holds no images in class folders; each image must be <class>/<name>: "
+            "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         )
     # Folders around all class folders, such as train/, are left out.
     outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
@@ -308,24 +286,28 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     return {**_scan(inner, names, names, stamps), "places": np.array(places, np.int64)}
 
 
-def _is_image(member: bytes) -> bool:
-    """Whether a member of a container is an image and not in a hidden folder.
-
-    `._name` is not an image: tar on macOS adds it with the attributes of `name`.
-    """
-    *folders, name = member.split(b"/")
-    hidden = name.startswith(b"._") or any(part.startswith(b".") for part in folders)
-    return name.lower().endswith(EXTENSIONS) and not hidden
+def _images_of_tar(given: str, path: str) -> Members:
+    try:
+        with open(path, "rb") as file:
+            members = tar_members(file)
+    except DamagedError as error:
+        raise UserError(
+            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
+            "again, or pack it again without compression and links (tar --dereference "
+            "--hard-dereference)"
+        ) from None
+    return {name: place for name, place in members.items() if _is_image(name)}
 
 
 def _scan_list(files: Sequence[str], given: str) -> Arrays:
     """Read the images in a CSV file."""
     names = list(map(os.fsencode, files))
     stamps = _stamps(names)
-    folder, classes = read_list(files[0], given)
-    return _scan(classes, [os.fsencode(folder)], names, stamps)
+    classes = read_list(files[0], given)
+    return _scan(classes, [os.path.dirname(names[0])], names, stamps)
 
 
+# A folder, or the ending of a file's name -> function
 SCANS: dict[str, Callable[[Sequence[str], str], Arrays]] = {
     "/": _scan_folder,
     ".tar": _scan_containers,
@@ -353,7 +335,7 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
 def _read_cache(cache: Path) -> Arrays | None:
     """Return the cached scan; None if there is none, or something in the split has changed."""
     try:
-        with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        with np.load(cache, allow_pickle=False) as stored:
             scan = dict(stored)
         same = np.array_equal(_stamps(scan["files"].tolist()), scan["stamps"])
         return scan if scan.pop("format").tolist() == [CACHE_FORMAT, len(scan)] and same else None

@@ -1,10 +1,9 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
 import os
-import re
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ import numpy as np
 from conf.schema import Data, UserError
 from pipeline.index import Index, find_storage, load_index
 
-# A folder with one of these words in its name may be a split.
-SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
 CONVERT = "python scripts/prepare.py SOURCE --to DIR converts other layouts"
 
 
@@ -101,19 +98,9 @@ def _with_val(root: str, data: Data, given: str) -> Index:
             f"{given}: there is a validation split, {os.path.join(root, data.val)}; leave out "
             "this key to use it, or move it away"
         )
-    place = root if os.path.isfile(root) else os.path.join(root, "")
-    if _holds(data.train, root):
-        place = os.path.join(root, data.train)
-    index = load_index(place, key="data.root")
-    for label, name in enumerate(index.classes):
-        first = index.name(int(np.searchsorted(index.labels.array, label)))
-        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
-            raise UserError(
-                f"{given}: {index.root} holds {name}, which is a split and not a class: its images "
-                "are in folders inside it; write data.train=FOLDER and, if there is a validation "
-                "split, data.val=FOLDER"
-            )
-    return index
+    return load_index(
+        os.path.join(root, data.train) if _holds(data.train, root) else root, key="data.root"
+    )
 
 
 def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
@@ -158,25 +145,16 @@ def chosen(names: Sequence[str], stop: float, *, start: float = 0) -> list[int]:
 
 
 def _missing(root: str, split: str, data: Data) -> str:
-    """Say that a root does not hold a split, and suggest a folder nearby that does."""
-    if os.path.isfile(root):
-        return (
-            f"data.root={root}: is one file; write data.val_fraction=0.1 to hold out a tenth of "
-            f"its images, or give the folder that holds the files of both splits; {CONVERT}"
-        )
+    """Say that a root does not hold a split, and what it holds."""
     if not os.path.isdir(root):
-        return f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*"
-    # Kaggle's archive has the splits in ILSVRC/Data/CLS-LOC.
-    near = (place for pattern in ("*", "*/*", "*/*/*") for place in Path(root).glob(pattern))
-    for place in (Path(root).absolute().parent, *islice(near, 1000)):
-        if _holds(data.train, place) and _holds(data.val, place):
-            return f"data.root={root}: holds no {split}; write data.root={place}"
+        return (
+            f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
+            "be one tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
+        )
     key = "data.val" if split == data.val else "data.train"
-    names = sorted(path.name for path in Path(root).iterdir() if path.name != data.train)
-    hold_out = ", or data.val_fraction=0.1 to hold out a tenth of the images"
-    hold_out = "" if data.train == data.val else hold_out  # evaluate.py: one split is needed only
+    names = ", ".join(sorted(os.listdir(root))[:5]) or "nothing"
     return (
-        f"{key}={os.path.join(root, split)}: no such folder; {root} holds "
-        f"{', '.join(names[:5]) or 'nothing'}: put the class folders into {split}, or write "
-        f"{key}=FOLDER if it has another name{hold_out}; {CONVERT}"
+        f"{key}={os.path.join(root, split)}: no such folder; {root} holds {names}: correct "
+        f"data.root, write {key}=FOLDER if it has another name, or data.val_fraction=0.1 to hold "
+        f"out a tenth of the images; {CONVERT}"
     )

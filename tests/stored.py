@@ -1,7 +1,6 @@
-"""The images of conftest.image_root as tar files, shards and lists."""
+"""The images of conftest.image_root as tar files and lists."""
 
 import csv
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -17,20 +16,19 @@ def as_tar(split: Path, target: Path, prefix: str = "") -> None:
             tar.add(path, prefix + str(path.relative_to(split)), recursive=False)
 
 
-def as_shards(split: Path, target: Path) -> None:
-    """Deal the images to three shards."""
+def as_tars(split: Path, target: Path) -> None:
+    """Deal the images to three tar files in a folder."""
+    target.mkdir()
     images = images_of(split)
     for number in range(3):
-        with tarfile.open(target.with_name(f"{target.stem}-{number:05d}.tar"), "w") as tar:
+        with tarfile.open(target / f"{number}.tar", "w") as tar:
             for path in images[number::3]:
                 tar.add(path, str(path.relative_to(split)))
 
 
 def as_list(split: Path, target: Path) -> None:
-    """Write a list of the images, and a copy of them beside it in a folder of the same name."""
-    shutil.copytree(split, target.with_suffix(""))
+    """Write a list of the images."""
     with target.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["path", "label"])
-        for path in images_of(split):
-            rows.writerow([f"{split.name}/{path.relative_to(split)}", path.parent.name])
+        rows.writerows([path, path.parent.name] for path in images_of(split))

@@ -77,25 +77,15 @@ def only_a_file(split: Path) -> None:
     (split / "a.jpg").write_bytes(b"")
 
 
-def above(images: Path) -> None:
-    """As in the Kaggle archive: ILSVRC/Data/CLS-LOC."""
-    inner = images / "Data" / "CLS-LOC"
-    inner.mkdir(parents=True)
-    for split in ("train", "val"):
-        (images / split).rename(inner / split)
-
-
 # What is done to the images, the folder that is given, and the message; {} stands for the images.
 ROOTS: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda _: None, "/no/such/place", "data.root=/no/such/place: no such folder; it must hold "),
-    (lambda _: None, "{}/val/", "data.root={}/val/: holds no train; write data.root={}\n"),
     (lambda i: shutil.rmtree(i / "train"), "{}", "data.train={}/train: no such folder"),
     (
         lambda i: (i / "val").rename(i / "validation"),
         "{}",
-        "data.val={}/val: no such folder; {} holds validation",
+        "data.val={}/val: no such folder; {} holds train, validation: ",
     ),
-    (above, "{}", "data.root={}: holds no train; write data.root={}/Data/CLS-LOC\n"),
     (lambda i: only_a_file(i / "val"), "{}", "data.val={}/val: no class folders"),
     (
         lambda i: shutil.rmtree(i / "val" / "dots"),

@@ -27,7 +27,7 @@ from pipeline.decode import open_picture
 from pipeline.feed import open_feed
 from pipeline.index import load_index
 from tests.engine.plans import ALONE
-from tests.stored import as_shards, as_tar
+from tests.stored import as_tar, as_tars
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) ->
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
     assert open_dataset(changeable).fingerprint() == before
-    for pack, name in ((as_tar, "a.tar"), (as_shards, "c.tar")):
+    for pack, name in ((as_tar, "a.tar"), (as_tars, "c")):
         pack(changeable, tmp_path / name)
         assert open_dataset(tmp_path / name.split(".")[0]).fingerprint() == before
 

@@ -60,7 +60,8 @@ def test_images_at_any_depth_in_the_order_of_their_names(tmp_path: Path) -> None
     """Labels equal those of torchvision's ImageFolder: sorted by bytes, 10 before 2."""
     names = [f"{c}/{n}.jpg" for c in ("b", "B", "10", "2", "é") for n in (10, 9, 1)]
     names += ["b/2.JPEG", "b/deep/er/3.png", "b/folder.jpg/8.webp"]
-    others = ["b/notes.txt", "b/5.jpg.part", "b/jpg", "readme.jpg", "b/.hid/6.jpg", ".git/7.jpg"]
+    others = ["b/notes.txt", "b/5.jpg.part", "b/jpg", "readme.jpg"]
+    others += ["b/.hid/6.jpg", "b/._7.jpg", ".git/7.jpg"]
     make(tmp_path / "one", *names, *others)
     make(tmp_path / "two", *reversed(names))
     index = load_index(tmp_path / "one", key="data.train")

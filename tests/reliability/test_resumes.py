@@ -17,7 +17,7 @@ from engine import checkpoint
 from tests.figures import Record
 from tests.results import rows, same, stored
 from tests.small_run import run
-from tests.stored import as_list, as_shards, as_tar
+from tests.stored import as_tar, as_tars
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("toy_runs", "own_logging")]
 # 36 images in batches of 8: 27 steps, validated after steps 9, 18 and 27.
@@ -31,8 +31,7 @@ RUN = [
 ]
 PACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "tar": (as_tar, ".tar"),
-    "shards": (as_shards, ".tar"),
-    "list": (as_list, ".csv"),
+    "tars": (as_tars, ""),
 }
 DECODERS = ("pillow", "region")
 LOADERS = (
@@ -88,8 +87,6 @@ def test_chained_resumes(
         for stop in stops[1:]:
             storage, decoder, loader = start = left.pop()
             changes = [f"loader.decoder={decoder}", *loader, f"train.max_steps={stop}"]
-            if storage == "list":  # its images are in folders called train and val
-                changes += ["data.train=train.csv", "data.val=val.csv"]
             run(roots[storage], folder, *RUN, *changes)
             expected = checkpoint.load(whole / "checkpoints" / checkpoint.file_name(stop))
             if same(learned(stored(folder)), learned(expected["state"])):

@@ -135,7 +135,8 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     with open(path, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
             path = os.path.join(inflated(path).name, "tar")
-    members = tar_members(path, lambda name: True, start)
+    with open(path, "rb") as file:
+        members = tar_members(file, start)
     found: Tree = {}
     for member, place in members.items():
         name = os.fsdecode(member)

@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 
 from conf.schema import UserError
-from pipeline.containers import tar_headers
+from pipeline.containers import tar_members
 from scripts.lib.sources.files import LARGEST_LABEL, Place, Sample, Tree, damaged, read_place
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -125,9 +125,8 @@ def parse_devkit(data: bytes) -> dict[str, str]:
     """
     content = zlib.decompressobj(wbits=31).decompress(data, LARGEST_LABEL)
     files = {
-        os.path.basename(header.name): content[header.offset_data :][: header.size]
-        for header in tar_headers(io.BytesIO(content))
-        if header.isreg()
+        os.path.basename(os.fsdecode(name)): content[start:][:size]
+        for name, (start, size) in tar_members(io.BytesIO(content)).items()
     }
     numbers = [int(line) for line in files["ILSVRC2012_validation_ground_truth.txt"].split()]
     table = zlib.decompressobj().decompress(files["meta.mat"][128 + 8 :], LARGEST_LABEL)
