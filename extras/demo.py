@@ -202,7 +202,7 @@ class DemoDataset(FolderDataset):
 
     def prepare(self) -> None:
         draw_dataset(self.root)
-        vars(self).pop("_sampled", None)  # the plan sampled the files before they existed
+        vars(self).pop("_sizes", None)  # the plan sampled the files before they existed
 
 
 def is_drawn(root: Path) -> bool:

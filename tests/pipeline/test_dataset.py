@@ -4,7 +4,6 @@ import contextlib
 import errno
 import itertools
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 from conf import cli
-from conf.schema import Config, Data, UserError
+from conf.schema import Config, Data
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.batch import LABEL, Field, image_field
@@ -61,11 +60,11 @@ def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:
-    """A rank with persistent workers."""
+    """A rank whose workers start with each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     dataset: Any = open_dataset(image_root / "train", seed=5)
-    context = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+    context = {"multiprocessing_context": "fork"} if workers else {}
     sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
     loader = DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
     crops = set()
@@ -122,18 +121,16 @@ def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:
             dataset.load(0, 0)
 
 
-def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) -> None:
-    """A file of the same name and size, whose first or last bytes differ; not its times."""
+def test_fingerprint_depends_on_the_sizes(changeable: Path, tmp_path: Path) -> None:
+    """Not on the times of the files, and not on their storage."""
     before = open_dataset(changeable).fingerprint()
-    assert re.fullmatch(r"36 images, SHA-256 \w{16}, content \w{12}", before)
     path = Path(open_dataset(changeable).name(7))
     good = path.read_bytes()
-    for place in (0, 4095, -4096, -1):
-        bad = bytearray(good)
-        bad[place] ^= 1
-        path.write_bytes(bad)
-        now = open_dataset(changeable).fingerprint()
-        assert now != before and now.partition(", c")[0] == before.partition(", c")[0]
+    for changed in (good + b"0", good[:-1], b""):
+        path.write_bytes(changed)
+        assert open_dataset(changeable).fingerprint() != before
+    path.unlink()
+    assert open_dataset(changeable).fingerprint() != before
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
     assert open_dataset(changeable).fingerprint() == before
@@ -147,22 +144,8 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 2000)
-    expected = "3 images, SHA-256 1e74bae3ba096f6a, content 249f712c6f6c"
+    expected = "3 images, SHA-256 1e74bae3ba096f6a"
     assert FolderDataset(load_index(tmp_path, key="data"), Compose([])).fingerprint() == expected
-
-
-def test_fingerprint_does_not_depend_on_the_moment(
-    changeable: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that passes is named; one that the file keeps is part of the identity."""
-    monkeypatch.setattr(module, "PAUSES", (0.001,))
-    good = open_dataset(changeable).fingerprint()
-    for number in (errno.EMFILE, errno.EIO):
-        reason = rf"^{changeable}/.*\.jpg: cannot be read \({os.strerror(number)}\), so "
-        with failing_reads(number, 1000), pytest.raises(UserError, match=reason):
-            open_dataset(changeable).fingerprint()
-    with failing_reads(errno.EACCES, 1000):
-        assert open_dataset(changeable).fingerprint() != good
 
 
 @contextlib.contextmanager
@@ -223,7 +206,6 @@ class Grey(Dataset):
     """What is required and nothing else."""
 
     def __init__(self, count: int, size: int) -> None:
-        super().__init__()
         self.count, self.size = count, size
 
     def __len__(self) -> int:

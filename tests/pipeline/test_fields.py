@@ -30,7 +30,6 @@ class Noise(Dataset):
     """Samples of any fields; `changed` replaces or removes (None) those of sample 3."""
 
     def __init__(self, count: int, fields: Fields, changed: Mapping[str, Any] | None = None):
-        super().__init__()
         self.count, self.stated, self.changed = count, fields, changed or {}
 
     @property
