@@ -111,7 +111,7 @@ class Picture:
     it. Every other method returns a new picture and computes nothing.
     """
 
-    source: np.ndarray | JpegFile  # a file, or pixels, uint8, uint16 or float32 [H, W, C]
+    source: np.ndarray | JpegFile  # a file, or pixels, uint8 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
     # The picture that a transform computed the source from, for `pipeline.augment.follow`; None if
     # the source is the file or its pixels
@@ -165,8 +165,7 @@ class Picture:
                 image = resize(crop(image, step.box), step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
-                bits = image.view(f"i{image.itemsize}")  # torch does not flip every uint16
-                image = as_tensor(bits).flip(1).numpy().view(image.dtype)
+                image = as_tensor(image).flip(1).numpy()
         assert not isinstance(image, JpegFile)
         return image
 
@@ -230,15 +229,12 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
     Within 2 levels of Pillow's, which has the same filters and takes five times as long.
 
     Args:
-        pixels: uint8, uint16 or float32 [H, W, C]; uint16 is resized as float32, then rounded.
+        pixels: uint8 or float32 [H, W, C].
         size: (width, height) of the result.
         interpolation: one of INTERPOLATIONS.
     """
     if pixels.shape[1::-1] == size:
         return pixels
-    if pixels.dtype == np.uint16:
-        resized = resize(pixels.astype(np.float32), size, interpolation)
-        return resized.round().clip(0, 65535).astype(np.uint16)
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
     # batch takes 110 us instead of 2.
     planes = as_tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)
@@ -361,15 +357,9 @@ DECODERS: dict[str, Decode] = {
 }
 
 
-def remedy(name: str) -> str:
-    """Return how to install a CPU decoder; an empty string if it is installed."""
-    loaded = region.load() if name == "region" else None
-    return loaded if isinstance(loaded, str) else ""
-
-
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
-    return [name for name in DECODERS if not remedy(name)]
+    return [name for name in DECODERS if name != "region" or not isinstance(region.load(), str)]
 
 
 def resolve(name: str) -> str:
@@ -379,8 +369,8 @@ def resolve(name: str) -> str:
     """
     if name == "auto":
         return installed()[0]
-    if problem := remedy(name):
+    if name not in installed():
         raise UserError(
-            f"loader.decoder={name}: not installed; {problem}, or use loader.decoder=auto"
+            f"loader.decoder={name}: not installed; {region.load()}, or use loader.decoder=auto"
         )
     return name
