@@ -150,8 +150,6 @@ def after_colon(name: str) -> str:
     return name.rpartition(":")[2].lower() if ":" in name else name
 
 
-# Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
-MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 COUNT = number(1)
@@ -248,8 +246,6 @@ class Data:
     """if a training image cannot be read: raise, or skip to the next readable one of its class"""
     max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": ("skip",)})
     """data.on_error=skip: largest fraction of unreadable training images that each rank accepts"""
-    max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
-    """an image with more pixels, by its header, counts as unreadable"""
     exif_orientation: bool = key(False, BOTH)
     """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
     the published results of ImageNet do"""

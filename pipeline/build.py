@@ -115,8 +115,7 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
 
 def options_of(data: Data, decoder: str, seed: int) -> dict[str, Any]:
     """Return the options of a FolderDataset."""
-    keys = {"max_pixels": data.max_pixels, "exif_orientation": data.exif_orientation}
-    return {"decoder": decoder, "seed": seed, **keys}
+    return {"decoder": decoder, "seed": seed, "exif_orientation": data.exif_orientation}
 
 
 def folder(

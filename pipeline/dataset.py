@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conf.schema import MAX_PIXELS, UserError
+from conf.schema import UserError
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
@@ -176,7 +176,6 @@ class FolderDataset(Dataset):
     Args:
         transform: from `augment.build`.
         decoder: a name in `decode.DECODERS`, or auto.
-        max_pixels: larger images are unreadable.
         exif_orientation: turn the images upright.
     """
 
@@ -187,14 +186,12 @@ class FolderDataset(Dataset):
         *,
         decoder: str = "pillow",
         seed: int = 0,
-        max_pixels: int = MAX_PIXELS,
         exif_orientation: bool = False,
     ) -> None:
         self.index = index
         self.transform = transform
         self.decoder = decode.resolve(decoder)
         self.seed = seed
-        self.max_pixels = max_pixels
         self.exif_orientation = exif_orientation
         self._ahead: dict[int, Future[bytes]] = {}
 
@@ -233,10 +230,7 @@ class FolderDataset(Dataset):
         Raises BadImageError or UnreadableError if it cannot be read.
         """
         return decode.open_picture(
-            self.read(index),
-            self.decoder,
-            self.max_pixels,
-            exif_orientation=self.exif_orientation,
+            self.read(index), self.decoder, exif_orientation=self.exif_orientation
         )
 
     def targets(self, index: int, picture: Picture) -> dict[str, Any]:

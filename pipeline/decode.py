@@ -20,15 +20,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from conf.schema import MAX_PIXELS, UserError
+from conf.schema import UserError
 from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 
-# `check_size` refuses what is larger than data.max_pixels. Pillow would only warn up to twice its
-# own limit, and refuse what data.max_pixels allows above that.
-Image.MAX_IMAGE_PIXELS = None
+MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
@@ -173,25 +171,21 @@ class Picture:
         return Image.fromarray(self.pixels())
 
 
-def open_picture(
-    data: bytes, decoder: str, max_pixels: int = MAX_PIXELS, *, exif_orientation: bool = False
-) -> Picture:
+def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
     """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
     Raises UnreadableError if Pillow cannot read it, or it is too large.
 
     Args:
         decoder: a name in DECODERS.
-        max_pixels: data.max_pixels.
         exif_orientation: data.exif_orientation.
     """
     try:
-        if exif_orientation and orientation_of(image := open_image(data, max_pixels)) > 1:
+        if exif_orientation and orientation_of(image := open_image(data)) > 1:
             return Picture(rgb_pixels(ImageOps.exif_transpose(image)), moved=True)
         if (size := colour_size(data)) is not None:
-            check_size(size, max_pixels)
             return Picture(JpegFile(data, size, DECODERS[decoder]))
-        image = open_image(data, max_pixels)
+        image = open_image(data)
         if image.format == "JPEG" and image.mode == "RGB":
             return Picture(JpegFile(data, image.size, DECODERS[decoder]))
         return Picture(rgb_pixels(image))
@@ -259,25 +253,13 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 # Headers.
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(data: bytes) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    `max_pixels`: data.max_pixels. Raises PIL.UnidentifiedImageError if the content has another
-    format, or is no image, and OSError, ValueError or SyntaxError if the header is damaged, or the
-    image is too large.
+    Raises PIL.UnidentifiedImageError if the content has another format, or is no image; Pillow
+    raises other kinds if the header is damaged, or the image is too large.
     """
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_size(image.size, max_pixels)
-    return image
-
-
-def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Refuse an image with more than `max_pixels`: decoding it would need too much memory."""
-    if size[0] * size[1] > max_pixels:
-        raise ValueError(
-            f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
-            "image smaller, or raise data.max_pixels if the workers have enough memory"
-        )
+    return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -297,7 +279,8 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
     for marker, at, end in segments(data):
         if marker in FRAMES and at + 10 <= end <= len(data):
             bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            return (width, height) if (bits, components) == (8, 3) and width * height else None
+            usual = (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS
+            return (width, height) if usual else None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
     return None
@@ -320,7 +303,7 @@ def has_end(data: bytes) -> bool:
 
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    image = open_image(data)
     if scale > 1:
         image.draft("RGB", (image.width // scale, image.height // scale))
     return rgb_pixels(image.crop(box))

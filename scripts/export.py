@@ -277,10 +277,7 @@ def self_check(
     def load(i: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             picture = decode.open_picture(
-                files.read(i),
-                "pillow",
-                files.max_pixels,
-                exif_orientation=stated["exif_orientation"],
+                files.read(i), "pillow", exif_orientation=stated["exif_orientation"]
             )
             pixels = transforms(picture, random.Random(0)).pixels()
             if not stated["inside"]:

@@ -166,7 +166,7 @@ class Predictor:
         on_cpu = loader.decoder in decode.DECODERS
         self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
         self.seed, self.top = config.train.seed, top
-        self.max_pixels, self.exif_orientation = data.max_pixels, data.exif_orientation
+        self.exif_orientation = data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
@@ -209,7 +209,7 @@ class Predictor:
         try:
             content = Path(path).read_bytes()
             picture = decode.open_picture(
-                content, self.decoder, self.max_pixels, exif_orientation=self.exif_orientation
+                content, self.decoder, exif_orientation=self.exif_orientation
             )
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):

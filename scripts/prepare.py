@@ -48,7 +48,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import MAX_PIXELS, UserError
+from conf.schema import UserError
 from scripts.lib.options import Parser
 
 FORMATS = ("folder", "tar")
@@ -61,7 +61,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--to", required=True, help="output folder: new, empty, or started by the same command")
     add("--format", default="folder", choices=FORMATS, help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
-    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image ({MAX_PIXELS:,})")
     add("--val-fraction", type=float, help="validation part of each class (0.1)")
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
@@ -119,27 +118,27 @@ class Result(NamedTuple):
     problem: str = ""  # why it is unreadable
 
 
-def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
+def check_image(data: bytes) -> None:
     """Check that a file is an image and complete.
 
     Only files that do not end as their format requires are decoded: some programs append bytes.
     Raises Exception: it is not; Pillow's plugins raise many types.
     """
-    image = decode.open_image(data, max_pixels)
+    image = decode.open_image(data)
     end = ENDS.get(image.format or "")
     if not end or end not in data[-TAIL:]:
         image.load()
 
 
-def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -> bytes:
+def reencoded(data: bytes, name: str, side: int) -> bytes:
     """Return a file whose image has a short side of at most `side` pixels: see --side.
 
     Raises Exception: it cannot be decoded; Pillow's plugins raise many types.
     """
-    image = decode.open_image(data, max_pixels)
+    image = decode.open_image(data)
     # MPO is a camera's JPEG followed by a preview.
     plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
-    picture = decode.open_picture(data, decoder(), max_pixels)
+    picture = decode.open_picture(data, decoder())
     width, height = picture.size
     short = min(width, height)
     if not name.lower().endswith((".jpg", ".jpeg")) or (plain and short <= side):
@@ -172,9 +171,9 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     try:
         data = output = read(sample.place)
         if options.side is None:
-            check_image(data, options.max_pixels)
+            check_image(data)
         else:
-            output = reencoded(data, sample.name, options.side, options.max_pixels)
+            output = reencoded(data, sample.name, options.side)
     except Exception as error:
         return Result("unreadable", problem=describe(error))
     outcome = "copied" if output is data else "encoded"

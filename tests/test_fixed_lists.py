@@ -66,7 +66,7 @@ def test_environment_variables() -> None:
 KEYS_BY_SECTION = {
     "data": (
         "source root train val val_fraction val_fold image_size val_size on_error max_bad_fraction "
-        "max_pixels exif_orientation on_device mean std repeats fake_images fake_classes"
+        "exif_orientation on_device mean std repeats fake_images fake_classes"
     ),
     "loader": (
         "batch_size workers decoder pin_memory prefetch_factor prefetch_batches timeout_seconds "
@@ -101,7 +101,7 @@ def test_what_each_key_affects() -> None:
     }
     sections = {"checkpoint", "run", "log", "autotune"}
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
-        *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
+        *("data.on_error", "data.max_bad_fraction"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
         *("train.best_by", "train.prepare"),
     }

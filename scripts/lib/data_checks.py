@@ -86,7 +86,7 @@ def readable(case: Case) -> Iterator[Row]:
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
         rows = spread(len(index), case.sample, case.config.train.seed)
-        look = partial(examine, index, decode.resolve("auto"), config.max_pixels)
+        look = partial(examine, index, decode.resolve("auto"))
         files = case.examined[name] = list(in_threads(cores, look, rows))
         count = count_of(case, name)
         bad = tuple(
@@ -111,16 +111,16 @@ def readable(case: Case) -> Iterator[Row]:
             )
 
 
-def examine(index: Index, decoder: str, max_pixels: int, row: int) -> Examined:
+def examine(index: Index, decoder: str, row: int) -> Examined:
     """Decode a file in full, as training does, and find what is unusual about it."""
     found, began = Examined(row, index.path(row)), time.perf_counter()
     content = b""
     try:
         content = index.read(row)
         found.seconds = time.perf_counter() - began
-        with decode.open_image(content, max_pixels) as image:
+        with decode.open_image(content) as image:
             found.odd = tuple(oddities(image))
-        pixels = decode.open_picture(content, decoder, max_pixels).pixels()
+        pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
         found.problem = begin if content else "empty, 0 bytes"

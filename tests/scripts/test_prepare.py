@@ -874,13 +874,6 @@ def test_a_dataset_of_smaller_images(image_root: Path, tmp_path: Path, kind: str
         assert new.fingerprint() == old.fingerprint() and new.classes == old.classes
 
 
-def test_larger_images_than_max_pixels(image_root: Path, tmp_path: Path) -> None:
-    assert run(image_root, tmp_path, "--side", "8", "--max-pixels", "100") == 1
-    report = report_of(tmp_path)
-    assert report["unreadable"] == report["images"]
-    assert "data.max_pixels=100; make" in (tmp_path / "unreadable.txt").read_text()
-
-
 # Refused input.
 
 
