@@ -173,7 +173,14 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     first = files[0] if files else ""
     kind = "/" if os.path.isdir(first) else os.path.splitext(first)[1]
     if kind not in SCANS:
-        raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
+        parent = os.path.dirname(os.path.abspath(folder))
+        nearby = sorted(os.listdir(parent))[:5] if os.path.isdir(parent) else []
+        raise UserError(
+            f"{key}={folder}: no such folder; {parent} holds {', '.join(nearby) or 'nothing'}: "
+            f"correct data.root, write {key}=FOLDER if it has another name, or data.val_fraction="
+            "0.1 to hold out a tenth of the images; python scripts/prepare.py SOURCE --to DIR "
+            "converts other layouts"
+        )
     root = first if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = default_cache_dir() / f"{digest[:24]}.npz"

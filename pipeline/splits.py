@@ -12,8 +12,6 @@ import numpy as np
 from conf.schema import Data, UserError
 from pipeline.index import Index, find_storage, load_index
 
-CONVERT = "python scripts/prepare.py SOURCE --to DIR converts other layouts"
-
 
 class HeldOut(NamedTuple):
     """The validation images of each class: a part of it, in the order of `chosen`."""
@@ -74,19 +72,20 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     root = root_of(data)
     if part := held_out(data):
         return hold_out(_with_val(root, data, part.given), part)
-    for split in (data.train, data.val):
-        if not _holds(split, root):
-            raise UserError(_missing(root, split, data))
-    train, val = (
-        load_index(os.path.join(root, split), key=key)
-        for key, split in (("data.train", data.train), ("data.val", data.val))
-    )
+    if not os.path.isdir(root):
+        raise UserError(
+            f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
+            "be one tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
+        )
+    # evaluate.py gives data.val for both, so it comes first.
+    val = load_index(os.path.join(root, data.val), key="data.val")
+    train = load_index(os.path.join(root, data.train), key="data.train")
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         extra = sorted(set(here.classes) - set(there.classes))
         if extra:  # the same label would mean different classes
             raise UserError(
                 f"data.{other}={there.root}: has no class {', '.join(extra[:5])}, which {name} has "
-                f"({len(extra)} in all); both splits need the same classes; {CONVERT}"
+                f"({len(extra)} in all); both splits need the same classes"
             )
     return train, val
 
@@ -142,19 +141,3 @@ def chosen(names: Sequence[str], stop: float, *, start: float = 0) -> list[int]:
     if first == 0:
         last = min(max(1, last), len(names) - 1)
     return sorted(range(len(names)), key=digest)[first:last]
-
-
-def _missing(root: str, split: str, data: Data) -> str:
-    """Say that a root does not hold a split, and what it holds."""
-    if not os.path.isdir(root):
-        return (
-            f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
-            "be one tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
-        )
-    key = "data.val" if split == data.val else "data.train"
-    names = ", ".join(sorted(os.listdir(root))[:5]) or "nothing"
-    return (
-        f"{key}={os.path.join(root, split)}: no such folder; {root} holds {names}: correct "
-        f"data.root, write {key}=FOLDER if it has another name, or data.val_fraction=0.1 to hold "
-        f"out a tenth of the images; {CONVERT}"
-    )

@@ -95,7 +95,7 @@ ROOTS: list[tuple[Callable[[Path], object], str, str]] = [
     (
         lambda i: rename_images(i, "*/*/*"),
         "{}",
-        "data.train={}/train: class folder checks holds no images",
+        "data.val={}/val: class folder checks holds no images",
     ),
 ]
 

@@ -112,7 +112,7 @@ def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
     for path in sorted((flat / "dots").iterdir())[1:]:
         path.unlink()
     assert "class dots has 1 of the 2 images that it needs; " in refusal(flat, val_fraction=0.1)
-    assert "holds checks, dots, stripes: correct data.root, write data.train=" in refusal(flat)
+    assert "holds checks, dots, stripes: correct data.root, write data.val=" in refusal(flat)
 
 
 def test_a_split_of_another_name(image_root: Path) -> None:
