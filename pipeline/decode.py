@@ -183,12 +183,12 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
     try:
         if exif_orientation and orientation_of(image := open_image(data)) > 1:
             return Picture(rgb_pixels(ImageOps.exif_transpose(image)), moved=True)
-        if (size := colour_size(data)) is not None:
-            return Picture(JpegFile(data, size, DECODERS[decoder]))
-        image = open_image(data)
-        if image.format == "JPEG" and image.mode == "RGB":
-            return Picture(JpegFile(data, image.size, DECODERS[decoder]))
-        return Picture(rgb_pixels(image))
+        if (size := colour_size(data)) is None:
+            image = open_image(data)
+            if image.format != "JPEG" or image.mode != "RGB":
+                return Picture(rgb_pixels(image))
+            size = image.size
+        return Picture(JpegFile(data, size, DECODERS[decoder]))
     except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
         raise UnreadableError(describe(error)) from error
 

@@ -102,16 +102,15 @@ class Index:
 
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
-        source, start, length = self.place(i)
-        name = "" if length else self.name(i)  # a container needs none
+        source, *place = self.place(i)
         for pause in PAUSES:
             try:
-                return source.read(name, start, length)
+                return source.read(self.name(i), *place)
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
             time.sleep(pause)
-        return source.read(name, start, length)
+        return source.read(self.name(i), *place)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
@@ -268,13 +267,10 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     logger.info("%s: listing the images; the list is cached", given)
     names = list(map(os.fsencode, files))
     stamps = _stamps(names)  # before the listing: a file that changes meanwhile is listed again
-    with ThreadPoolExecutor(THREADS) as pool:
-        tables = list(pool.map(partial(_images_of_tar, given), files))
     found: dict[bytes, tuple[int, int, int]] = {}
-    for number, members in enumerate(tables):
-        for twice in found.keys() & members.keys():
-            raise UserError(f"{given}: {os.fsdecode(twice)} is in two of its files; remove one")
-        found |= {name: (number, *place) for name, place in members.items()}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, members in enumerate(pool.map(partial(_images_of_tar, given), files)):
+            found |= {name: (number, *place) for name, place in members.items()}
     paths = sorted(path for path in found if b"/" in path)
     if not paths:
         raise UserError(

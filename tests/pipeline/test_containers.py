@@ -184,10 +184,6 @@ def test_refused_members(tmp_path: Path) -> None:
         assert "a/2.jpg is a link; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
     assert "holds no images in class folders; each" in refusal(path)
-    (tmp_path / "val").mkdir()
-    for number in (0, 1):
-        write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"a/{number + 2}.jpg")
-    assert "a/1.jpg is in two of its files; remove" in refusal(tmp_path / "val")
 
 
 def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
