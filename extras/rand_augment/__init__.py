@@ -20,14 +20,14 @@ from pipeline.parameters import choice, number, whole
 
 
 class Operation(NamedTuple):
-    """A name of OPERATIONS and its argument, such as degrees or a threshold.
+    """A name of MATRICES or NAMES, or identity, and its number.
 
     `interpolation` of Image.Resampling and `fill` (red + 256 green + 65,536 blue, for pixels from
     outside) are for the operations that move pixels.
     """
 
     name: str
-    argument: float
+    number: float
     interpolation: int = Image.Resampling.NEAREST
     fill: int = 0
 
@@ -67,8 +67,7 @@ class RandAugment:
         self.magnitude = number("magnitude", magnitude, 0, STRENGTHS)
         self.magnitude_std = number("magnitude_std", magnitude_std, 0, STRENGTHS)
         self.p = number("p", p, 0, 1)
-        self.list = choice("operations", operations, _Kind._fields[1:])
-        self.names = [name for name in NAMES if getattr(OPERATIONS[name], operations) is not None]
+        self.operations = choice("operations", operations, tuple(LISTS))
         allowed = ("nearest", *INTERPOLATIONS, "random")
         self.interpolation = choice("interpolation", interpolation, allowed)
         levels = list(fill) if isinstance(fill, list | tuple) else [fill] * 3
@@ -78,7 +77,13 @@ class RandAugment:
         self.fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return apply_operations(picture, self.sample(picture.size, rng))
+        pixels = picture.pixels()
+        if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+            raise ValueError("RandAugment, TrivialAugment: need uint8 images of 3 channels")
+        image = Image.fromarray(pixels)
+        for operation in self.sample(picture.size, rng):
+            image = apply(image, operation)
+        return Picture(np.asarray(image), moved=True)
 
     def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
         """Sample the operations of an image of this (width, height)."""
@@ -87,10 +92,10 @@ class RandAugment:
     def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
         if self.p < 1 and rng.random() >= self.p:
             return Operation("identity", 0)
-        strength = self._strength(rng) / STRENGTHS
-        name = self.names[int(rng.random() * len(self.names))]
+        strength, names = self._strength(rng) / STRENGTHS, LISTS[self.operations]
+        name = names[int(rng.random() * len(names))]
         sign = 1 if rng.random() < 0.5 else -1
-        value = argument(name, sign * strength, size, self.list)
+        value = number_of(name, sign * strength, size, self.operations)
         if name not in MATRICES:
             return Operation(name, value)
         interpolation = self.interpolation
@@ -101,7 +106,6 @@ class RandAugment:
     def _strength(self, rng: random.Random) -> float:
         if self.magnitude_std == 0:
             return self.magnitude
-        # Rounded, because the GPU path keeps the numbers of each operation and strength.
         magnitude = round(rng.gauss(self.magnitude, self.magnitude_std))
         return min(max(magnitude, 0), STRENGTHS)
 
@@ -130,8 +134,8 @@ def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
     return cos, sin, -x * cos - y * sin + x, -sin, cos, x * sin - y * cos + y
 
 
-# name -> affine matrix (a, b, c, d, e, f) of (argument, (width, height)): the point (x, y) of the
-# result is the point (a x + b y + c, d x + e y + f) of the image.
+# Operations that move pixels: name -> affine matrix (a, b, c, d, e, f) of (number, (width,
+# height)): the point (x, y) of the result is the point (a x + b y + c, d x + e y + f) of the image.
 MATRICES: dict[str, Callable[[float, tuple[int, int]], tuple[float, ...]]] = {
     "shear_x": lambda v, size: (1, v, 0, 0, 1, 0),
     "shear_y": lambda v, size: (1, 0, 0, v, 1, 0),
@@ -139,105 +143,63 @@ MATRICES: dict[str, Callable[[float, tuple[int, int]], tuple[float, ...]]] = {
     "translate_y": lambda v, size: (1, 0, 0, 0, 1, -v),
     "rotate": _rotation,
 }
-
-
-def _move(image: Image.Image, operation: Operation) -> Image.Image:
-    name, value, interpolation, fill = operation
-    matrix = MATRICES[name](value, image.size)
-    return image.transform(
-        image.size, Image.Transform.AFFINE, matrix, Image.Resampling(interpolation), fillcolor=fill
-    )
-
-
-def _enhance(image: Image.Image, operation: Operation) -> Image.Image:
-    enhancer = getattr(ImageEnhance, operation.name.capitalize())
-    return enhancer(image).enhance(1 + operation.argument)
-
-
-def _solarize(image: Image.Image, operation: Operation) -> Image.Image:
-    return ImageOps.solarize(image, operation.argument)  # type: ignore[arg-type]  # takes halves
-
-
-def _solarize_add(image: Image.Image, operation: Operation) -> Image.Image:
-    """Brighten the dark half of the levels."""
-    add = int(operation.argument)
-    levels = [min(level + add, 255) if level < 128 else level for level in range(256)]
-    return image.point(levels * 3)
-
-
-Argument = float | Callable[[float, tuple[int, int]], float]
-
-
-class _Kind(NamedTuple):
-    """A function, then for each list its argument at a strength in [-1, 1].
-
-    That is the strength times a number, or a function of (strength, (width, height)). None: the
-    operation is not in this list.
-    """
-
-    apply: Callable[[Image.Image, Operation], Image.Image]
-    torchvision: Argument | None
-    wide: Argument | None
-    timm: Argument | None
-
-
-def _translations(axis: int) -> tuple[Argument, ...]:
-    return (
-        lambda s, size: int(s * (150 / 331 * size[axis])),
-        lambda s, size: int(s * 32),
-        lambda s, size: round(s * 0.45 * size[axis], 6),  # Pillow accumulates a last bit
-    )
-
-
-# on_gpu.py has the same operations.
-OPERATIONS = {
-    "identity": _Kind(lambda image, operation: image, 0, 0, None),
-    "shear_x": _Kind(_move, 0.3, 0.99, 0.3),
-    "shear_y": _Kind(_move, 0.3, 0.99, 0.3),
-    "translate_x": _Kind(_move, *_translations(axis=0)),
-    "translate_y": _Kind(_move, *_translations(axis=1)),
-    "rotate": _Kind(_move, 30, 135, 30),
-    "brightness": _Kind(_enhance, 0.9, 0.99, 0.9),
-    "color": _Kind(_enhance, 0.9, 0.99, 0.9),
-    "contrast": _Kind(_enhance, 0.9, 0.99, 0.9),
-    "sharpness": _Kind(_enhance, 0.9, 0.99, 0.9),
-    "posterize": _Kind(  # number of bits to keep
-        lambda image, operation: ImageOps.posterize(image, int(operation.argument)),
-        lambda s, size: 8 - round(4 * abs(s)),
-        lambda s, size: 8 - round(6 * abs(s)),
-        lambda s, size: max(4 - int(4 * abs(s)), 1),  # Pillow refuses 0, timm's for the strongest
-    ),
-    "solarize": _Kind(  # the lowest level to invert: a multiple of 0.5, or of 1
-        _solarize,
-        lambda s, size: round(255 * (1 - abs(s)), 6),  # restores a bit that a product may lose
-        lambda s, size: round(255 * (1 - abs(s)), 6),
-        lambda s, size: 256 - int(256 * abs(s)),
-    ),
-    "autocontrast": _Kind(lambda image, operation: ImageOps.autocontrast(image), 0, 0, 0),
-    "equalize": _Kind(lambda image, operation: ImageOps.equalize(image), 0, 0, 0),
-    "invert": _Kind(_solarize, None, None, 0),
-    "solarize_add": _Kind(_solarize_add, None, None, lambda s, size: int(110 * abs(s))),
+# Operations that blend the image with another one made of it; the number is the image's weight.
+BLENDED = ("brightness", "color", "contrast", "sharpness")
+# Operations on the levels of a channel: name -> level of (level, number).
+LEVELS: dict[str, Callable[[int, int], int]] = {
+    "posterize": lambda level, mask: level & mask,
+    "solarize": lambda level, first: level if level < first else 255 - level,
+    "invert": lambda level, _: 255 - level,
+    "solarize_add": lambda level, add: min(level + add, 255) if level < 128 else level,
 }
-NAMES = tuple(OPERATIONS)
+# All that keep the pixels in their places, in the order in which the kernels number them.
+NAMES = (*BLENDED, *LEVELS, "autocontrast", "equalize")
+_COMMON = (*MATRICES, *BLENDED, "posterize", "solarize", "autocontrast", "equalize")
+LISTS = {
+    "torchvision": ("identity", *_COMMON),
+    "wide": ("identity", *_COMMON),
+    "timm": (*_COMMON, "invert", "solarize_add"),
+}
 
 
-def argument(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
-    """Convert a strength in [-1, 1] to the argument on an image of (width, height) in a list."""
-    unit: Argument | None = getattr(OPERATIONS[name], operations)
-    assert unit is not None, (name, operations)
-    return unit(strength, size) if callable(unit) else strength * unit
+def apply(image: Image.Image, operation: Operation) -> Image.Image:
+    """Apply an operation to an RGB image. The kernels make the same pixels."""
+    name, value, interpolation, fill = operation
+    if name == "identity":
+        return image
+    if name in MATRICES:
+        matrix, mode = MATRICES[name](value, image.size), Image.Resampling(interpolation)
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, mode, fillcolor=fill)
+    if name in BLENDED:
+        enhancer = getattr(ImageEnhance, name.capitalize())(image)
+        return enhancer.enhance(value)
+    if name in LEVELS:
+        return image.point([LEVELS[name](level, int(value)) for level in range(256)] * 3)
+    return getattr(ImageOps, name)(image)
 
 
-def apply_operations(picture: Picture, operations: Sequence[Operation]) -> Picture:
-    pixels = picture.pixels()
-    if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
-        raise ValueError("RandAugment, TrivialAugment: need uint8 images of 3 channels")
-    image = Image.fromarray(pixels)
-    for operation in operations:
-        image = OPERATIONS[operation.name].apply(image, operation)
-    return Picture(np.asarray(image), moved=True)
-
-
-def as_rows(operations: Sequence[Operation]) -> np.ndarray:
-    """Operations as float64 [count, 4]: position in NAMES, argument, interpolation, fill."""
-    return np.array([(NAMES.index(name), *numbers) for name, *numbers in operations])
+def number_of(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
+    """Convert a strength in [-1, 1] to an operation's number, on an image of (width, height)."""
+    wide, timm, s = operations == "wide", operations == "timm", abs(strength)
+    match name:
+        case "shear_x" | "shear_y":
+            return strength * (0.99 if wide else 0.3)
+        case "translate_x" | "translate_y":
+            side = size[name == "translate_y"]
+            if timm:
+                return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
+            return int(strength * (32 if wide else 150 / 331 * side))
+        case "rotate":  # degrees
+            return strength * (135 if wide else 30)
+        case "brightness" | "color" | "contrast" | "sharpness":
+            return 1 + strength * (0.99 if wide else 0.9)
+        case "posterize":  # the mask of the bits to keep
+            if timm:  # not 0, as timm's for the strongest: Pillow refuses it
+                return 256 - 2 ** (8 - max(4 - int(4 * s), 1))
+            return 256 - 2 ** round((6 if wide else 4) * s)
+        case "solarize":  # the lowest level to invert
+            # Rounded first: a product may lose a last bit.
+            return 256 - int(256 * s) if timm else math.ceil(round(255 * (1 - s), 6))
+        case "solarize_add":
+            return int(110 * s)
+    return 0

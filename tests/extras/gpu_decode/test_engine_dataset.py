@@ -272,7 +272,7 @@ def test_workers_of_each_mode() -> None:
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
 def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: str) -> None:
     """Those that follow from the levels of the same images without operations."""
-    drawn = pytest.importorskip("extras.rand_augment")
+    drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
     rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
     levels = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
@@ -284,14 +284,9 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
         dataset: Any = feed.train.loader.dataset
         assert isinstance(dataset, EngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
-            for row, (epoch, index) in enumerate(batch.samples.tolist()):
-                rows = FolderDataset.load(dataset.dataset, epoch, index)["operations"]
-                operations = [
-                    drawn.Operation(drawn.NAMES[int(n)], value, int(mode), int(fill))
-                    for n, value, mode, fill in rows
-                ]
-                image = before["image"][row].round().to(torch.uint8).permute(1, 2, 0).numpy()
-                picture = drawn.apply_operations(drawn.Picture(image), operations)
-                expected = torch.from_numpy(picture.pixels().copy()).permute(2, 0, 1).float()
-                found = batch["image"][row]
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+            samples = batch.samples.tolist()
+            rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in samples]
+            levels = before["image"].to(CUDA).round().to(torch.uint8)
+            made = drawn.apply_operations(levels, torch.tensor(rows, dtype=torch.float64))
+            found, expected = batch["image"].cpu(), made.float().cpu()
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

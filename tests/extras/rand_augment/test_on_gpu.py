@@ -1,8 +1,10 @@
 """The operations of RandAugment on a GPU: Pillow's pixels, byte for byte."""
 
+import functools
 import itertools
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,23 @@ from torch import Tensor
 
 from conf import cli
 from extras.rand_augment import (
+    LISTS,
     MATRICES,
     NAMES,
-    OPERATIONS,
     STRENGTHS,
     Operation,
     RandAugment,
     TrivialAugment,
-    argument,
-    as_rows,
+    apply,
+    number_of,
     on_gpu,
 )
-from extras.rand_augment import apply_operations as apply_on_cpu
 from extras.rand_augment.on_gpu import (
-    COLUMNS,
     MOVED,
     DrawnOperations,
     apply_operations,
     has_kernels,
-    kernel_rows,
+    kernel_row,
 )
 from pipeline.augment import Compose
 from pipeline.batch import Field
@@ -42,7 +42,7 @@ from tests.extras.rand_augment.test_operations import TIMM
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, open_loader, opened, training
 from tests.processes import run_python
 
-MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+ALL = ("identity", *MATRICES, *NAMES)
 FILL = 124 | 116 << 8 | 104 << 16
 MODES = Image.Resampling
 
@@ -73,84 +73,76 @@ def example_images(size: int, photo: Path) -> np.ndarray:
     )
 
 
-def made_on_gpu(images: np.ndarray, operations: np.ndarray) -> np.ndarray:
+def rows_of(drawn: Sequence[Sequence[Operation]], size: int) -> Tensor:
+    """The operations of the images of a batch, for the kernels."""
+    rows = [[kernel_row(each, (size, size)) for each in operations] for operations in drawn]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def made_on_gpu(images: np.ndarray, drawn: Sequence[Sequence[Operation]]) -> np.ndarray:
     """Apply operations to uint8 [B, S, S, 3] on a GPU."""
     pixels = torch.from_numpy(images).cuda().permute(0, 3, 1, 2)
-    return apply_operations(pixels, operations).permute(0, 2, 3, 1).cpu().numpy()
+    found = apply_operations(pixels, rows_of(drawn, images.shape[1]))
+    return found.permute(0, 2, 3, 1).cpu().numpy()
 
 
 def all_operations(name: str, size: int) -> list[Operation]:
     """With both signs, of every list, the nearest pixel; some of them interpolated."""
     drawn = {}
-    for each, strength in itertools.product(("torchvision", "wide", "timm"), range(STRENGTHS + 1)):
-        if getattr(OPERATIONS[name], each) is None:
-            continue
-        for sign in (1, -1):
-            value = argument(name, sign * strength / STRENGTHS, (size, size), each)
+    for each, strength in itertools.product(LISTS, range(STRENGTHS + 1)):
+        for sign in (1, -1) if name in LISTS[each] else ():
+            value = number_of(name, sign * strength / STRENGTHS, (size, size), each)
             drawn[Operation(name, value)] = None
-            if name in MOVES and strength in (0, 1, 7, 21, 30):
+            if name in MATRICES and strength in (0, 1, 7, 21, 30):
                 drawn[Operation(name, value, MODES.NEAREST, FILL)] = None
                 drawn[Operation(name, value, MODES.BILINEAR, FILL)] = None
                 drawn[Operation(name, value, MODES.BICUBIC)] = None
     return list(drawn)
 
 
-def applied(image: np.ndarray, operation: Operation) -> np.ndarray:
-    return np.asarray(OPERATIONS[operation.name].apply(Image.fromarray(image), operation))
+def applied(image: np.ndarray, *operations: Operation) -> np.ndarray:
+    made = Image.fromarray(image)
+    for each in operations:
+        made = apply(made, each)
+    return np.asarray(made)
 
 
 # The rows for the kernels, read here as the kernels read them.
 
 
-@pytest.mark.parametrize("size", [1, 2, 33])
-@pytest.mark.parametrize("name", ["identity", *MOVES])
-def test_matrices_move_pixels_as_pillow_does(name: str, size: int) -> None:
-    image = np.random.default_rng(0).integers(1, 256, (size, size, 3), np.uint8)
-    y, x = np.indices((size, size))
-    for operation in all_operations(name, size):
-        (row,) = kernel_rows(as_rows([operation])[None], size)[0]
-        assert row[0] == MOVED + operation.interpolation
-        fill = [int(row[7]) >> shift & 255 for shift in (0, 8, 16)]
-        if operation.interpolation:
-            assert tuple(row[1:7]) == MATRICES[name](operation.argument, (size, size))
-            continue
-        from_x, from_y = (
-            (a * x + b * y + c) >> 16 for a, b, c in row[1:7].astype(int).reshape(2, 3)
-        )
+def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """Apply an operation as its row describes it; Pillow interpolates, and sees statistics."""
+    size, kind, values, level = len(image), int(row[0]), row[1:7], image.astype(int)
+    fill, y, x = int(row[7]), *np.indices((size, size))
+    if kind == MOVED:
+        from_x, from_y = ((a * x + b * y + c) >> 16 for a, b, c in values.astype(int).reshape(2, 3))
         inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
-        found = np.where(inside[..., None], image[from_y * inside, from_x * inside], fill)
-        np.testing.assert_array_equal(found, applied(image, operation), str(operation))
+        outside = np.array([fill >> shift & 255 for shift in (0, 8, 16)], np.uint8)
+        return np.where(inside[..., None], image[from_y * inside, from_x * inside], outside)
+    if kind > MOVED:
+        way, mode = Image.Transform.AFFINE, MODES(kind - MOVED)
+        made = Image.fromarray(image).transform((size, size), way, values, mode, fillcolor=fill)
+        return np.asarray(made)
+    first = int(row[1])
+    levels: dict[str, Any] = {
+        "brightness": np.clip(image.astype(np.float32) * np.float32(row[1]), 0, 255),
+        "posterize": level & first,
+        "solarize": np.where(level < first, level, 255 - level),
+        "solarize_add": np.where(level < 128, np.minimum(level + first, 255), level),
+    }
+    name = NAMES[kind]
+    assert name != "invert", "the kernels have none"
+    made = levels.get(name)
+    return applied(image, Operation(name, row[1])) if made is None else made.astype(np.uint8)
 
 
-@pytest.mark.parametrize("name", ["brightness", "posterize", "solarize", "invert", "solarize_add"])
-def test_numbers_make_the_levels_that_pillow_makes(name: str) -> None:
-    level = np.arange(256)
-    image = level.astype(np.uint8).repeat(3).reshape(16, 16, 3)
-    for operation in all_operations(name, 16):
-        (row,) = kernel_rows(as_rows([operation])[None], 16)[0]
-        kind = NAMES[int(row[0])]
-        assert kind == ("solarize" if name == "invert" else name)
-        found = {
-            "brightness": np.clip(level.astype(np.float32) * np.float32(row[1]), 0, 255),
-            "posterize": level & int(row[1]),
-            "solarize": np.where(level < row[1], level, 255 - level),
-            "solarize_add": np.where(level < 128, np.minimum(level + row[1], 255), level),
-        }[kind].astype(np.uint8)
-        np.testing.assert_array_equal(found, applied(image, operation)[..., 0].flatten())
-
-
-def test_rows_keep_the_order_of_operations_and_images() -> None:
-    names = [("color", "posterize"), ("equalize", "rotate"), ("sharpness", "color")]
-    drawn = np.stack(
-        [as_rows([Operation(first, 0.5), Operation(second, 2)]) for first, second in names]
-    )
-    rows = kernel_rows(drawn, 8)
-    assert rows.shape == (2, 3, COLUMNS)
-    positions = [[NAMES.index(name) for name in each] for each in zip(*names, strict=True)]
-    positions[1][1] = MOVED
-    np.testing.assert_array_equal(rows[..., 0], positions)
-    np.testing.assert_array_equal(rows[0, ::2, 1], [1.5, 1.5])
-    np.testing.assert_array_equal(rows[1, ::2, 1], [192, 3])
+@pytest.mark.parametrize("size", [1, 2, 33])
+@pytest.mark.parametrize("name", ALL)
+def test_rows_describe_the_operations_of_pillow(name: str, size: int) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
+    for operation in all_operations(name, size):
+        row = np.array(kernel_row(operation, (size, size)))
+        np.testing.assert_array_equal(by_row(image, row), applied(image, operation), str(operation))
 
 
 # The dataset that only draws them; without a GPU, Pillow stands in for the kernels.
@@ -162,12 +154,11 @@ CUDA = torch.device("cuda", 0)
 ON_GPU = "data.on_device=[extras.rand_augment.on_gpu:on_gpu]"
 
 
-def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
+def pillow_operations(images: Tensor, operations: Tensor) -> Tensor:
     """Apply drawn operations as `apply_operations`, but on a CPU."""
     made = []
-    for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True):
-        drawn = [Operation(NAMES[int(n)], value, int(mode), int(f)) for n, value, mode, f in rows]
-        made.append(apply_on_cpu(Picture(image), drawn).pixels())
+    for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations.numpy(), strict=True):
+        made.append(functools.reduce(by_row, rows, image))
     return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
 
 
@@ -261,11 +252,11 @@ def test_the_kernels_need_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size: int) -> None:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
-    operations = np.repeat([as_rows([each]) for each in drawn], 8, axis=0)
+    operations = [[each] for each in drawn for _ in images]
     found = made_on_gpu(np.concatenate([images] * len(drawn)), operations)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
     np.testing.assert_array_equal(found, expected)
@@ -290,24 +281,19 @@ def test_operations_of_a_batch_are_applied_in_their_order(
     images = example_images(size, image_root / "train" / "dots" / "02.jpg")
     images = np.concatenate([images] * 16)
     drawn = [transform.sample((size, size), random.Random(seed)) for seed in range(len(images))]
-    expected = [
-        apply_on_cpu(Picture(image), operations).pixels()
-        for image, operations in zip(images, drawn, strict=True)
-    ]
-    operations = np.stack([as_rows(each) for each in drawn])
-    np.testing.assert_array_equal(made_on_gpu(images, operations), expected)
+    expected = [applied(image, *each) for image, each in zip(images, drawn, strict=True)]
+    np.testing.assert_array_equal(made_on_gpu(images, drawn), expected)
     # Small batches, whose size is odd.
     for first in range(0, 24, 3):
         part = slice(first, first + 3)
-        found = made_on_gpu(images[part], operations[part])
-        np.testing.assert_array_equal(found, expected[part])
+        np.testing.assert_array_equal(made_on_gpu(images[part], drawn[part]), expected[part])
 
 
 @pytest.mark.gpu
 def test_operations_do_not_wait_for_the_device() -> None:
-    drawn = [Operation(name, 1) for name in NAMES]
-    drawn += [Operation("rotate", 1, mode) for mode in (MODES.BILINEAR, MODES.BICUBIC)]
-    operations = np.stack([as_rows([each]) for each in drawn])
+    drawn = [[Operation(name, 1)] for name in ALL]
+    drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
+    operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     apply_operations(images, operations)
     torch.cuda.set_sync_debug_mode("error")
@@ -326,9 +312,9 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
     pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
     drawn = [Operation("rotate", 9, mode, FILL) for mode in (MODES.NEAREST, MODES.BICUBIC)]
-    drawn += [Operation(name, 0.5) for name in ("equalize", "sharpness")]
-    made = apply_operations(pixels, np.repeat(as_rows(drawn)[None], batch, axis=0))
-    expected = torch.from_numpy(apply_on_cpu(Picture(photo), drawn).pixels().copy()).cuda()
+    drawn += [Operation("equalize", 0), Operation("sharpness", 1.5)]
+    made = apply_operations(pixels, rows_of([drawn], size).expand(batch, -1, -1))
+    expected = torch.from_numpy(applied(photo, *drawn).copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
         assert (part == expected).all()
 

@@ -13,13 +13,16 @@ from PIL import Image
 
 from conf.packages import import_torchvision
 from extras.rand_augment import (
+    BLENDED,
+    LISTS,
+    MATRICES,
     NAMES,
-    OPERATIONS,
     STRENGTHS,
     Operation,
     RandAugment,
     TrivialAugment,
-    argument,
+    apply,
+    number_of,
 )
 from pipeline.augment import follow
 from pipeline.decode import INTERPOLATIONS, Picture
@@ -27,8 +30,8 @@ from tests.distributions import same_distribution
 from tests.drawings import draw_image
 
 FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
-THEIRS = {name: name.title().replace("_", "") for name in NAMES} | {"autocontrast": "AutoContrast"}
-MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}
+THEIRS["autocontrast"] = "AutoContrast"
 MEAN = {"interpolation": "random", "fill": [124, 116, 104]}  # of ImageNet, as timm fills
 TIMM = {"operations": "timm", "magnitude": 21, "magnitude_std": 1.5, "p": 0.5, **MEAN}
 IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
@@ -42,14 +45,10 @@ def transforms() -> ModuleType:
     return transforms
 
 
-def names_of(operations: str) -> list[str]:
-    return RandAugment(operations=operations).names
-
-
 def applied(name: str, value: float, interpolation: str = "nearest", fill: int = 0) -> np.ndarray:
     """IMAGE after an operation, int [H, W, 3]."""
     operation = Operation(name, value, Image.Resampling[interpolation.upper()], fill)
-    return np.asarray(OPERATIONS[name].apply(IMAGE, operation), int)
+    return np.asarray(apply(IMAGE, operation), int)
 
 
 def their_space(transforms: ModuleType, operations: str) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -60,8 +59,8 @@ def their_space(transforms: ModuleType, operations: str) -> dict[str, tuple[torc
 
 @pytest.mark.parametrize(
     ("name", "interpolation"),
-    [(name, "nearest") for name in names_of("torchvision")]
-    + [(name, mode) for name in MOVES for mode in INTERPOLATIONS],
+    [(name, "nearest") for name in LISTS["torchvision"]]
+    + [(name, mode) for name in MATRICES for mode in INTERPOLATIONS],
 )
 @pytest.mark.parametrize("operations", FAMILIES)
 def test_operation_of_every_strength_is_torchvisions(
@@ -80,7 +79,7 @@ def test_operation_of_every_strength_is_torchvisions(
         size = round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
         size = (sign if signed else 1) * size
         expected = transforms.autoaugment._apply_op(IMAGE, THEIRS[name], size, mode, None)
-        ours = argument(name, sign * strength / STRENGTHS, IMAGE.size, operations)
+        ours = number_of(name, sign * strength / STRENGTHS, IMAGE.size, operations)
         found = applied(name, ours, interpolation)
         difference = abs(found - np.asarray(expected, int))
         if interpolation == "nearest":
@@ -96,7 +95,7 @@ def test_operations_strengths_and_signs_have_torchvisions_distribution(
 ) -> None:
     wide = operations == "wide"
     draws = 6000 if wide else 2000  # RandAugment has one strength per operation
-    drawn: dict[str, list[float]] = {name: [] for name in names_of(operations)}
+    drawn: dict[str, list[float]] = {name: [] for name in LISTS[operations]}
     taken: dict[str, list[float]] = {name: [] for name in THEIRS.values()}
     transform = TrivialAugment() if wide else RandAugment(count=1)
     for seed in range(draws):
@@ -112,25 +111,31 @@ def test_operations_strengths_and_signs_have_torchvisions_distribution(
         theirs(IMAGE)
     for name, values in drawn.items():
         mine, their = np.array(values), np.array(taken[THEIRS[name]])
-        if "translate" in name:
+        if name in BLENDED:
+            mine = (mine - 1).round(4)
+        elif "translate" in name:
             their = their.astype(int)
+        elif name == "posterize":
+            their = 256 - 2 ** (8 - their)
+        elif name == "solarize":
+            their = np.ceil(their)
         deviation = math.sqrt(2 * draws / len(drawn) * (1 - 1 / len(drawn)))  # of the difference
         assert abs(len(mine) - len(their)) < 5 * deviation, name
         assert set(abs(mine)) == set(abs(their)), name  # no strength is left out
         assert same_distribution(mine, their), name
 
 
-# Arguments of timm's increasing list for magnitude 7, computed with timm 1.0.31 (auto_augment.py).
+# Numbers of timm's increasing list for magnitude 7, computed with timm 1.0.31 (auto_augment.py).
 TIMM_7 = {
-    **{"shear_x": 0.21, "shear_y": 0.21, "rotate": 21, "posterize": 2, "solarize": 77},
+    **{"shear_x": 0.21, "shear_y": 0.21, "rotate": 21, "posterize": 192, "solarize": 77},
     **{"translate_x": 0.315 * IMAGE.size[0], "translate_y": 0.315 * IMAGE.size[1]},
-    **dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.63),
+    **dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 1.63),
     **{"autocontrast": 0, "equalize": 0, "invert": 0, "solarize_add": 77},
 }
 
 
 def test_timms_list_has_timms_operations_and_strengths() -> None:
-    found = {name: argument(name, 0.7, IMAGE.size, "timm") for name in names_of("timm")}
+    found = {name: number_of(name, 0.7, IMAGE.size, "timm") for name in LISTS["timm"]}
     assert found == pytest.approx(TIMM_7)
     levels = np.asarray(IMAGE, int)
     np.testing.assert_array_equal(applied("invert", 0), 255 - levels)
@@ -138,7 +143,7 @@ def test_timms_list_has_timms_operations_and_strengths() -> None:
     np.testing.assert_array_equal(applied("solarize_add", 77), brighter)
 
 
-@pytest.mark.parametrize("name", names_of("timm"))
+@pytest.mark.parametrize("name", LISTS["timm"])
 def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     timm = pytest.importorskip("timm.data.auto_augment")
     theirs = THEIRS[name] + "Rel" * ("translate" in name)
@@ -148,7 +153,7 @@ def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, n
         their_sign = -sign if "translate" in name else sign
         monkeypatch.setattr(timm, "_randomly_negate", lambda level, by=their_sign: level * by)
         expected = timm.AugmentOp(theirs, 1, magnitude, hparams)(IMAGE)
-        ours = argument(name, sign * magnitude / 10, IMAGE.size, "timm")
+        ours = number_of(name, sign * magnitude / 10, IMAGE.size, "timm")
         found = applied(name, ours, mode, 9 | 8 << 8 | 7 << 16)
         # The last bit of a translation differs, hence a level that is cut to a whole number.
         assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
@@ -178,10 +183,10 @@ def test_random_interpolation_draws_one_of_both_for_each_operation_that_moves() 
     bicubic = [
         (bilinear, bicubic).index(either)
         for bilinear, bicubic, either in zip(*drawn.values(), strict=True)
-        if either.name in MOVES
+        if either.name in MATRICES
     ]
     assert len(bicubic) > 150 and 0.4 < np.mean(bicubic) < 0.6
-    assert {each[2:] for each in drawn["random"] if each.name not in MOVES} == {(0, 0)}
+    assert {each[2:] for each in drawn["random"] if each.name not in MATRICES} == {(0, 0)}
 
 
 @pytest.mark.parametrize(("fill", "corner"), [(7, [7, 7, 7]), ([124, 116, 104], [124, 116, 104])])
@@ -189,7 +194,7 @@ def test_pixels_from_outside_have_the_fill(fill: Any, corner: list[int]) -> None
     transform = TrivialAugment(fill=fill, interpolation="bicubic")
     assert applied("rotate", 40, "bicubic", transform.fill)[0, 0].tolist() == corner
     drawn = [transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(20)]
-    assert {each.fill for each in drawn if each.name in MOVES} == {transform.fill}
+    assert {each.fill for each in drawn if each.name in MATRICES} == {transform.fill}
 
 
 def test_other_pixels_than_pillows_are_refused() -> None:
@@ -219,7 +224,7 @@ def strengths_of(**parameters: Any) -> list[int]:
 
 def test_rand_augment_leaves_operations_out_with_probability() -> None:
     found = strengths_of(magnitude=21, p=0.25)
-    chance = 0.25 / len(names_of("torchvision"))
+    chance = 0.25 / len(LISTS["torchvision"])
     assert len(found) == pytest.approx(8000 * chance, abs=4 * math.sqrt(8000 * chance))
     assert set(found) == {21}
     assert strengths_of(p=0) == []
