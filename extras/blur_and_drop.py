@@ -1,4 +1,4 @@
-r"""BlurPool for any network, and stochastic depth for ResNets and the networks of models/.
+r"""BlurPool for any network, and stochastic depth for ResNets.
 
     python train.py model.name=extras.blur_and_drop:resnet \
         'model.args={base: resnet50, blur_pool: true, stochastic_depth_prob: 0.05}'
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import models
 from conf.packages import import_torchvision
 from models.resnet import BasicBlock
-from models.vit import Block
 
 LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
 
@@ -77,17 +76,6 @@ class DroppedBlock(nn.Module):
         return self.relu(self.drop(x) + shortcut)
 
 
-class DroppedAttention(Block):
-    """A block of models/vit.py; `drop` acts on both of its branches."""
-
-    drop: nn.Module
-
-    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        stream, x = self.norm1(stream, branch)
-        stream, x = self.norm2(stream, self.drop(self.attn(x)))
-        return stream, self.drop(self.mlp(x))
-
-
 def drop_blocks(model: nn.Module, probability: float) -> int:
     """Give the blocks stochastic depth (arXiv 1603.09382), in place; return their number.
 
@@ -97,11 +85,10 @@ def drop_blocks(model: nn.Module, probability: float) -> int:
     """
     vision = import_torchvision()
     theirs = vision.models.resnet
-    kinds: dict[type, Any] = dict.fromkeys((theirs.BasicBlock, theirs.Bottleneck), DroppedBlock)
-    kinds |= {BasicBlock: DroppedBlock, Block: DroppedAttention}
+    kinds = theirs.BasicBlock, theirs.Bottleneck, BasicBlock
     blocks: list[Any] = [module for module in model.modules() if type(module) in kinds]
     for position, block in enumerate(blocks):
         share = position / max(1, len(blocks) - 1)
         block.drop = vision.ops.StochasticDepth(probability * share, "row")
-        block.__class__ = kinds[type(block)]
+        block.__class__ = DroppedBlock
     return len(blocks)

@@ -20,7 +20,6 @@ import torch
 from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 
 NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
-OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
 
 
@@ -45,10 +44,7 @@ class Engines:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        major, flags = ctypes.c_int(), ctypes.c_uint(self.NO_PIPELINE)
-        self._call("nvjpegGetProperty", 0, ctypes.byref(major))
-        if major.value < OLDEST:
-            raise EngineError(f"nvJPEG {major.value} is too old; install version {OLDEST}")
+        flags = ctypes.c_uint(self.NO_PIPELINE)
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         handle, state = ctypes.byref(self._handle), ctypes.byref(self._state)
         self._call("nvjpegCreateEx", self.HARDWARE_BACKEND, None, None, flags, handle)
