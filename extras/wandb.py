@@ -6,25 +6,17 @@
 wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE.
 """
 
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from conf.files import read_text
-from conf.schema import RESULT, UserError, affecting
+from conf.schema import RESULT, affecting
 from engine.checkpoint import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.log.tracker import curves
-
-try:
-    from wandb import Settings, init, setup
-except ImportError:  # also of a folder with this name, which wandb makes
-    remedy = "run `pip install wandb`, or leave it out"
-    what = f"log.observers: {__name__}: wandb is not installed for {sys.executable}"
-    raise UserError(f"{what}; {remedy}") from None
 
 WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the end
 
@@ -33,6 +25,8 @@ class Board(Observer):
     """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
 
     def __init__(self, log: RunLog) -> None:
+        from wandb import Settings, init, setup  # without it, there is a warning
+
         folder, config = log.run.path, log.plan.config
         path = folder / "wandb" / "id"
         path.parent.mkdir(exist_ok=True)
