@@ -31,9 +31,8 @@ class Engines:
     """nvJPEG's batched decoder on the hardware engines, called through its C interface.
 
     One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
-    same library create an object per image, which costs milliseconds per batch. `library`: from
-    `find_library`. Raises EngineError if this GPU has no JPEG engines, or the driver does not
-    support them.
+    same library create an object per image, which costs milliseconds per batch. Raises EngineError
+    if this GPU has no JPEG engines, or the driver does not support them.
     """
 
     HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
@@ -79,27 +78,22 @@ class Engines:
             raise EngineError(f"{name} of nvJPEG returned status {status}{reason}")
 
 
-@cache
-def find_library() -> ctypes.CDLL | None:
-    """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
+@cache  # it takes 0.8 s, and nobody closes them
+def open_engines() -> Engines:
+    """Open the engines of this process's device, or raise EngineError.
+
+    nvJPEG is that of NVIDIA's wheel, of torchvision's wheel or of the CUDA toolkit.
+    """
     packages = Path(torch.__file__).parents[1]
     names = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
     for pattern in ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*"):
         names = [*sorted(map(str, packages.glob(pattern))), *names]
     for name in names:
         with suppress(OSError):
-            return ctypes.CDLL(name)
-    return None
-
-
-@cache  # it takes 0.8 s, and nobody closes them
-def open_engines() -> Engines:
-    """Open the engines of this process's device, or raise EngineError."""
-    if (library := find_library()) is None:
-        raise EngineError(
-            "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
-        )
-    return Engines(library)
+            return Engines(ctypes.CDLL(name))
+    raise EngineError(
+        "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
+    )
 
 
 @cache
@@ -110,7 +104,7 @@ def why_no_engines(device: torch.device) -> str | None:
     try:
         torch.cuda.init()
         open_engines()
-    except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
+    except RuntimeError as error:  # EngineError, or of CUDA
         return str(error)
     return None
 

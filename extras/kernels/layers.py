@@ -89,10 +89,7 @@ class OnePassBatchNorm(nn.BatchNorm2d):
             return super().forward(input)
         mean_now, variance_now, momentum = self.running_mean, self.running_var, self.momentum
         assert mean_now is not None and variance_now is not None and momentum is not None
-        self._check_input_dim(input)
         count = input.numel() // input.shape[1]
-        if count == 1:
-            raise ValueError("batch normalisation needs more than 1 value per channel in training")
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
         # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
         # mean has changed. Not a corner, which depends on the zero padding of the convolution.

@@ -102,24 +102,6 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "args", "count"), [("resnet50", {}, 53), ("vit_s16", {}, 24)])
-def test_other_models_compute_the_same(name: str, args: dict[str, Any], count: int) -> None:
-    torch.manual_seed(0)
-    plain = models.build(name, num_classes=5, image_size=32, args=args).double()
-    for parameter in plain.get_submodule("head" if name == "vit_s16" else "fc").parameters():
-        nn.init.normal_(parameter)
-    fast = copy.deepcopy(plain)
-    rewrite(fast, channels_last=True)
-    kinds = [type(module) for module in fast.modules()]
-    assert kinds.count(OnePassBatchNorm) + kinds.count(OnePassAddNorm) == count
-    images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    logits = []
-    for model in (plain, fast):
-        torch.manual_seed(2)
-        logits.append(model(images))
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 def test_compiled_rewritten_resnet_computes_the_same() -> None:
     """Gradients to 1e-9, including values recomputed after the statistics have changed.
@@ -280,13 +262,6 @@ def test_one_pass_is_batch_normalisation(dtype: torch.dtype, momentum: float) ->
         summed = made.shape == (5,)  # over the 378 values of a channel
         torch.testing.assert_close(made, expected, rtol=bound, atol=10 * bound if summed else bound)
     torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_single_value_per_channel_is_refused() -> None:
-    """As in nn.BatchNorm2d: the variance is undefined, and the network could not learn."""
-    for layer in (nn.BatchNorm2d(3), exchanged(nn.BatchNorm2d(3))):
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            layer(torch.ones(1, 3, 1, 1))
 
 
 # Values to pool, from normally distributed ones.
@@ -487,8 +462,10 @@ def norm_gradients_of(module: nn.Module, stream: Tensor, branch: Tensor) -> list
 
 def test_norm_on_the_cpu_is_the_plain_layer() -> None:
     module = add_norm(24)
+    faster = exchanged(module)
+    assert type(faster) is OnePassAddNorm
     stream, branch = torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16()
-    found = norm_gradients_of(exchanged(module), stream, branch)
+    found = norm_gradients_of(faster, stream, branch)
     for ours, theirs in zip(found, norm_gradients_of(module, stream, branch), strict=True):
         assert torch.equal(ours, theirs)
 
