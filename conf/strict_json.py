@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 
-def dumps(content: Any, *, indent: int | None = None, ascii_only: bool = True) -> str:
+def dumps(content: Any, *, indent: int | None = None) -> str:
     """Return `content` as JSON text. A number that is not finite becomes null."""
-    return json.dumps(_finite(content), indent=indent, ensure_ascii=ascii_only, allow_nan=False)
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
 
 
 def _finite(content: Any) -> Any:

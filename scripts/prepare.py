@@ -1,31 +1,26 @@
 """Convert a dataset for training: to folders train/<class>/ and val/<class>/, or tar files.
 
     python scripts/prepare.py /downloads --to /imagenet
-    python scripts/prepare.py imagenet-object-localization-challenge.zip --to /imagenet --format tar
-    python scripts/prepare.py photos/ --to /data/photos --val-fraction 0.2
+    python scripts/prepare.py /downloads --to /imagenet --format tar
     python scripts/prepare.py /imagenet --to /imagenet352 --side 352
 
 SOURCE is recognised by its files:
   ImageNet's official tar files: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
       ILSVRC2012_devkit_t12.tar.gz, in one folder
-  Kaggle's ImageNet, unpacked or the zip file: .../CLS-LOC/train and val, LOC_val_solution.csv
-  Tiny ImageNet: the folder tiny-imagenet-200 or the zip file
-  CIFAR-10 and CIFAR-100: the Python or the binary version, the folder or the .tar.gz file
+  Kaggle's ImageNet, unpacked: a folder with .../CLS-LOC/train and val, and LOC_val_solution.csv
+  Tiny ImageNet: the folder tiny-imagenet-200
+  CIFAR-10 and CIFAR-100: the Python version, its folder or the .tar.gz file
   Parquet files, as Hugging Face stores datasets (needs pip install pyarrow)
   WebDataset shards: tar files with key.jpg and key.cls or key.json
-  a folder, tar or zip file with train/<class>/ and val/<class>/, or only <class>/; train.tar and
-      val.tar, or .zip
-  a list: a .csv or .tsv file whose first line names the columns, such as path,label or
-      file_name,class,split; or a folder with train.csv and val.csv
+  a folder or tar file with train/<class>/ and val/<class>/, or only <class>/; train.tar and val.tar
 
-Without a validation split, 10 % of the images of each class become one (--val-fraction), those of
-data.val_fraction. A test split is only used if there is no validation split.
+Without a validation split, all images become the training split: train with data.val_fraction. A
+test split is only used if there is no validation split. Unpack zip files first.
 
 In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
 on the same file system. Otherwise, images are copied byte for byte; those of CIFAR become PPM
 files, which are lossless. --format tar writes train.tar and val.tar, with the members
-<class>/<name>. data.root takes these files as it
-takes folders.
+<class>/<name>. data.root takes these files as it takes folders.
 
 --side N makes images smaller, so that they are faster to read and decode: files named .jpg or .jpeg
 whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become baseline RGB
@@ -61,30 +56,28 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--to", required=True, help="output folder: new, empty, or started by the same command")
     add("--format", default="folder", choices=FORMATS, help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
-    add("--val-fraction", type=float, help="validation part of each class (0.1)")
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: give 8 to 8192")
-    if options.val_fraction is not None and not 0 < options.val_fraction < 1:
-        parser.error(f"--val-fraction {options.val_fraction}: give a number between 0 and 1")
     return options
 
 
 if __name__ == "__main__":
     OPTIONS = arguments(sys.argv[1:])
 
-import hashlib
 import io
+import json
 import os
 import shlex
+import tarfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -92,19 +85,13 @@ import torch
 from conf import cli, strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
-from scripts.lib.destination import Container, make_folder, open_destination, write_whole
-from scripts.lib.sources.files import WHOLE, Sample, size_of
+from scripts.lib.sources.files import WHOLE, Place, Sample
 from scripts.lib.sources.layouts import read, recognise
 
-VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
-CHUNK, CHUNK_BYTES = 256, 2**28  # images and their bytes that are in memory; usually 30 MB
+CHUNK = 128  # images that are in memory; usually 15 MB
 QUALITY = 90
-# The end of a complete file; cameras append up to some hundred bytes.
-ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-TAIL = 1024
-RECIPES = {(200, 100_000): "tiny_imagenet_best", (10, 50_000): "cifar10"}  # classes, images
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
 
@@ -119,14 +106,12 @@ class Result(NamedTuple):
 
 
 def check_image(data: bytes) -> None:
-    """Check that a file is an image and complete.
+    """Check that a file is an image and complete; decode it unless its end says so.
 
-    Only files that do not end as their format requires are decoded: some programs append bytes.
     Raises Exception: it is not; Pillow's plugins raise many types.
     """
     image = decode.open_image(data)
-    end = ENDS.get(image.format or "")
-    if not end or end not in data[-TAIL:]:
+    if image.format != "JPEG" or not decode.has_end(data):
         image.load()
 
 
@@ -159,14 +144,13 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
 def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
-    Raises UserError: its folder is a link; OSError: it cannot be written.
+    Raises OSError: it cannot be written.
     """
-    member = f"{sample.label}/{sample.name}"
-    target = os.path.join(options.to, sample.split, member)
+    target = Path(options.to, sample.split, sample.label, sample.name)
     if options.format == "folder":
-        make_folder(options.to, os.path.dirname(f"{sample.split}/{member}"))
+        target.parent.mkdir(parents=True, exist_ok=True)
         # A power failure can leave a file of 0 bytes.
-        if os.path.exists(target) and os.path.getsize(target) > 0:
+        if target.exists() and target.stat().st_size > 0:
             return Result("done_earlier")
     try:
         data = output = read(sample.place)
@@ -177,38 +161,67 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     except Exception as error:
         return Result("unreadable", problem=describe(error))
     outcome = "copied" if output is data else "encoded"
-    if options.format != "folder":
+    if options.format == "tar":
         return Result(outcome, output, len(output))
-    if output is data and sample.place.size == WHOLE and linked_to(sample.place.file, target):
+    if output is data and linked_to(sample.place, target):
         return Result("linked")
     write_whole(target, output)
     return Result(outcome, size=len(output))
 
 
-def linked_to(file: str, target: str) -> bool:
-    """Make a hard link; return False if the file systems do not allow it."""
+def linked_to(place: Any, target: Path) -> bool:
+    """Make a hard link to a whole file; return False if the file systems do not allow it."""
+    if not isinstance(place, Place) or place.size != WHOLE:
+        return False
     try:
-        Path(target).unlink(missing_ok=True)
-        os.link(os.path.realpath(file), target)
+        target.unlink(missing_ok=True)
+        target.hardlink_to(os.path.realpath(place.file))
     except OSError:
         return False
     return True
 
 
+def write_whole(target: Path, data: bytes) -> None:
+    """Create or replace a file atomically, in a folder that exists."""
+    temporary = Path(f"{target}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(target)
+
+
+@contextmanager
+def new_tar(target: Path) -> Iterator[tarfile.TarFile]:
+    """Open a tar file, which gets its name when it is complete."""
+    temporary = Path(f"{target}.tmp")
+    with open(temporary, "wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            yield archive
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(target)
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Add a file without owner and time, so that equal images give equal tar files."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+    archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
+
+
 def results(options: argparse.Namespace, samples: list[Sample]) -> Iterator[tuple[Sample, Result]]:
     """Convert all images in threads; yield the results in order and show the progress."""
     began = shown = time.monotonic()
-    done = new = 0
+    new = 0
     pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
     try:
-        for part in parts(samples, pool):
+        for start in range(0, len(samples), CHUNK):
+            part = samples[start : start + CHUNK]
             for sample, result in zip(part, pool.map(partial(convert, options), part), strict=True):
                 new += result.outcome != "done_earlier"
                 yield sample, result
-            done += len(part)
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
-                rate = max(1, new) / (shown - began)
+                done, rate = start + len(part), max(1, new) / (shown - began)
                 left = timedelta(seconds=round((len(samples) - done) / rate))
                 text = f"{done:,} of {len(samples):,} images, {rate:,.0f} images/s, {left} left"
                 print(text, file=sys.stderr, flush=True)
@@ -216,66 +229,55 @@ def results(options: argparse.Namespace, samples: list[Sample]) -> Iterator[tupl
         pool.shutdown(cancel_futures=True)
 
 
-def parts(samples: list[Sample], pool: ThreadPoolExecutor) -> Iterator[list[Sample]]:
-    """Yield all samples in lists of at most CHUNK images, and of at most CHUNK_BYTES or one more.
-
-    Where an image is in a Parquet file, its size is not known.
-    """
-
-    def size(sample: Sample) -> int:
-        try:
-            return size_of(sample.place)
-        except OSError:
-            return 0  # reading it reports the error
-
-    for start in range(0, len(samples), CHUNK):
-        chunk = samples[start : start + CHUNK]
-        sums = zip(chunk, accumulate(pool.map(size, chunk)), strict=True)
-        for _, part in groupby(sums, lambda pair: pair[1] // CHUNK_BYTES):
-            yield [sample for sample, _ in part]
-
-
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
     """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
     counts: Counter[str] = Counter()
     unreadable: list[str] = []
-    containers: dict[str, Container] = {}
-    for split in ("train", "val"):
-        if options.format == "folder":  # all classes, even without a readable image
-            for label in {sample.label for sample in samples}:
-                make_folder(options.to, f"{split}/{label}")
-        else:
-            containers[split] = Container(os.path.join(options.to, f"{split}.{options.format}"))
-    for sample, result in results(options, samples):
-        member = f"{sample.label}/{sample.name}"
-        if result.data:
-            containers[sample.split].add(member, result.data)
-        counts[result.outcome] += 1
-        counts["bytes"] += result.size
-        if result.problem:
-            unreadable.append(f"{sample.split}/{member}\t{' '.join(result.problem.split())}")
-    for container in containers.values():
-        container.finish()
+    archives: dict[str, tarfile.TarFile] = {}
+    with ExitStack() as stack:
+        for split in sorted({sample.split for sample in samples}):
+            if options.format == "tar":
+                target = Path(options.to, f"{split}.tar")
+                archives[split] = stack.enter_context(new_tar(target))
+        for sample, result in results(options, samples):
+            member = f"{sample.label}/{sample.name}"
+            if result.data:
+                add(archives[sample.split], member, result.data)
+            counts[result.outcome] += 1
+            counts["bytes"] += result.size
+            if result.problem:
+                problem = " ".join(result.problem.split())
+                unreadable.append(f"{sample.split}/{member}\t{problem}")
     return counts, sorted(unreadable)
 
 
-def settings(
-    options: argparse.Namespace, samples: list[Sample], notes: list[str]
-) -> dict[str, Any]:
-    """Return what determines the output; a change of the images in SOURCE changes `samples`."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        line = "\0".join((sample.split, sample.label, sample.name, ""))
-        digest.update(line.encode(errors="surrogateescape"))
-    return {
-        "version": VERSION,
-        "source": os.path.realpath(options.source),
-        "format": options.format,
-        "side": options.side,
-        "images": dict(sorted(Counter(sample.split for sample in samples).items())),
-        "notes": notes,
-        "samples": digest.hexdigest()[:16],
-    }
+def start(to: Path, settings: dict[str, Any]) -> None:
+    """Create the output folder, or check that the same settings started it.
+
+    Raises UserError: it contains other files, or other settings started it; OSError: it cannot be
+    written.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    marker = to / MARKER
+    others = sorted(set(os.listdir(to)) - {"lost+found"})
+    if others and not marker.exists():
+        message = f"contains other files ({others[0]}); give a new or an empty folder"
+        raise UserError(f"--to {to}: {message}")
+    if not marker.exists():
+        write_report(marker, {"settings": settings})
+    try:
+        found = dict(json.loads(marker.read_bytes())["settings"])
+    except (ValueError, LookupError, TypeError) as error:
+        message = f"{MARKER} cannot be read ({error}); remove the folder or give another"
+        raise UserError(f"--to {to}: {message}") from None
+    changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
+    if changed:
+        message = f"started with other settings ({'; '.join(changed)})"
+        raise UserError(f"--to {to}: {message}; give the same options or another folder")
+
+
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, (strict_json.dumps(content, indent=2) + "\n").encode())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -291,32 +293,33 @@ def run(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
     try:
-        samples, notes = recognise(options.source, options.val_fraction)
+        samples, notes = recognise(options.source)
     except OSError as error:
         message = f"cannot be read ({describe(error)}); make it readable or remove it"
         raise UserError(f"{options.source}: {message}") from None
-    fixed = settings(options, samples, notes)
+    images = dict(sorted(Counter(sample.split for sample in samples).items()))
+    settings = {"source": outer, "format": options.format, "side": options.side, "images": images}
     torch.set_num_threads(1)  # every thread of the pool has a core
-    open_destination(options.to, MARKER, fixed)
+    to = Path(options.to)
+    start(to, settings)
     counts, unreadable = write_all(options, samples)
-    listed = Path(options.to, UNREADABLE)
+    listed = to / UNREADABLE
     listed.unlink(missing_ok=True)
     if unreadable:
-        write_whole(str(listed), os.fsencode("\n".join([*unreadable, ""])))
-    images, classes = fixed["images"], len({sample.label for sample in samples})
-    words = [f"recipe={name}" for key, name in RECIPES.items() if key == (classes, images["train"])]
+        write_whole(listed, os.fsencode("\n".join([*unreadable, ""])))
+    words = [f"data.root={to}", *["data.val_fraction=0.1"] * ("val" not in images)]
     report = {
-        "settings": fixed,
-        "classes": classes,
+        "settings": settings,
+        "classes": len({sample.label for sample in samples}),
         "images": len(samples),
         **{name: counts[name] for name in (*OUTCOMES, "bytes")},
         "seconds": round(time.monotonic() - began, 3),
-        "train_with": shlex.join(["python", "train.py", *words, f"data.root={options.to}"]),
+        "train_with": shlex.join(["python", "train.py", *words]),
     }
-    text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
-    write_whole(os.path.join(options.to, MARKER), text.encode(errors="surrogateescape"))
+    write_report(to / MARKER, report)
     print(
-        f"{classes:,} classes, {images['train']:,} training, {images['val']:,} validation images",
+        f"{report['classes']:,} classes, {images.get('train', 0):,} training, "
+        f"{images.get('val', 0):,} validation images",
         *notes,
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",

@@ -95,8 +95,7 @@ def desk(tmp_path: Path, image_root: Path) -> Path:
     desk = tmp_path / "desk"
     checkpoints = [f"runs/{run}/checkpoints/last.json" for run in RUNS]
     curves = [f"runs/alarms/curve{number}/config.yaml" for number in range(1, 11)]
-    weights = ["resnet50-0676ba61.pth", "imagenet-object-localization-challenge.zip"]
-    for name in [*checkpoints, *curves, *weights, "names.txt", ".venv/bin/activate"]:
+    for name in [*checkpoints, *curves, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
         (desk / name).parent.mkdir(parents=True, exist_ok=True)
         (desk / name).touch()
     for name in ("imagenet", "downloads", "cifar10", "images", "photos/val"):

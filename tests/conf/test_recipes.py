@@ -16,7 +16,6 @@ from engine.plan import count_steps, micro_batches
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS, MixupOrCutmix
 from pipeline.build import build_transform
-from scripts import prepare
 from tests.conf.refused import DATA, offered
 
 RECIPES = group_names("recipe")
@@ -64,8 +63,6 @@ def test_recipe_builds(recipe: str) -> None:
     )
     config = offered(shlex.split(commands[0]))
     assert config.run.name.split(",")[0] == recipe
-    if recipe in prepare.RECIPES.values():
-        assert prepare.RECIPES[config.expect["classes"], config.expect["train_images"]] == recipe
     train, val = transforms(config)
     assert train.image_size == config.data.image_size
     with torch.device("meta"):

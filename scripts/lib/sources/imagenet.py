@@ -14,8 +14,7 @@ import zlib
 from collections import Counter
 
 from conf.schema import UserError
-from pipeline.containers import tar_members
-from scripts.lib.sources.files import LARGEST_LABEL, Place, Sample, Tree, damaged, read_place
+from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place, tree_of_tar
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12.tar.gz", "LOC_val_solution.csv"
@@ -33,7 +32,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     """Give every validation image its label.
 
     Args:
-        tree: the files of the source, which hold the labels; if not, they are above it.
+        tree: the files of the source, which hold the labels.
         images: file name -> place.
 
     Raises UserError: the labels are missing, or they do not belong to these images.
@@ -54,13 +53,11 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
     Raises UserError: there are no labels, they are damaged, or they are not ImageNet's.
     """
     parsers = {ANNOTATIONS: parse_annotations, SOLUTION: parse_solution, DEVKIT: parse_devkit}
-    for name, parse in parsers.items():
-        place = nearest(source, tree, name)
-        if place is None:
-            continue
+    places = {os.path.basename(path): place for path, place in tree.items()}
+    for name in filter(places.__contains__, parsers):
         try:
-            labels = parse(read_place(place, LARGEST_LABEL))
-        except (ValueError, LookupError, OSError, csv.Error, zlib.error) as error:
+            labels = parsers[name](places[name])
+        except (ValueError, LookupError, csv.Error, zlib.error) as error:
             raise damaged(name, error) from None
         counts = Counter(labels.values())
         first = [labels.get(val_name(i + 1)) for i in range(len(FIRST_LABELS))]
@@ -75,46 +72,31 @@ def val_name(number: int) -> str:
     return f"ILSVRC2012_val_{number:08d}.JPEG"
 
 
-def nearest(source: str, tree: Tree, name: str) -> Place | None:
-    """Find a file below SOURCE, or in the folder of SOURCE or one of three above."""
-    for path, place in tree.items():
-        if os.path.basename(path) == name:
-            return place
-    folder = os.path.realpath(source)
-    for _ in range(4):
-        if os.path.isfile(path := os.path.join(folder, name)):
-            return Place(path)
-        folder = os.path.dirname(folder)
-    return None
-
-
-def parse_annotations(data: bytes) -> dict[str, str]:
+def parse_annotations(place: Place) -> dict[str, str]:
     """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs.
 
     Raises ValueError: a line has another form.
     """
-    rows = (line.split("\t") for line in data.decode().splitlines())
+    rows = (line.split("\t") for line in read_place(place).decode().splitlines())
     return {name: wnid for name, wnid, *_ in rows}
 
 
-def parse_solution(data: bytes) -> dict[str, str]:
+def parse_solution(place: Place) -> dict[str, str]:
     """Read LOC_val_solution.csv: name of an image; class and box of every object in it.
 
-    Raises ValueError, csv.Error: a row has another form or names several classes.
+    Raises ValueError, LookupError, csv.Error: a row has another form or names several classes.
     """
     labels: dict[str, str] = {}
-    rows = csv.reader(io.StringIO(data.decode(), newline=""))
-    if next(rows, None) != ["ImageId", "PredictionString"]:
-        raise ValueError("the first line is not ImageId,PredictionString")
+    rows = csv.DictReader(io.StringIO(read_place(place).decode(), newline=""))
     for row in rows:
-        name, objects = f"{row[0]}.JPEG", row[1].split()[::5] if len(row) == 2 else []
+        name, objects = f"{row['ImageId']}.JPEG", (row["PredictionString"] or "").split()[::5]
         if len(set(objects)) != 1 or not WNID.fullmatch(objects[0]) or name in labels:
-            raise ValueError(f"line {rows.line_num}: {','.join(row)[:60]}")
+            raise ValueError(f"line {rows.line_num}: {name} {' '.join(objects)[:60]}")
         labels[name] = objects[0]
     return labels
 
 
-def parse_devkit(data: bytes) -> dict[str, str]:
+def parse_devkit(place: Place) -> dict[str, str]:
     """Read the labels of the validation images from ILSVRC2012_devkit_t12.tar.gz.
 
     Line i of the ground truth is the ILSVRC2012_ID of image i. meta.mat lists the classes by
@@ -123,13 +105,10 @@ def parse_devkit(data: bytes) -> dict[str, str]:
     in which a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
     Format". Raises ValueError, LookupError, zlib.error: it is damaged.
     """
-    content = zlib.decompressobj(wbits=31).decompress(data, LARGEST_LABEL)
-    files = {
-        os.path.basename(os.fsdecode(name)): content[start:][:size]
-        for name, (start, size) in tar_members(io.BytesIO(content)).items()
-    }
-    numbers = [int(line) for line in files["ILSVRC2012_validation_ground_truth.txt"].split()]
-    table = zlib.decompressobj().decompress(files["meta.mat"][128 + 8 :], LARGEST_LABEL)
+    files = {os.path.basename(path): at for path, at in tree_of_tar(place.file).items()}
+    truth = read_place(files["ILSVRC2012_validation_ground_truth.txt"])
+    numbers = [int(line) for line in truth.split()]
+    table = zlib.decompressobj().decompress(read_place(files["meta.mat"])[128 + 8 :])
     found = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
     wnids = [name.replace(b"\0", b"").decode() for name in found]
     counts = Counter(numbers)

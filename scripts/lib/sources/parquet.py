@@ -1,27 +1,23 @@
-"""Images with labels in tables: Parquet files and lists, for layouts.py."""
+"""Images in Parquet files, as Hugging Face stores datasets, for layouts.py."""
 
 import json
 import os
-from collections import defaultdict
 from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 from conf.schema import UserError
-from pipeline.containers import csv_rows
 from pipeline.decode import describe
-from scripts.lib.sources.files import Place, Sample, damaged, is_image, split_of
+from scripts.lib.sources.files import Place, Sample, damaged, is_image
 
-LISTS = (".csv", ".tsv")
-PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
-LABELS = ("label", "labels", "class", "cls", "target")
+LABELS = ("label", "labels", "class", "cls", "target")  # names of a column or a field
 
 
 def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     """List the images of a Parquet file by row, without those that have no label.
 
-    As Hugging Face stores them: a column of images, which are structs of bytes and path, and one of
-    the numbers of classes. The images are not read.
+    There is a column of images, which are structs of bytes and path, and one of the numbers of
+    classes. The images are not read.
 
     Args:
         path: below SOURCE; it makes the names unique.
@@ -99,41 +95,3 @@ def row_group(path: str, number: int) -> Any:
     with parquet.ParquetFile(path) as file:
         image = parquet_columns(path)[0]
         return file.read_row_group(number, columns=[image]).column(image)
-
-
-def read_list(path: str, split: str) -> list[Sample]:
-    """Read a list of images, whose first line names the columns: path, label and perhaps split.
-
-    The paths are relative to the folder of the list.
-
-    Args:
-        split: of all images, if no column states it.
-
-    Raises UserError: there are no such columns, or a line is wrong or its image missing.
-    """
-    folder = os.path.dirname(os.path.abspath(path))
-    samples: dict[str, Sample] = {}
-    rows = csv_rows(path, "\t" if path.endswith(".tsv") else ",")
-    header = [name.lower() for name in next(rows, (1, []))[1]]
-    paths, labels = ([n for n in names if n in header] for names in (PATHS, LABELS))
-    if not paths or not labels:
-        message = "the first line does not name the columns; write path,label into it"
-        raise UserError(f"{path}: {message}")
-    for number, row in rows:
-        cells = defaultdict(str, zip(header, row, strict=False))
-        given, label = cells[paths[0]], cells[labels[0]]
-        image = os.path.normpath(os.path.join(folder, given))
-        own = split_of(cells["split"]) if "split" in header else split
-        problem = ""
-        if not given or not label:
-            problem = "is not a path and a label; write both"
-        elif image in samples:
-            problem = f"names {given} again; remove it"
-        elif not os.path.isfile(image):
-            problem = f"no such file {image}; write paths relative to the folder of the list"
-        elif not own and "split" in header:
-            problem = "the split is not train, val or test; correct it"
-        if problem:
-            raise UserError(f"{path}: line {number}: {problem}")
-        samples[image] = Sample(own, label, os.path.relpath(image, folder), Place(image))
-    return list(samples.values())
