@@ -142,7 +142,9 @@ def test_no_code_from_a_config_or_a_file_is_executed() -> None:
     for name, path in PROGRAM.items():
         if name == "conf.named":  # the door to code of this checkout; see tests/conf/test_named.py
             continue
-        assert not [i for i in imports(path) if within(i, [*modules, "hydra.utils"])], name
+        found = {i for i in imports(path) if within(i, [*modules, "hydra.utils"])}
+        # Its unpickler makes nothing but arrays; see tests/scripts/test_prepare.py.
+        assert found <= ({"pickle"} if name == "scripts.lib.sources.cifar" else set()), name
         for call in calls(path):
             called, where = ast.unparse(call.func), f"{name}, line {call.lineno}"
             options = {k.arg: ast.unparse(k.value) for k in call.keywords}
