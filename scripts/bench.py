@@ -2,14 +2,11 @@
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet --only loader step train
-    python scripts/bench.py data.root=/imagenet --workers 8 12 14
+    python scripts/bench.py data.root=/imagenet loader.workers=8
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
-table shows the median window and the range. Writes bench.json to --out.
-
---workers measures the loader alone and with the training step, with each of these numbers of
-workers, in several rounds. It reports the best number and the knee, the fewest workers that reach
-0.98 of the best rate. To compare decoders or prefetch factors, run it with other overrides.
+table shows the median window and the range. Writes bench.json to --out. To compare decoders or
+numbers of workers, run it with other overrides.
 """
 
 import sys
@@ -25,19 +22,16 @@ STAGES = ("read", "decode", "loader", "copy", "step", "train")
 if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
-    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, CONFIG = parser.read_config()
     if not OPTIONS.seconds > 0:
         parser.error(f"--seconds {OPTIONS.seconds}: give a number > 0")
-    if OPTIONS.workers and min(OPTIONS.workers) < 0:
-        parser.error(f"--workers {min(OPTIONS.workers)}: give numbers from 0 on")
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count, cycle
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -46,7 +40,7 @@ import torch
 
 import train
 from conf import cli
-from conf.schema import Config, RunError, Schedule, UserError
+from conf.schema import Config, Schedule, UserError
 from engine import checkpoint
 from engine.distributed import World, join_world
 from engine.log.meter import Meter
@@ -60,13 +54,8 @@ from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
-# Over the numbers of workers, forwards and backwards equally often: a steady drift of the machine
-# then changes all medians by the same amount.
-ROUNDS = 4
-KNEE = 0.98  # of the best rate: a gain from more workers is noise
 COPIES = 20  # per window
 FOREVER = 1 << 40  # steps
-Rates = dict[int, tuple[list[float], list[float]]]  # workers -> of the loader, with the step
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,11 @@ class Stage:
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
     """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
     with join_world(config.train.device) as world:
-        config, datasets, plan = prepare(config, world)
+        config = train.resolve_config(config, world)
+        datasets = build_datasets(config, world.device)
+        datasets.prepare()
+        plan = plan_of(config, datasets, world)
+        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         found: list[Stage] = []
         if hasattr(datasets.train, "read"):
             if "read" in only:
@@ -103,54 +96,6 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
     return found
 
 
-def compare_workers(
-    config: Config, numbers: Sequence[int], *, seconds: float = 10.0
-) -> list[Stage]:
-    """Measure the loader alone and with the step, compiled once, for some numbers of workers.
-
-    Returns a stage for each number that can run, with the rates of all rounds. Raises UserError:
-    the config or the data is wrong; RunError: no number of workers can run.
-    """
-    with join_world(config.train.device) as world:
-        config = replace(config, loader=replace(config.loader, workers=1))
-        config, datasets, plan = prepare(config, world)
-        stepper = Stepper(plan, world)
-        with plan.open_feed(datasets, world) as feed:
-            alone = stepper.alone(feed, seconds)
-        found: Rates = {number: ([], []) for number in numbers}
-        # Each measurement begins another epoch, whose first files the others have not cached.
-        steps = count(0, int(plan.steps_per_epoch) + 1)
-        for turn in range(ROUNDS):
-            for number in list(found)[:: -1 if turn % 2 else 1]:
-                one = replace(config, loader=replace(config.loader, workers=number))
-                try:
-                    plan = plan_of(one, datasets, world)
-                    with plan.open_feed(datasets, world) as feed:
-                        loader = measure_loader(feed, plan, seconds / ROUNDS, next(steps), 1)
-                        fed = stepper.fed(feed, seconds / ROUNDS, next(steps), 1)
-                except (UserError, RunError, OSError) as error:
-                    print(f"loader.workers={number}: failed: {error}", flush=True)
-                    del found[number]
-                    continue
-                found[number][0].append(loader.rate)
-                found[number][1].append(fed.rate)
-                print(
-                    f"{turn + 1}/{ROUNDS}  loader.workers={number}: loader alone "
-                    f"{loader.rate:,.0f}, with the step {fed.rate:,.0f} images/s",
-                    flush=True,
-                )
-    return compared(found, alone.rate)
-
-
-def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
-    config = train.resolve_config(config, world)
-    datasets = build_datasets(config, world.device)
-    datasets.prepare()
-    plan = plan_of(config, datasets, world)
-    train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    return config, datasets, plan
-
-
 def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
     """Plan the training.
 
@@ -162,12 +107,9 @@ def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
 
 
 def windows(
-    step: Callable[[], int],
-    seconds: float,
-    finish: Callable[[], None] = lambda: None,
-    number: int = WINDOWS,
+    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Measure units per second in each of `number` windows.
+    """Measure units per second in each of WINDOWS windows.
 
     Args:
         step: processes some units and returns their number.
@@ -175,9 +117,9 @@ def windows(
         finish: waits until the units are complete.
     """
     rates = []
-    for _ in range(number):
+    for _ in range(WINDOWS):
         began, done = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / number:
+        while time.perf_counter() - began < seconds / WINDOWS:
             done += step()
         finish()
         rates.append(done / (time.perf_counter() - began))
@@ -217,11 +159,9 @@ def measure_decode(dataset: Any, seconds: float, plan: Plan) -> Stage:
     return Stage("decode", rates, note)
 
 
-def measure_loader(
-    feed: Feed, plan: Plan, seconds: float, start: int = 0, number: int = WINDOWS
-) -> Stage:
-    """Take complete batches in host memory as fast as the loader delivers them, from a step on."""
-    batches = feed.train.loader.batches(start, FOREVER)
+def measure_loader(feed: Feed, plan: Plan, seconds: float) -> Stage:
+    """Take complete batches in host memory as fast as the loader delivers them."""
+    batches = feed.train.loader.batches(0, FOREVER)
 
     def take() -> int:
         batch = next(batches)
@@ -229,7 +169,7 @@ def measure_loader(
         return len(batch.samples)
 
     warm_up(take, feed)
-    rates = windows(take, seconds, number=number)
+    rates = windows(take, seconds)
     workers = feed.train.loader.pool.active
     return Stage("loader", rates, f"{workers} workers, batch {plan.batch_size}")
 
@@ -260,7 +200,7 @@ def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
 
 
 class Stepper:
-    """train.py's optimiser step, compiled once for any number of feeds."""
+    """train.py's optimiser step, compiled once for both of its measurements."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         curve = Curve(Schedule("constant"), 1e-3, 0, plan.schedule_steps, plan.steps_per_epoch)
@@ -289,9 +229,9 @@ class Stepper:
         note += f"compile {plan.compile}, batch already on the device"
         return Stage("step", rates, note)
 
-    def fed(self, feed: Feed, seconds: float, start: int = 0, number: int = WINDOWS) -> Stage:
-        """Measure with batches from the feed, from a step on."""
-        batches = feed.train.batches(start, FOREVER)
+    def fed(self, feed: Feed, seconds: float) -> Stage:
+        """Measure with batches from the feed."""
+        batches = feed.train.batches(0, FOREVER)
 
         def take() -> int:
             return self.step(next(batches))
@@ -299,7 +239,7 @@ class Stepper:
         warm_up(take, feed)
         self.finish()
         feed.train.clock.shares()
-        rates = windows(take, seconds, self.finish, number)
+        rates = windows(take, seconds, self.finish)
         shares = feed.train.clock.shares()
         waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
         return Stage("train", rates, f"time in which the device waited for data: {waited}")
@@ -314,29 +254,8 @@ def table(stages: Sequence[Stage]) -> str:
     return "\n".join(lines)
 
 
-def compared(found: Rates, alone: float) -> list[Stage]:
-    """Return a stage for each number of workers, and mark the best one and the knee.
-
-    `alone`: images/s of the step alone.
-    """
-    if not found:
-        raise RunError("no number of workers can run")
-    best = max(median(fed) for _, fed in found.values())
-    knee = min(number for number, (_, fed) in found.items() if median(fed) >= KNEE * best)
-    stages = []
-    for number, (loader, fed) in found.items():
-        note = f"{median(fed) / alone:.2f} of the step alone ({alone:,.0f}), "
-        note += f"loader alone {median(loader):,.0f}" + ", best" * (median(fed) == best)
-        stages.append(Stage(f"{number} workers", fed, note + ", knee" * (number == knee)))
-    return stages
-
-
 def main() -> int:
-    if OPTIONS.workers:
-        numbers = sorted(set(OPTIONS.workers))
-        stages = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
-    else:
-        stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
+    stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
     if not stages:
         only = " ".join(OPTIONS.only)
         raise UserError(f"--only {only}: nothing can be measured here; add another stage")

@@ -1,4 +1,4 @@
-"""The stages and the comparison of workers on small JPEG files. No test depends on a rate."""
+"""The stages on small JPEG files. No test depends on a rate."""
 
 import json
 import sys
@@ -8,10 +8,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from conf import cli
-from conf.schema import Config, RunError, UserError
-from engine.distributed import World
-from engine.plan import Plan
-from pipeline.build import Datasets
+from conf.schema import Config
 from scripts import bench
 from tests.ranks import Ranks
 from tests.small_run import SMALL
@@ -58,38 +55,6 @@ def test_the_output(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
     assert "batch_size: 8" in record["config"] and record["cores"] >= 1
     for line, stage in zip(done.stdout.splitlines(), record["stages"], strict=False):
         assert line.split()[:3] == [stage["name"], f"{stage['rate']:,.0f}", "images/s"]
-
-
-@pytest.mark.slow
-def test_numbers_of_workers(
-    image_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In rounds, forwards and backwards, with other files each; a number that fails is left out."""
-
-    def failing(config: Config, datasets: Datasets, world: World) -> Plan:
-        if config.loader.workers == 3:
-            raise UserError("too many")
-        return plan_of(config, datasets, world)
-
-    plan_of = bench.plan_of
-    monkeypatch.setattr(bench, "plan_of", failing)
-    found = bench.compare_workers(compose(image_root), [0, 2, 3], seconds=0.2)
-    assert [stage.name for stage in found] == ["0 workers", "2 workers"]
-    assert all(len(stage.rates) == 4 and min(stage.rates) > 0 for stage in found)
-    out = capsys.readouterr().out
-    assert "loader.workers=3: failed: too many" in out
-    order = [line.split("=")[1][0] for line in out.splitlines() if "alone" in line]
-    assert order == list("02200220")
-
-
-def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
-    rates = {4: [97.0, 97], 6: [98, 0, 98.5], 8: [100.0], 9: [99.9]}
-    stages = bench.compared({n: ([2 * rate for rate in r], r) for n, r in rates.items()}, 125)
-    assert [stage.note.split(", ")[2:] for stage in stages] == [[], ["knee"], ["best"], []]
-    assert stages[2].note == "0.80 of the step alone (125), loader alone 200, best"
-    assert "6 workers" in bench.table(stages) and "(0-98)" in bench.table(stages)
-    with pytest.raises(RunError, match="no number of workers can run"):
-        bench.compared({}, 125)
 
 
 @pytest.mark.parametrize(
