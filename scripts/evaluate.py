@@ -12,7 +12,7 @@ accuracy) and what log.values adds. Writes evaluation.json, and the files of log
 --out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
 evaluation/<name>,test. Earlier files are replaced.
 
-Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
+Exit status: 0 evaluated, 1 failed, 2 wrong arguments.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import RESULT, Config, UserError, affecting, typed_keys
+from conf.schema import Config, UserError, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
@@ -30,14 +30,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
-    add("--self-check", action="store_true", help="compare with the run's own validation")
     add("--out", type=Path, metavar="DIR", help="output folder")
     add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
     options = parse_paths(parser, words)
     if not options.paths:
         parser.error(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
-    if options.self_check and options.flip:
-        parser.error("--self-check: a run validates without --flip; leave it out")
     return options
 
 
@@ -76,10 +73,6 @@ from pipeline.splits import refuse_inside
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
-# Largest relative difference of a repeated validation on a GPU on which cuDNN chooses its
-# algorithms by their measured time: two starts may round differently.
-ROUNDING = 1e-3
-DIFFERS = "DIFFERS"
 
 
 @dataclass(frozen=True)
@@ -237,42 +230,6 @@ def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
             print(f"  {100 * number // feed.val_batches} %", end=end, file=sys.stderr, flush=True)
 
 
-def check_repeats(trained: Trained, world: World) -> None:
-    """Refuse to compare this evaluation with a validation of something else."""
-    stored, path = trained.stored, trained.path
-    if not stored:
-        raise UserError(f"--self-check: {path} is not a checkpoint of this program")
-    if stored["last"].get("step") != trained.step:
-        advice = "give best.json, last.json or a checkpoint of a finished epoch"
-        raise UserError(f"--self-check: {path} was not written at a validation; {advice}")
-    keys = affecting(trained.config, RESULT)
-    typed = {name: keys[name] for name in typed_keys(trained.config.typed) & keys.keys()}
-    now = typed | {"ranks": world.size, "train.device": world.device.type}
-    device = stored["plan"].get("device_type", world.device.type)
-    was = {"ranks": 1, **stored["config"], "train.device": device}
-    for name in now.keys() - {"data.root"}:
-        if was.get(name) != now[name]:
-            values = f"{name} was {was.get(name)} in the run's validation, is {now[name]}"
-            raise UserError(f"--self-check: {values}; evaluate as the run did")
-
-
-def self_check(found: Evaluated, world: World) -> list[str]:
-    """Compare the values that the last validation of the run has; return a line for each."""
-    stored = found.trained.stored
-    rounds = world.device.type == "cuda" and not found.trained.config.train.deterministic
-    lines = []
-    for name in filter(stored["last"].__contains__, found.values):
-        was, now = stored["last"][name], found.values[name]
-        if was == now:
-            lines.append(f"{name} {now!r}: equal")
-        elif rounds and abs(now - was) <= ROUNDING * max(1.0, abs(was)):
-            lines.append(f"{name} {now!r}, was {was!r}: cuDNN rounds differently at each start")
-        else:
-            program = f"the run was made by {stored.get('made_by')}"
-            lines.append(f"{name} {now!r}, was {was!r}: {DIFFERS}; {program}")
-    return lines
-
-
 def write(found: Evaluated, folder: Path) -> None:
     """Write evaluation.json and the files of the observers."""
     content = {**found.summary, "made_by": provenance()}
@@ -300,17 +257,15 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     return folders
 
 
-def print_result(found: Evaluated, folder: Path, check: Sequence[str], *, as_json: bool) -> None:
+def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(strict_json.dumps({**found.summary, "out": str(folder)}), flush=True)
-    else:
-        results = ", ".join(shown(name, value) for name, value in found.values.items())
-        images = found.summary["images"]
-        rate = images / found.summary["seconds"]
-        size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-        print(f"{name_of(found.trained)}: {results} ({size}); see {folder}", flush=True)
-    for line in check:
-        print(f"self-check {line}", file=sys.stderr if as_json else sys.stdout)
+        return
+    results = ", ".join(shown(name, value) for name, value in found.values.items())
+    images = found.summary["images"]
+    rate = images / found.summary["seconds"]
+    size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
+    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}", flush=True)
 
 
 def evaluate_all(options: argparse.Namespace) -> int:
@@ -321,22 +276,17 @@ def evaluate_all(options: argparse.Namespace) -> int:
     config = opened[0].config
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
-    lines: list[str] = []
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
         opened = [with_config(trained, overrides, world) for trained in opened]
         for trained, folder in zip(opened, folders, strict=True):
-            if options.self_check:
-                check_repeats(trained, world)
             refuse_inside(folder, trained.config.data, f"--out {folder}")
             folder.mkdir(parents=True, exist_ok=True)
         for trained, folder in zip(opened, folders, strict=True):
             found = run(trained, world, flip=options.flip)
-            check = self_check(found, world) if options.self_check else []
-            lines += check
             if world.is_main:
-                print_result(found, folder, check, as_json=options.json)
+                print_result(found, folder, as_json=options.json)
                 write(found, folder)
-    return int(any(DIFFERS in line for line in lines))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Export a trained model to a file that other programs can use without this one.
 
     python scripts/export.py runs/NAME --to onnx --preprocessing
-    python scripts/export.py runs/NAME --to pt2 --self-check
+    python scripts/export.py runs/NAME --to pt2
     python scripts/export.py resnet50-0676ba61.pth --to safetensors model.name=resnet50
 
     --to onnx         ONNX, for onnxruntime and others; needs onnx, onnxscript and onnxruntime
@@ -13,8 +13,7 @@ ONNX and pt2 files take `images`, a batch of any size, float32 [B, C, S, S], nor
 of Pillow, and normalise inside. Decoding, resize and crop stay outside: every file states them, and
 the names of the classes. S is data.val_size. The result computes in fp32.
 
-The output file is written, or replaced, only if it agrees with eager PyTorch on 16 random images;
-with --self-check, also on every file of the validation split.
+The output file is written, or replaced, only if it agrees with eager PyTorch on 16 random images.
 
 Exit status: 0 exported, 1 failed or a check found a difference, 2 wrong arguments.
 """
@@ -41,7 +40,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--to", choices=FORMATS, required=True, help="format of the file")
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
-    add("--self-check", action="store_true", help="compare all predictions for the validation")
     options = parse_paths(parser, words)
     if len(options.paths) != 1:
         parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
@@ -64,10 +62,8 @@ import io
 import json
 import logging
 import os
-import random
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,14 +73,9 @@ import torch
 from torch import Tensor, nn
 
 import models
-from engine.distributed import resolve_device
-from pipeline import augment, decode
-from pipeline.augment import Compose
-from pipeline.batch import IMAGE, LABEL, Field, ImageFormat, image_field
-from pipeline.build import build_transform, build_val
-from pipeline.dataset import FolderDataset
+from pipeline.batch import Field, ImageFormat
+from pipeline.build import build_transform
 from pipeline.decode import describe
-from pipeline.machine import cores
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
@@ -92,8 +83,6 @@ BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 # Of the largest logit. onnxruntime differed by up to 8e-7 of it for ResNet, ViT, Swin and
 # MobileNetV3; pt2 by 0.
 BOUND = 1e-4
-CLOSE = 1e-3  # difference of the two largest logits, below which rounding may change the order
-CHECK_BATCH = 32  # images
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 TEXTS = ("classes", "preprocessing", "model")
@@ -256,105 +245,11 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     return f"compared with eager mode: {found}"
 
 
-@torch.no_grad()
-def self_check(
-    job: Job, predict: Predict, texts: dict[str, Any], files: FolderDataset
-) -> list[str]:
-    """Compare the predictions for all validation files, or outputs, with the model in fp32.
-
-    The exported file gets what a program makes of the JPEG with only what the file states; the
-    model, on the device of train.device, gets the images of the pipeline.
-
-    Returns:
-        The number of equal predictions, and the files that differ with a margin below CLOSE.
-
-    Raises ExportError: a prediction with a larger margin differs, or a file cannot be read.
-    """
-    stated, trained = texts["preprocessing"], job.trained
-    transforms = Compose(augment.build(stated["transforms"], augment.TRANSFORMS, key="augment.val"))
-    mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
-
-    def load(i: int) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            picture = decode.open_picture(
-                files.read(i), "pillow", exif_orientation=stated["exif_orientation"]
-            )
-            pixels = transforms(picture, random.Random(0)).pixels()
-            if not stated["inside"]:
-                pixels = (pixels / np.float32(stated["highest"]) - mean) / std
-                pixels = np.moveaxis(pixels, -1, -3)
-            return pixels, files.load(0, i)[IMAGE]
-        except Exception as error:  # Pillow raises many types
-            raise ExportError(f"--self-check: {files.name(i)}: {describe(error)}") from None
-
-    device = resolve_device(trained.config.train.device)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    model = trained.build(device)
-    close: list[str] = []
-    equal = "predictions are equal"
-    with ThreadPoolExecutor(cores()) as pool:
-        for start in range(0, len(files), CHECK_BATCH):
-            rows = range(start, min(start + CHECK_BATCH, len(files)))
-            given, ours = map(np.stack, zip(*pool.map(load, rows), strict=True))
-            found = predict(torch.from_numpy(given))
-            expected = model(job.format.normalised(torch.from_numpy(ours)).to(device)).cpu()
-            if files.fields.get("label") == LABEL and expected.ndim == 2 and expected.shape[1] > 1:
-                close += other_classes(found, expected, [files.name(i) for i in rows], trained)
-                continue
-            equal = f"outputs differ by less than {CLOSE} of the largest"
-            # Not if the difference is NaN.
-            if not (found - expected).abs().amax() <= CLOSE * expected.abs().amax():
-                wrong = f"outputs differ by more than {CLOSE} of the largest"
-                raise ExportError(f"--self-check: {files.name(start)} and the next files: {wrong}")
-    equal = f"{len(files) - len(close):,} of {len(files):,} {equal}"
-    return [f"self-check: {line}" for line in (equal, *close)]
-
-
-def other_classes(
-    found: Tensor, expected: Tensor, names: Sequence[str], trained: Trained
-) -> list[str]:
-    """Return a line for each file with another prediction and a margin below CLOSE.
-
-    Raises ExportError: a prediction with a larger margin differs.
-    """
-    classes = trained.classes or tuple(map(str, range(trained.num_classes)))
-    best = expected.topk(2)
-    margins, lines = (best.values[:, 0] - best.values[:, 1]).tolist(), []
-    columns = names, found.argmax(1).tolist(), best.indices[:, 0].tolist(), margins
-    for name, a, b, margin in zip(*columns, strict=True):
-        line = f"{name}: {classes[a]}, evaluation {classes[b]}, margin {margin:.1e}"
-        if a != b and not margin < CLOSE:
-            raise ExportError(f"--self-check: another prediction for {line}")
-        lines += [line] * (a != b)
-    return lines
-
-
-def validation_files(trained: Trained) -> FolderDataset:
-    """Return the validation split. Raises UserError: its images are not those of files."""
-    loader = replace(trained.config.loader, decoder="pillow")
-    datasets = build_val(replace(trained.config, loader=loader))
-    val, own = datasets.val, ("load", "open")
-    if (
-        not isinstance(val, FolderDataset)
-        or any(getattr(type(val), name) is not getattr(FolderDataset, name) for name in own)
-        or val.fields[IMAGE] != image_field(val.transform.image_size)
-    ):
-        raise UserError(
-            "--self-check: the dataset makes its images, from no image files; leave it out"
-        )
-    datasets.prepare()
-    return val
-
-
-def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]:
+def export(job: Job, out: Path) -> list[str]:
     """Write, check and only then rename the file.
 
-    Args:
-        files: the validation split, for --self-check.
-
     Returns:
-        Lines about the checks and the file.
+        Lines about the check and the file.
 
     Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
     or the model cannot be exported.
@@ -367,7 +262,7 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
                 warnings.simplefilter("ignore")  # of the exporters, about their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
-            lines = [compare(job, predict, model)]
+            found = compare(job, predict, model)
         except (OSError, ExportError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
@@ -375,15 +270,13 @@ def export(job: Job, out: Path, files: FolderDataset | None = None) -> list[str]
             raise ExportError(
                 f"--to {job.to}: model.name={name} cannot be exported ({reason})"
             ) from None
-        if files is not None:
-            lines += self_check(job, predict, texts, files)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]
     graph = f"images {takes['dtype']} {takes['shape']} -> logits"
     graph = "weights alone" if job.to == "safetensors" else graph
-    return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
+    return [found, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -406,9 +299,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             f"--preprocessing: takes uint8, and the model was trained on {dtype}; leave it out"
         )
-    files = validation_files(trained) if options.self_check else None
     print(f"exporting {trained.name}", flush=True)
-    print(*export(Job(trained, options.to, options.preprocessing, size), out, files), sep="\n")
+    print(*export(Job(trained, options.to, options.preprocessing, size), out), sep="\n")
     return 0
 
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +25,14 @@ from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
+from tests.results import rows
 from tests.scripts.conftest import Mistake
 from tests.stored import as_list, as_tar
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 HERE = ["train.device=cpu", "loader.workers=0"]
 SCRIPT = [sys.executable, evaluate.__file__]
+VALUES = ("loss", "top1", "macro_recall")
 FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 
 
@@ -60,31 +61,6 @@ def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     # The average is validated, and it is not the raw model.
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
-    evaluate.check_repeats(found.trained, ALONE)
-    check = evaluate.self_check(found, ALONE)
-    assert [line.split(": ")[1] for line in check] == ["equal"] * len(found.values)
-    lines = evaluate.self_check(replace(found, values={**found.values, "loss": 1.0}), ALONE)
-    assert [evaluate.DIFFERS in line for line in lines].count(True) == 1
-
-
-@pytest.mark.parametrize(
-    ("override", "stored", "message"),
-    [
-        ("data.val_size=40", {}, "data.val_size was 32 in the run's validation, is 40"),
-        ("loader.batch_size=5", {}, "loader.batch_size was 8 in the run's validation, is 5"),
-        ("train.precision=bf16", {}, "train.precision was "),
-        ("", {"config": {"ranks": 4}}, "ranks was 4 in the run's validation, is 1"),
-        ("", {"last": {"step": 3}}, ".* was not written at a validation"),
-        ("", None, ".* is not a checkpoint of this program"),
-    ],
-)
-def test_self_check_of_something_else(
-    folder: Path, override: str, stored: dict[str, Any] | None, message: str
-) -> None:
-    trained = opened(folder, *override.split())
-    changed = {} if stored is None else {**trained.stored, **stored}
-    with pytest.raises(UserError, match=f"^--self-check: {message}"):
-        evaluate.check_repeats(replace(trained, stored=changed), ALONE)
 
 
 def test_the_file_of_results(found: Evaluated, tmp_path: Path) -> None:
@@ -97,13 +73,12 @@ def test_the_file_of_results(found: Evaluated, tmp_path: Path) -> None:
 def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Path) -> None:
     """Several checkpoints; the name of the run contains `=`; nothing is written into the run."""
     before = sorted(folder.rglob("*"))
-    last, values = folder / "checkpoints" / "last.json", len(found.values)
-    options = [*HERE, "--json", "--self-check"]
-    done = ranks.run([*SCRIPT, str(folder), str(last), *options], 1, cwd=tmp_path)
+    last = folder / "checkpoints" / "last.json"
+    done = ranks.run([*SCRIPT, str(folder), str(last), *HERE, "--json"], 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 and done.stderr.count(": equal\n") == 2 * values
-    for row in rows:
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(printed) == 2 and printed[1]["loss"] == found.values["loss"]
+    for row in printed:
         stored = json.loads((tmp_path / row.pop("out") / "evaluation.json").read_text())
         assert row["images"] == 15 and row == {key: stored[key] for key in row}
     assert sorted(folder.rglob("*")) == before
@@ -116,7 +91,6 @@ def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Pa
         ("", "CHECKPOINT is missing: give a checkpoint"),
         ("gone.pth", "gone.pth: no such file or folder; give a checkpoint"),
         (". optim.lrr=1", "optim.lrr=1: there is no key optim.lrr; did you mean optim.lr?"),
-        (". --self-check --flip", "--self-check: a run validates without --flip"),
     ],
 )
 def test_mistakes_in_the_command_line(arguments: str, message: str, mistake: Mistake) -> None:
@@ -189,8 +163,8 @@ def test_another_task(
     monkeypatch.setattr(FolderDataset, "targets", lambda *_: {"mass": 2.0})
     monkeypatch.setattr(train, "validation_values", values)
     found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
-    assert found.classes == ("mass", "a", "b") and evaluate.self_check(found, ALONE) == []
-    evaluate.print_result(found, tmp_path, [], as_json=False)
+    assert found.classes == ("mass", "a", "b")
+    evaluate.print_result(found, tmp_path, as_json=False)
     assert re.search(r": mae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
@@ -238,35 +212,22 @@ def test_file_of_another_project(
 
 
 @pytest.mark.slow
-def test_self_check_of_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
+def test_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
     overrides = small_run.overrides_of(image_root, tmp_path / "run")
     trained = ranks.run([sys.executable, train.__file__, *overrides], 2)
     assert trained.returncode == 0, trained.stderr
-    done = ranks.run([*SCRIPT, str(tmp_path / "run"), *HERE, "--self-check"], 2, cwd=tmp_path)
-    names = {"loss", "top1", "macro_recall"}
-    equal = {line.split()[1] for line in done.stdout.splitlines() if line.endswith(": equal")}
-    assert equal >= names and evaluate.DIFFERS not in done.stdout, done.stderr
+    done = ranks.run([*SCRIPT, str(tmp_path / "run"), *HERE, "--json"], 2, cwd=tmp_path)
+    found, last = json.loads(done.stdout), rows(tmp_path / "run", "val")[-1]
+    assert [found[name] for name in VALUES] == [last[name] for name in VALUES], done.stderr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("deterministic", "compile"),
-    [
-        ("true", "off"),
-        ("true", "default"),
-        pytest.param("false", "off", marks=pytest.mark.slow),
-    ],
-)
-def test_self_check_on_a_gpu(
-    whole_runs: None, image_root: Path, tmp_path: Path, deterministic: str, compile: str
-) -> None:
-    overrides = [f"train.deterministic={deterministic}", "train.device=cuda"]
-    small_run.run(image_root, tmp_path / "run", *overrides, f"model.compile={compile}")
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_on_a_gpu(whole_runs: None, image_root: Path, tmp_path: Path, compile: str) -> None:
+    overrides = ["train.deterministic=true", "train.device=cuda", f"model.compile={compile}"]
+    small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:
         trained = with_config(open_trained(tmp_path / "run"), [], world)
-        evaluate.check_repeats(trained, world)
-        check = evaluate.self_check(evaluate.run(trained, world, flip=False), world)
-    assert not any(evaluate.DIFFERS in line for line in check)
-    if deterministic == "true":
-        assert [line.split(": ")[1] for line in check] == ["equal"] * len(check) and check
+        found, last = evaluate.run(trained, world, flip=False), rows(tmp_path / "run", "val")[-1]
+    assert [found.values[name] for name in VALUES] == [last[name] for name in VALUES]
     train.set_up_kernels(deterministic=False, precision="bf16")

@@ -1,6 +1,7 @@
 """Exported files: each is read as another program would, and compared with the model."""
 
 import json
+import random
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from conf.schema import UserError
 from models.vit import VisionTransformer
-from pipeline.batch import Field
+from pipeline import augment, decode
+from pipeline.augment import Compose
+from pipeline.build import build_val
 from pipeline.dataset import FolderDataset
 from scripts import export
 from scripts.export import CPU, ExportError, Job
@@ -46,7 +48,24 @@ def trained(folder: Path) -> Trained:
 
 @pytest.fixture(scope="module")
 def files(trained: Trained) -> FolderDataset:
-    return export.validation_files(trained)
+    found = build_val(trained.config).val
+    assert isinstance(found, FolderDataset)
+    return found
+
+
+def as_stated(stated: dict[str, Any], files: FolderDataset) -> Tensor:
+    """Return the input that another program makes of the files, by what an exported file states."""
+    transforms = Compose(augment.build(stated["transforms"], augment.TRANSFORMS, key="augment.val"))
+    turn, images = stated["exif_orientation"], []
+    for row in range(len(files)):
+        picture = decode.open_picture(files.read(row), "pillow", exif_orientation=turn)
+        images.append(transforms(picture, random.Random(0)).pixels())
+    batch = np.stack(images)
+    if not stated["inside"]:
+        levels = batch / np.float32(stated["highest"])
+        mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
+        batch = np.moveaxis((levels - mean) / std, -1, 1)
+    return torch.from_numpy(np.ascontiguousarray(batch))
 
 
 def job_for(trained: Trained, to: str = "pt2", *, inside: bool = False) -> Job:
@@ -71,8 +90,7 @@ def test_each_format(
 ) -> None:
     job, out = job_for(trained, to, inside=inside), tmp_path / f"model.{to}"
     out.write_text("earlier")
-    lines = export.export(job, out, files)
-    assert lines[1] == f"self-check: {FILES} of {FILES} predictions are equal"
+    export.export(job, out)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     predict, texts = export.open_exported(job, out)
     assert texts["classes"] == list(CLASSES)
@@ -85,6 +103,8 @@ def test_each_format(
         eager = trained.build(CPU)(job.format.normalised(images))
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
+        stated = as_stated(texts["preprocessing"], files)
+        assert torch.equal(predict(stated).argmax(1), eager.argmax(1))
 
 
 def test_command_line(
@@ -127,13 +147,6 @@ def test_another_model(trained: Trained, tmp_path: Path, to: str) -> None:
     export.save(job, model, tmp_path / f"a.{to}")
     predict, _ = export.open_exported(job, tmp_path / f"a.{to}")
     export.compare(job, predict, model)
-
-
-@pytest.mark.gpu
-def test_self_check_on_a_gpu(trained: Trained, files: FolderDataset, tmp_path: Path) -> None:
-    config = replace(trained.config, train=replace(trained.config.train, device="cuda"))
-    lines = export.export(job_for(replace(trained, config=config)), tmp_path / "a.pt2", files)
-    assert lines[1].startswith(f"self-check: {FILES} of {FILES} ")
 
 
 # Faults.
@@ -180,72 +193,27 @@ def test_nan_is_a_difference(trained: Trained) -> None:
         export.compare(job, lambda x: model(x) * torch.nan, model)
 
 
-def test_self_check_finds_another_normalisation(trained: Trained, files: FolderDataset) -> None:
-    job = job_for(trained)
-    texts = texts_of(job)
-    texts["preprocessing"]["mean"] = [-2.0, 3.0, -2.0]
-    with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
-        export.self_check(job, trained.build(CPU), texts, files)
-
-
 def test_a_file_states_whether_photos_are_turned(
-    trained: Trained, image_root: Path, tmp_path: Path
+    trained: Trained, files: FolderDataset, tmp_path: Path
 ) -> None:
-    for path in (image_root / "val").glob("*/*.jpg"):
+    for row in range(FILES):
+        path = Path(files.name(row))
         (tmp_path / "val" / path.parent.name).mkdir(parents=True, exist_ok=True)
         with Image.open(path) as image:
             image.save(tmp_path / "val" / path.parent.name / path.name, exif=exif(6))
     data = replace(trained.config.data, root=str(tmp_path), exif_orientation=True)
-    job = job_for(replace(trained, config=replace(trained.config, data=data)))
-    files, texts = export.validation_files(job.trained), texts_of(job)
-    (line,) = export.self_check(job, job.trained.build(CPU), texts, files)
-    assert line == f"self-check: {FILES} of {FILES} predictions are equal"
-    texts["preprocessing"]["exif_orientation"] = False
-    with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
-        export.self_check(job, job.trained.build(CPU), texts, files)
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"), [(0.0, "differ by less than 0.001"), (0.1, "differ by more than 0.001")]
-)
-def test_self_check_without_classes(
-    trained: Trained, files: FolderDataset, error: float, outcome: str, monkeypatch: Any
-) -> None:
-    """The outputs of one number, or of a map, are compared as numbers."""
-    job, network = job_for(trained), trained.build(CPU)
-
-    def model(images: Tensor) -> Tensor:
-        return network(images)[:, :1, None, None].expand(-1, 1, 2, 2) + 1
-
-    monkeypatch.setattr(Trained, "build", lambda *_: model)
-    try:
-        (text,) = export.self_check(job, lambda x: model(x) + error, texts_of(job), files)
-    except ExportError as raised:
-        text = str(raised)
-    assert outcome in text
-
-
-def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: FolderDataset) -> None:
-    """Two logits are equal, and the exported model rounds in favour of the second."""
-    weights = {name: value.clone() for name, value in trained.weights.items()}
-    for name in ("fc.weight", "fc.bias"):
-        weights[name][:2] = 0
-    weights["fc.bias"][2] = -1000
-    job = job_for(replace(trained, weights=weights))
-    model = job.trained.build(CPU)
-    rounding = torch.tensor([0.0, 1e-5, 0.0])
-    lines = export.self_check(job, lambda x: model(x) + rounding, texts_of(job), files)
-    assert lines[0] == "self-check: 0 of 15 predictions are equal" and len(lines) == 16
-    assert lines[1].endswith("00.jpg: dots, evaluation checks, margin 0.0e+00")
+    turned = replace(trained, config=replace(trained.config, data=data))
+    val = build_val(turned.config).val
+    assert isinstance(val, FolderDataset)
+    stated = texts_of(job_for(turned, inside=True))["preprocessing"]
+    images = np.stack([val.load(0, row)["image"] for row in range(FILES)])
+    levels = np.abs(as_stated(stated, val).numpy() - images.astype(np.float32))
+    assert levels.mean() < 1
+    stated["exif_orientation"] = False
+    assert np.abs(as_stated(stated, val).numpy() - images.astype(np.float32)).mean() > 5
 
 
 # Arguments.
-
-
-def test_images_that_a_dataset_makes(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FolderDataset, "fields", {"image": Field(np.uint16, (32, 32, 5))})
-    with pytest.raises(UserError, match=r"^--self-check: the dataset makes its images"):
-        export.validation_files(trained)
 
 
 def test_explicit_transforms() -> None:

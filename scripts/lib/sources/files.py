@@ -83,7 +83,6 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     Tar files in it are folders. Raises UserError: it is damaged; OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-    with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
     try:
         with open(stored, "rb") as file:
