@@ -6,8 +6,8 @@
 Accepts train.py's key=value overrides and takes the steps that train.py would take, with the same
 model, optimiser, batch size, augmentation and precision, except for the learning rate: it rises
 exponentially from --lowest to --highest. The test ends early if the loss diverges. It prints a
-suggestion for optim.lr, and writes lr_find.json and lr_find.png to --out. The run directory is not
-used. The method is the range test of arXiv 1506.01186.
+suggestion for optim.lr and the smoothed loss, and writes lr_find.json to --out. The run directory
+is not used. The method is the range test of arXiv 1506.01186.
 """
 
 import argparse
@@ -39,7 +39,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 import train
 from conf import cli
@@ -56,6 +55,7 @@ DIVERGED = 4.0  # multiple of the lowest loss at which the test ends, as in fast
 LEAST_LOSSES = 10  # fewer do not make a curve
 SMOOTHING = 0.03  # standard deviation of the smoothing, as a fraction of the steps
 FALL, FRACTION = 0.25, 0.07  # see `suggest`
+LINES, WIDTH = 20, 60  # of the curve that is printed
 
 
 @dataclass(frozen=True)
@@ -138,27 +138,16 @@ def suggest(losses: Sequence[float], lrs: Sequence[float], steps: int) -> float 
     return float(FRACTION * lrs[low[-1]])
 
 
-def picture(losses: Sequence[float], lrs: Sequence[float], steps: int, title: str) -> Image.Image:
-    """Draw the losses (points) and the smoothed curve over the learning rate, logarithmically."""
-    image = Image.new("RGB", (900, 480), "white")
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
-    draw.text((16, 14), title, "black", ImageFont.load_default(18))
+def chart(losses: Sequence[float], lrs: Sequence[float], steps: int) -> str:
+    """Draw the smoothed loss as bars, in LINES lines over the learning rate."""
     smooth = smoothed(losses, steps)
     # A diverged loss would leave the rest of the curve flat.
-    least, most = min(losses), smooth[0] + 0.5 * (smooth[0] - smooth.min()) + 1e-6
-    across = np.linspace(70, 870, len(lrs)).tolist()
-
-    def down(loss: np.ndarray) -> list[float]:
-        return (60 + 360 * (most - np.fmin(loss, most)) / (most - least)).tolist()
-
-    for x, y in zip(across, down(np.asarray(losses)), strict=True):
-        draw.ellipse((x - 2, y - 2, x + 2, y + 2), "#808080")
-    draw.line(list(zip(across, down(smooth), strict=False)), "#4c72b0", 3)
-    for x, lr in list(zip(across, lrs, strict=True))[:: max(1, len(lrs) // 8)]:
-        draw.text((x, 430), f"{lr:.2g}", "black", font, "ma")
-    for y, loss in ((420, least), (60, most)):
-        draw.text((62, y), f"{loss:.2f}", "black", font, "rm")
-    return image
+    least, most = smooth.min(), 1.5 * smooth[0] - 0.5 * smooth.min() + 1e-6
+    lines = []
+    for i in np.linspace(0, len(smooth) - 1, LINES).round().astype(int):
+        bar = "#" * int(WIDTH * (min(smooth[i], most) - least) / (most - least))
+        lines.append(f"{lrs[i]:>9.2g}  loss {smooth[i]:<8.4g} {bar}".rstrip())
+    return "\n".join(lines)
 
 
 def find(config: Config, options: argparse.Namespace) -> int:
@@ -170,7 +159,7 @@ def find(config: Config, options: argparse.Namespace) -> int:
     found = suggest(losses, lrs, steps)
     title = f"{config.model.name}, {config.optim.name}, batch {config.loader.batch_size}: "
     title += found if isinstance(found, str) else f"try optim.lr={found:.2g}"
-    print(title, flush=True)
+    print(chart(losses, lrs, steps), title, sep="\n", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     content = {
         "suggestion": None if isinstance(found, str) else found,
@@ -181,8 +170,7 @@ def find(config: Config, options: argparse.Namespace) -> int:
         "config": cli.to_yaml(config),
     }
     write_json(options.out / "lr_find.json", content)
-    picture(losses, lrs, steps, title).save(options.out / "lr_find.png")
-    print(f"written to {options.out / 'lr_find.json'} and lr_find.png")
+    print(f"written to {options.out / 'lr_find.json'}")
     return int(isinstance(found, str))
 
 

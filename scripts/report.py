@@ -39,7 +39,6 @@ if __name__ == "__main__":
 
 import json
 import math
-import re
 from base64 import b64encode
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -52,24 +51,18 @@ from typing import Any
 import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
-from omegaconf.errors import OmegaConfBaseException
 
 from conf import cli, files
 from conf.overrides import read_yaml
-from conf.schema import FIELDS, NOT_OF_THE_RECIPE, RESULT, UserError, show
+from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("train", "val")
 LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
-# Errors of a file that holds something else.
-WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 MOST_CLASSES = 20
 FAR = 20.0  # times the values of the other runs: such values do not extend an axis
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
-# Neither HTML nor XML can contain these, or they change the direction of the text after them.
-UNSAFE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u2069]")
 # Shares of the time of training steps: keys of metrics.jsonl.
 PARTS = ("compute_fraction", "late_fraction", "data_wait_fraction", "ranks_wait_fraction")
 # Charts by section: patterns of the keys. The first pattern that matches counts.
@@ -120,9 +113,8 @@ class Run:
 
 def number_in(value: Any, default: float = math.nan) -> float:
     """Return `value` if it is a finite number, otherwise `default`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
-        return default
-    return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else default
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -139,44 +131,33 @@ def read_runs(folder: Path) -> list[Run]:
 def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
-    try:
+    if run.config_text:
         run.config = dict(leaves(read_yaml(folder / "config.yaml")))
-    except (UserError, OmegaConfBaseException):
-        run.notes.append("config.yaml is not a config")
     run.name = str(run.config.get("run.name") or folder.resolve().name)
-    run.summary = read_object(run, "summary.json")
+    run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
     if run.summary.get("signal"):
         run.status += f" by signal {run.summary['signal']}"
     if history := run.summary.get("history"):  # config.yaml has only the last values
         run.notes.append(f"changes of the config: {show(history)}")
-    ended = "verdict" in run.summary or not (folder / "verdict.json").exists()
-    verdict = (run.summary if ended else read_object(run, "verdict.json")).get("verdict")
-    run.verdict = [str(sentence) for sentence in verdict] if isinstance(verdict, list) else []
+    run.verdict = run.summary.get("verdict") or []
+    if not run.verdict and (folder / "verdict.json").exists():
+        run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
     read_rows(run)
     if (folder / "per_class.json").exists():  # of a classifier
-        found = read_object(run, "per_class.json").get("classes")
-        for row in found if isinstance(found, list) else []:
-            if isinstance(row, dict):
-                run.classes[str(row.get("class"))] = number_in(row.get(run.best_by))
+        for row in json.loads(read_text(run, "per_class.json"))["classes"]:
+            run.classes[row["class"]] = number_in(row.get(run.best_by))
     run.pictures = read_pictures(folder / "tensorboard")
     return run
 
 
 def read_text(run: Run, name: str) -> str:
+    """Return the text of a file; empty, with a note, if it is missing."""
     try:
         return files.read_text(run.folder / name, errors="replace")
-    except OSError as error:
-        run.notes.append(f"{name} cannot be read: {error.strerror}")
+    except FileNotFoundError:
+        run.notes.append(f"{name} is missing")
         return ""
-
-
-def read_object(run: Run, name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(read_text(run, name) or "{}"))
-    except WRONG:
-        run.notes.append(f"{name} is not a JSON object")
-        return {}
 
 
 def read_rows(run: Run) -> None:
@@ -184,23 +165,21 @@ def read_rows(run: Run) -> None:
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)
-            step, split = number_in(row["step"], -1), row["split"]
-            before = run.rows[split]
-        except WRONG:
+        except ValueError:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
             continue
+        step, before = row["step"], run.rows[row["split"]]
         for rows in run.rows.values():
             while rows and (
                 rows[-1]["step"] > step or (rows[-1]["step"] == step and rows is before)
             ):
                 rows.pop()
-        before.append(row | {"step": step})
+        before.append(row)
 
 
 def read_pictures(folder: Path) -> list[tuple[str, str]]:
     """Return the last picture of each tag in the event files of TensorBoard."""
-    written = [*folder.glob("*tfevents*")]
-    if not written or not all(map(Path.is_file, written)):  # TensorBoard would wait for a FIFO
+    if not any(folder.glob("*tfevents*")):
         return []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -273,13 +252,11 @@ def time_breakdown(run: Run) -> list[tuple[str, float]]:
     return [(name, share / total) for name, share in parts.items() if share > 0]
 
 
-def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """Return the charts of each section: one for each numeric key, with a curve per run and split.
 
-    Also return the keys whose values are all 0, which have no chart.
-
-    `KEY_min` and `KEY_max` are the band around the curve of KEY, and `reference_KEY`, the curve of
-    earlier runs of the recipe, is drawn with it.
+    Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
+    KEY, and `reference_KEY`, the curve of earlier runs of the recipe, is drawn with it.
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     place = "epoch" if all(math.isfinite(number_in(row.get("epoch"))) for row in rows) else "step"
@@ -288,7 +265,6 @@ def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[s
     drawn_with |= {f"reference_{key}" for key in known}
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
     validated = {key for run in runs for row in run.rows["val"] for key in row}
-    zero = []
     for key in known:
         curves = [curves_of(run, key, place) for run in runs]
         if key in drawn_with or not any(curves):
@@ -297,12 +273,10 @@ def charts(runs: Sequence[Run]) -> tuple[dict[str, list[dict[str, Any]]], list[s
         section = "Learning" if key in validated else section
         # Learning rates and speeds may be far apart.
         ends = extent(curves if section == "Learning" and key != "lr" else [labelled(curves)])
-        if not any(ends):
-            zero.append(key)
-        else:
+        if any(ends):
             drawn = draw(labelled(curves), ends)
             found[section].append({"title": key, "place": place, **drawn})
-    return {section: drawn for section, drawn in found.items() if drawn}, zero
+    return {section: drawn for section, drawn in found.items() if drawn}
 
 
 Curves = dict[str, np.ndarray]
@@ -413,7 +387,6 @@ def build(runs: Sequence[Run]) -> str:
     for run in runs:
         if names.count(run.name) > 1:
             run.name = str(run.folder)
-    sections, zero = charts(runs)
     pictures = defaultdict[str, list[tuple[Run, str]]](list)
     for run in runs:
         for tag, url in run.pictures:
@@ -423,7 +396,6 @@ def build(runs: Sequence[Run]) -> str:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else UNSAFE.sub("�", str(value)),
     )
     return environment.get_template("report.html").render(
         runs=runs,
@@ -431,8 +403,7 @@ def build(runs: Sequence[Run]) -> str:
         differences=differences(runs),
         breakdowns=[time_breakdown(run) for run in runs],
         classes=class_rows(runs),
-        sections=sections,
-        zero=zero,
+        sections=charts(runs),
         pictures=pictures,
         width=WIDTH,
         height=HEIGHT,
@@ -448,13 +419,11 @@ def reference(runs: Sequence[Run]) -> str:
     """
     if len(runs) < LEAST_RUNS:
         raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
-    refuse_different(runs)
-    images = {run.rows["val"][-1].get("images") for run in runs if run.rows["val"]}
-    if len(images) != 1:
-        raise UserError("--reference: the runs have different validation images; give runs on one")
+    for key, *values in differences(runs):
+        if key != "train.seed":
+            found = ", ".join(sorted(set(values)))
+            raise UserError(f"--reference: {key} differs ({found}); give runs of one recipe")
     by = runs[0].best_by
-    if others := sorted({run.best_by for run in runs} - {by}):
-        raise UserError(f"--reference: train.best_by differs ({by}, {others[0]}); give runs of one")
     curves = [by_epoch(run, by) for run in runs]
     means = [fmean(values) for values in zip(*curves, strict=True)]
     deviations = [stdev(values) for values in zip(*curves, strict=True)]
@@ -469,26 +438,12 @@ def reference(runs: Sequence[Run]) -> str:
         "runs": len(runs),
         "status": "reproduced here",
         "source": f"{len(runs)} runs with this program",
-        "val_images": images.pop(),
+        "val_images": runs[0].rows["val"][-1]["images"],
         "time": str(timedelta(seconds=round(seconds))),
         "reference": {"runs": len(runs), **curve},
     }
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
     return f"# add classes, train_images, format (JPEG or lossless) and hardware\n{node}"
-
-
-def refuse_different(runs: Sequence[Run]) -> None:
-    """Refuse runs that are not repetitions of one training: a key differs, or no seed does."""
-    for key, *texts in differences(runs):
-        known = FIELDS.get(key)
-        affects_result = known is None or known.metadata["affects"] & RESULT
-        if affects_result and key not in NOT_OF_THE_RECIPE:
-            values = ", ".join(sorted(set(texts)))
-            raise UserError(f"--reference: {key} differs ({values}); give runs of one recipe")
-    seeds = [run.config.get("train.seed") for run in runs]
-    for seed in seeds:
-        if seeds.count(seed) > 1:
-            raise UserError(f"--reference: two runs have train.seed={seed}; give different seeds")
 
 
 def by_epoch(run: Run, name: str) -> list[float]:

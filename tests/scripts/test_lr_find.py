@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from conf.schema import Schedule
 from scripts import lr_find
-from scripts.lr_find import FRACTION, Rise, has_diverged, smoothed, suggest
+from scripts.lr_find import FRACTION, Rise, chart, has_diverged, smoothed, suggest
 from tests.ranks import Ranks
 from tests.small_run import SMALL
 
@@ -26,12 +25,11 @@ def test_files(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Only in the current folder; rank 0 writes."""
     options = ["--steps", "20", "--lowest", "1e-3", "--highest", "1e-2"]
     done = ranks.run([*arguments(image_root), *options], 2, cwd=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lr_find.json", "lr_find.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["lr_find.json"]
     content = json.loads((tmp_path / "lr_find.json").read_text())
     assert content["lrs"] == pytest.approx(np.geomspace(1e-3, 1e-2, 20))
     assert len(content["losses"]) == len(content["smoothed"]) == 20 and not content["diverged"]
     assert content["losses"][0] == pytest.approx(math.log(3), rel=0.5)
-    assert Image.open(tmp_path / "lr_find.png").size == (900, 480)
     assert done.stdout.count("written") == 1
     said = "give" if content["suggestion"] is None else f"optim.lr={content['suggestion']:.2g}"
     assert said in done.stdout  # 36 images: the loss need not fall
@@ -79,6 +77,15 @@ def test_no_suggestion() -> None:
     assert "diverged at step 15 before it fell" in at_once and "--highest" not in at_once
     diverged = [*falls[:50], math.inf]
     assert len(smoothed(diverged, 100)) == 50 and isinstance(suggest(diverged, LRS, 100), float)
+
+
+def test_the_printed_curve() -> None:
+    """A loss that rises far above the first one does not flatten the rest."""
+    losses = [*np.linspace(2, 1, 90), *np.geomspace(1, 1000, 10)]
+    lines = chart(losses, LRS, 100).splitlines()
+    bars = [line.count("#") for line in lines]
+    assert len(lines) == lr_find.LINES and lines[0].startswith("    0.001  loss ")
+    assert bars[0] > 30 and min(bars) == 0 and bars[-1] == lr_find.WIDTH
 
 
 def test_divergence() -> None:
