@@ -243,20 +243,17 @@ class Predictor:
             if isinstance(image, str):
                 results.append(Result(path, reason=image))
                 continue
-            values, reason = next(found), "the model's output is not a number"
-            results.append(Result(path, values, "" if values else reason, next(features, None)))
+            results.append(Result(path, next(found), features=next(features, None)))
         return results
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return `Result.values` of each image; nothing of one with a value that is not finite."""
+        """Return `Result.values` of each image."""
         if self.top is not None and "probability" not in values:
             given = ", ".join(values)
             raise UserError(f"--top {self.top}: is for classes, not for {given}; leave it out")
-        finite = [value.isfinite().reshape(len(value), -1).all(1) for value in values.values()]
         names = [name if name != "probability" else "predictions" for name in values]
         columns = zip(*(self.column(name, value) for name, value in values.items()), strict=True)
-        found = zip(columns, torch.stack(finite).all(0).tolist(), strict=True)
-        return [dict(zip(names, row, strict=True)) if good else {} for row, good in found]
+        return [dict(zip(names, row, strict=True)) for row in columns]
 
     def column(self, name: str, value: Tensor) -> list[Any]:
         """Return a value of `train.predictions` for each image."""

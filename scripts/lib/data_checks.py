@@ -94,12 +94,11 @@ def readable(case: Case) -> Iterator[Row]:
         )
         if bad:
             skips = name == "train" and config.on_error == "skip"
-            few_enough = skips and len(bad) <= config.max_bad_fraction * len(rows)
             cure = "replace or remove them"
             cure += ", or set data.on_error=skip" if name == "train" else ""
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
-            yield (warn if few_enough else fail)(text, cure, bad)
+            yield (warn if skips else fail)(text, cure, bad)
         else:
             yield ok(f"{name}: {count} decoded without errors")
         slow = [file for file in files if file.seconds > SLOW_SAMPLE_SECONDS]

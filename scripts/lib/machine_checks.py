@@ -42,9 +42,6 @@ STEP_SECONDS = 2.0
 def gpu(case: Case) -> Iterator[Row]:
     """Compare driver and PyTorch, and check each GPU; before this process uses one."""
     choice = case.config.train.device
-    if choice in ("mps", "xpu"):
-        yield warn(f"train.device={choice} was not tested", "compare some steps with those of cpu")
-        return
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         text = f"training will run on the CPU: torch {torch.__version__} {why}"
@@ -56,8 +53,7 @@ def gpu(case: Case) -> Iterator[Row]:
     count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
     names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
     text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; "
-    rocm = f"ROCm {torch.version.hip}"  # AMD's GPUs are devices of torch.cuda, too
-    text += f"PyTorch for {f'CUDA {torch.version.cuda}' if torch.version.cuda else rocm}"
+    text += f"PyTorch for CUDA {torch.version.cuda}"
     cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
     try:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,17 +60,13 @@ def only(rows: Any) -> Any:
     return rows[0]
 
 
-def run(ranks: Ranks, root: Path) -> CompletedProcess[str]:
-    place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
-    return ranks.run([sys.executable, doctor.__file__, *SMALL, *place], 1)
-
-
 # The whole script.
 
 
 def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
-    process = run(ranks, root)
+    place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
+    process = ranks.run([sys.executable, doctor.__file__, *SMALL, *place], 1)
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
     names = "|".join(doctor.CHECKS)
     rows = re.findall(rf"^(ok|warn|fail) +({names})  ", process.stdout, re.M)
@@ -81,6 +76,7 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     assert process.stdout.endswith(" warn, 0 fail\n")
     for text in (
         "train: 36 images in 3 classes",
+        ", 12 to 12 each",
         "val: all 15 decoded without errors",
         "0 of all 15 validation images",
         "MB/s with fsync",
@@ -89,16 +85,6 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
         assert text in process.stdout, text
     assert {p: p.lstat().st_mtime_ns for p in root.rglob("*")} == before
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run, and no probe
-
-
-@pytest.mark.slow
-def test_a_fault_is_a_row_and_status_1(ranks: Ranks, root: Path) -> None:
-    name = os.fsdecode(b"train/dots/not utf-8 \xff.jpg")
-    (root / name).write_bytes(b"<html>404")
-    process = run(ranks, root)
-    assert (process.returncode, process.stderr) == (1, ""), process.stdout + process.stderr
-    assert re.search(r"^fail  readable +train: 1 of all 37 cannot be read$", process.stdout, re.M)
-    assert "not utf-8 \\udcff.jpg: not an image, begins with b'<html>404'" in process.stdout
 
 
 def test_data_without_files(tmp_path: Path) -> None:
@@ -125,21 +111,18 @@ def test_a_check_that_raises_is_a_warning(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_training_refuses(root: Path) -> None:
-    """Other checks of the data are left out, those of the machine are not."""
+    """Checks that need the result are left out, others are not."""
+    found = look(root, "model.name=resnet99", sample=1)
+    row = only(found["plan"])
+    assert (row.status, row.do) == ("fail", "training refuses to start")
+    assert row.found.startswith("model.name=resnet99: ")
+    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     shutil.rmtree(root / "val" / "dots")
     found = look(root)
     row = only(found["data"])
     assert row.status == "fail" and "has no class dots, which train has" in row.found
     assert only(found["readable"]).found == "not checked: needs the data, see data"
     assert found["cores"] and only(found["plan"]).status == "warn"
-
-
-def test_classes_of_different_sizes(root: Path) -> None:
-    for path in sorted((root / "train" / "dots").iterdir())[1:]:
-        path.unlink()
-    found = look(root)
-    assert [row.status for row in found["data"]] == ["ok", "ok"]
-    assert found["data"][0].found.endswith(", 1 to 12 each")
 
 
 def test_files_that_cannot_be_read(root: Path) -> None:
@@ -169,12 +152,8 @@ def test_files_that_cannot_be_read(root: Path) -> None:
 def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -> None:
     for split in ("train", "val"):
         (root / split / "dots" / "bad.jpg").write_bytes(b"bad")
-    skips = "data.on_error=skip"
-    assert [r.status for r in look(root, skips, "data.max_bad_fraction=0.1")["readable"]] == [
-        "warn",
-        "fail",
-    ]
-    assert look(root, skips, "data.max_bad_fraction=0.01")["readable"][0].status == "fail"
+    rows = look(root, "data.on_error=skip")["readable"]
+    assert [row.status for row in rows] == ["warn", "fail"]
 
 
 def test_slow_files_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +284,6 @@ def test_the_decoder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.status == status and (status == "ok" or "install a C compiler" in row.do)
 
 
-def test_an_error_that_training_would_raise_is_a_failure(root: Path) -> None:
-    found = look(root, "model.name=resnet99", sample=1)
-    row = only(found["plan"])
-    assert (row.status, row.do) == ("fail", "training refuses to start")
-    assert row.found.startswith("model.name=resnet99: ")
-    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
-
-
 def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root)
     for check in (data_checks.data, machine_checks.plan):
@@ -419,13 +390,6 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
         return list(machine_checks.gpu(case_of(root, "train.device=auto", *overrides, ranks=ranks)))
 
     return see
-
-
-def test_gpus_of_others(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert see()[0].found.endswith("; PyTorch for ROCm 6.4")
-    assert [row.found for row in see("train.device=mps")] == ["train.device=mps was not tested"]
 
 
 def test_two_healthy_gpus(see: See) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import struct
 import sys
 import tarfile
@@ -28,7 +27,6 @@ from scripts.lib.sources.files import Place
 from scripts.lib.sources.layouts import recognise
 from tests.drawings import draw_image
 from tests.limits import file_size_limit
-from tests.processes import Started, run_command, wait_for
 from tests.reliability.odd_images import encoded
 from tests.scripts.conftest import Mistake
 
@@ -624,29 +622,6 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     assert run(source, to) == 0
     unfinished.unlink()  # the trainer ignores it
     assert written(to) == EXPECTED and report_of(to)["done_earlier"] == 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--format", "tar", "--side", "24")])
-def test_a_killed_process_resumes(tmp_path: Path, options: tuple[str, ...]) -> None:
-    source, to = tmp_path / "source", tmp_path / "to"
-    data = jpeg(0) + bytes(900)
-    files = {f"train/{i % 7}/{i:05d}.jpg": data for i in range(8_000)}
-    files |= {f"val/{i}/0.jpg": data for i in range(7)}
-    write(source, {"all.tar": tar(files)})
-    command = [sys.executable, "scripts/prepare.py", source, "--to", to, *options]
-    with Started(command) as process:
-        names = "*.tar.tmp" if options else "*.jpg"
-        written_bytes = lambda: sum(path.stat().st_size for path in to.rglob(names))  # noqa: E731
-        wait_for("500 kB", lambda: written_bytes() >= 500_000, process)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    done = run_command(command)
-    assert done.returncode == 0, done.stderr
-    if "--side" in options:
-        data = prepare.reencoded(data, "a.jpg", 24)
-    assert written(to, options[1] if options else "folder") == dict.fromkeys(files, data)
-    assert bool(options) == (report_of(to)["done_earlier"] == 0)
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
