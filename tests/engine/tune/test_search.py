@@ -1,4 +1,4 @@
-"""The search of loader.workers=auto on simulated hosts, with and without other modes."""
+"""The search of loader.workers=auto on simulated hosts: tests/equal has measured sweeps."""
 
 import itertools
 import math
@@ -12,7 +12,6 @@ import pytest
 from engine.tune.tune import MOST_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE
-from tests.equal.record import stored
 
 MODES = ("cpu", "hybrid", "gpu")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
@@ -76,20 +75,19 @@ class Host:
 class SimulatedTuner(Tuner):
     """Tries settings on a simulated host, with some noise."""
 
-    run: Any  # mode, workers -> images/s, share of waiting, images/s of a worker
+    host: Host
     noise: Any
-    engines: float
     order: list[tuple[str, int]] = field(default_factory=list)
 
     def try_mode(self, mode: str) -> None:
         """The engines work."""
 
     def device_rate(self) -> float:
-        return 1.08 * self.engines
+        return 1.08 * self.host.engines
 
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         self.order.append((mode, workers))
-        rate, wait, each = self.run(mode, workers)
+        rate, wait, each = self.host.run(mode, workers)
         # So that noise and start hardly count: 2 s, or 200 steps.
         assert mode != "cpu" or steps >= min(200, round(2 * 0.6 * rate / 32))
         rate *= 1 + self.noise.normal(0, 0.004)
@@ -97,66 +95,29 @@ class SimulatedTuner(Tuner):
         return Shares(cpu_ms=1e3 / each, rate=rate, wait=wait, alone=self.demand)
 
 
-def find(
-    run: Any,
-    *,
-    demand: float,
-    probed: float,
-    cores: int,
-    noise: Any,
-    engines: float = 1.0,
-    modes: tuple[str, ...] = ("cpu",),
-    most: int = 0,
+def tune(
+    host: Host,
+    misjudged: float,
+    seed: int = 0,
+    modes: tuple[str, ...] = MODES,
     deadline: float = math.inf,
 ) -> Found:
+    noise = np.random.default_rng(seed)
     dataset = SimpleNamespace(workers_in=workers_in)
     train = SimpleNamespace(loader=SimpleNamespace(batch_size=32, dataset=dataset))
-    feed: Any = SimpleNamespace(train=train, modes=modes, most=most or 2 * cores, cores=cores - 1)
+    most, cores = 2 * host.cores, host.cores - 1
+    feed: Any = SimpleNamespace(train=train, modes=modes, most=most, cores=cores)
     never: Any = None
     tuner = SimulatedTuner(
         *(feed, never, never, ALONE, never, 0),
-        run=run,
-        noise=noise,
-        engines=engines,
-        probe=Shares(cpu_ms=1e3 / probed),
-        demand=demand,
+        demand=host.demand * (1 + noise.normal(0, 0.003)),
+        probe=Shares(cpu_ms=1e3 / (misjudged * host.per_worker * (1 + noise.normal(0, 0.02)))),
         deadline=deadline,
+        host=host,
+        noise=noise,
     )
     tuner.search()
     return *best_setting(tuner.trials), tuner.order
-
-
-def tune(host: Host, misjudged: float, seed: int = 0, modes: tuple[str, ...] = MODES) -> Found:
-    noise = np.random.default_rng(seed)
-    return find(
-        host.run,
-        demand=host.demand * (1 + noise.normal(0, 0.003)),
-        probed=misjudged * host.per_worker * (1 + noise.normal(0, 0.02)),
-        cores=host.cores,
-        noise=noise,
-        engines=host.engines,
-        modes=modes,
-    )
-
-
-@pytest.mark.parametrize("sweep", stored("searches"), ids=lambda sweep: sweep["sweep"])
-def test_search_finds_the_knee_of_measured_sweeps(sweep: dict[str, Any]) -> None:
-    demand, probed = sweep["demand"], sweep["probed"]
-    numbers, *columns = zip(*sweep["cells"], strict=True)
-
-    def run(mode: str, workers: int) -> tuple[float, float, float]:
-        rate, wait, supply = (float(np.interp(workers, numbers, column)) for column in columns)
-        return rate, wait, supply / workers
-
-    quiet: Any = SimpleNamespace(normal=lambda *_: 0.0)
-    _, found, _ = find(run, demand=demand, probed=probed, cores=16, noise=quiet, most=15)
-    best = max(columns[0])
-    knee = min(workers for workers in range(min(numbers), 16) if run("", workers)[0] >= 0.98 * best)
-    assert run("", found)[0] >= 0.99 * best
-    assert found <= knee + 1
-
-
-# With modes that use JPEG engines.
 
 
 def best_rate(host: Host) -> float:
@@ -222,9 +183,7 @@ def test_choice_on_known_hosts(misjudged: float) -> None:
 def test_the_deadline_ends_the_search() -> None:
     """After the first trial, which would not be the last."""
     for deadline, one in ((math.inf, False), (-math.inf, True)):
-        noise = np.random.default_rng(0)
-        host: dict[str, Any] = {"demand": 7379, "probed": 370, "cores": 16, "noise": noise}
-        _, _, trials = find(RESNET50.run, **host, deadline=deadline)
+        _, _, trials = tune(RESNET50, 1, deadline=deadline)
         assert (len(trials) == 1) == one
 
 
