@@ -3,7 +3,7 @@
 The commands of `python`, `torchrun` and others in blocks (```sh) and in the text are checked by the
 parsers of the programs, in a folder with stand-ins for the reader's files. Blocks of other programs
 are marked with their name, such as ```sh timm. Those of docs/fork.md and docs/tasks.md are run by
-tests/test_fork_guide.py and tests/test_tasks.py.
+tests/test_guides.py.
 """
 
 import ast
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -24,12 +23,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import train
 from conf import cli
 from conf.overrides import read_override
 from conf.schema import FIELDS, KEYS, NAMES, SPEED
 from tests import small_run
-from tests.processes import ROOT, run_command
+from tests.processes import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = ("sh timm", "sh pytorch/examples")
@@ -144,11 +142,9 @@ def check_pip(words: list[str]) -> None:
     assert words.pop(0) == "install"
     if words[0] == "-r":
         assert (ROOT / words[1]).is_file() and len(words) == 2
-        return
-    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    groups = {**content["project"].get("optional-dependencies", {}), **content["dependency-groups"]}
-    known = {re.split(r"[ <>=;]", line)[0] for lines in groups.values() for line in lines}
-    assert set(words) <= known, words
+    else:
+        known = re.findall(r'"([\w\[\]-]+)', (ROOT / "pyproject.toml").read_text())
+        assert set(words) <= set(known), words
 
 
 def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,24 +207,6 @@ def test_commands_are_valid(page: Path, desk: Path, monkeypatch: pytest.MonkeyPa
         check_command(line, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python train.py data.rot=/imagenet",
-        "python scripts/evaluate.py runs/MISSING",
-        "python scripts/missing.py",
-        "torchrun --gpus 8 train.py data.root=/imagenet",
-        "make everything",
-        "pip install tensorflow",
-    ],
-)
-@pytest.mark.usefixtures("_undo")
-def test_wrong_commands_are_found(line: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(desk)
-    with pytest.raises((AssertionError, SystemExit, OSError)):
-        check_command(line, monkeypatch)
-
-
 def test_every_block_has_a_language() -> None:
     """Commands are not hidden in blocks of output, and other programs are named."""
     for block in BLOCKS:
@@ -255,8 +233,15 @@ def scripts_for_runs() -> list[str]:
     return [line for line in dict.fromkeys(lines) if re.match(pattern, line)]
 
 
-def run_script(line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a script in this process, with every run replaced by a small one."""
+@pytest.mark.slow
+@pytest.mark.usefixtures("_undo")
+@pytest.mark.parametrize("line", scripts_for_runs())
+def test_commands_run(
+    line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with every run replaced by a small one."""
+    if "--to onnx" in line:
+        pytest.importorskip("onnxruntime")
     _, script, *words = line.replace(" - ", " photo.jpg ").split()
     for run in RUNS:
         shutil.rmtree(desk / "runs" / run)
@@ -268,52 +253,6 @@ def run_script(line: str, desk: Path, finished: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     assert not end.value.code
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_undo")
-@pytest.mark.parametrize("line", scripts_for_runs())
-def test_commands_run(
-    line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "--to onnx" in line:
-        pytest.importorskip("onnxruntime")
-    run_script(line, desk, finished, monkeypatch)
-
-
-def trainings() -> list[str]:
-    """Return the commands of the guides that train; accuracy and benchmarks repeat these keys."""
-    pages = [page for page in COMMANDS if page.name not in ("accuracy.md", "benchmarks.md")]
-    return [
-        line
-        for line in dict.fromkeys(line for page in pages for line in COMMANDS[page])
-        if re.match("python train.py|torchrun", line)
-        and not {"--help", "--cfg", "-m", "recipe=demo"} & set(line.split())
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", trainings())
-def test_trainings_run(
-    line: str, image_root: Path, tmp_path: Path, finished: Path, whole_runs: None
-) -> None:
-    """One step on small images, with a small model if the command does not name one."""
-    if "timm/" in line:
-        pytest.importorskip("timm")
-    script = line.split("train.py ", 1)[1]
-    words = run_command(["bash", "-c", f"printf '%s\\0' {script}"]).stdout.split("\0")[:-1]
-    words = [w for w in words if not w.startswith("data.val_fraction")]  # they have a split
-    if "model.weights" in line:
-        words += ["model.name=resnet_tiny", f"model.weights={finished}"]
-    if "checkpoint.resume" in line:
-        pytest.skip("needs a run of the same config")
-    here = f"data.root={image_root} data.val={image_root / 'val'} run.dir={tmp_path / 'run'}"
-    small = "train.max_steps=1 loader.batch_size=8 data.image_size=32 data.val_size=32"
-    quiet = (
-        "train.device=cpu loader.workers=0 log.trackers=[] autotune.refresh=false log.observers=[]"
-    )
-    words += [*here.split(), *small.split(), *quiet.split()]
-    assert train.train(cli.load(words))["status"] == "finished"
 
 
 # Links, names of files, keys and flags.
@@ -354,14 +293,8 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
 def test_every_page_says_what_it_answers_and_is_listed(page: Path) -> None:
-    paragraphs = page.read_text().split("\n\n")
-    assert paragraphs[0].startswith("# ")
-    assert paragraphs[1].startswith("This page answers"), page.name
+    assert page.read_text().split("\n\n")[1].startswith("This page answers"), page.name
     assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
-
-
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
 
 def test_every_key_that_affects_the_speed_has_its_cost() -> None:

@@ -6,9 +6,9 @@ docs/fork.md has the command.
 import ast
 import re
 
-from conf.schema import KEYS, NOTHING, SPEED, Config, walk
+from conf.schema import NOTHING, SPEED, Config, walk
 from tests.processes import run_python
-from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, nodes, within
+from tests.sources import PROGRAM, ROOT, nodes
 
 
 def test_size() -> None:
@@ -16,26 +16,6 @@ def test_size() -> None:
     done = run_python(ROOT / ".ci" / "size")
     advice = "write less, or raise the limit in .ci/size; a fork deletes this file"
     assert done.returncode == 0, f"{done.stdout}{advice}"
-
-
-def test_measured_values_become_valid_json() -> None:
-    """`json.dumps` would write NaN. The modules below store no measured values for other readers.
-
-    They write digests, names and settings, or compare.
-    """
-    found = {
-        name
-        for name, path in PROGRAM.items()
-        for call in calls(path)
-        if ast.unparse(call.func) in {"json.dumps", "json.dump"}
-    }
-    assert found == {
-        "conf.strict_json",
-        "engine.heartbeat",
-        "models.weights",
-        "extras.demo",
-        "scripts.export",
-    }
 
 
 def test_environment_variables() -> None:
@@ -63,38 +43,8 @@ def test_environment_variables() -> None:
     }
 
 
-KEYS_BY_SECTION = {
-    "data": (
-        "source root train val val_fraction val_fold image_size val_size on_error max_bad_fraction "
-        "exif_orientation on_device mean std repeats fake_images fake_classes"
-    ),
-    "loader": (
-        "batch_size workers decoder pin_memory prefetch_factor prefetch_batches timeout_seconds "
-        "start_method"
-    ),
-    "autotune": "refresh",
-    "augment": "train val batch",
-    "model": "name weights args rewrite freeze sync_bn channels_last compile",
-    "optim": "name args lr momentum nesterov betas eps weight_decay decay_norms clip_norm",
-    "schedule": "name warmup_epochs step_epochs step_gamma final_lr",
-    "train": (
-        "prepare epochs max_steps seed precision deterministic device micro_batch loss "
-        "bce_threshold class_weights label_smoothing ema_decay best_by validate_every_epochs"
-    ),
-    "checkpoint": "every_steps keep resume accept_changes",
-    "run": "name dir",
-    "log": "every_steps trackers values observers",
-}
-
-
-def test_the_keys() -> None:
-    fixed = [f"{part}.{name}" for part, text in KEYS_BY_SECTION.items() for name in text.split()]
-    advice = "state what the key affects, describe it in CHANGELOG.md, and add it here"
-    assert fixed == KEYS, advice
-
-
 def test_what_each_key_affects() -> None:
-    """The others affect the result."""
+    """The others affect the result. tests/equal has the list of all keys."""
     found = {
         what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
         for what in (NOTHING, SPEED)
@@ -112,21 +62,3 @@ def test_what_each_key_affects() -> None:
         *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),
         *("train.deterministic", "train.device"),
     }
-
-
-# The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
-JOURNEY = [
-    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
-    *("parameters", "torchvision_transforms", "augment", "batch", "batch_augment"),
-    *("dataset", "build"),
-    *("sampler", "clock", "ring", "prefetcher", "feed"),
-]
-
-
-def test_pipeline_is_read_in_one_direction() -> None:
-    found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
-    assert found - {"gpu"} == set(JOURNEY)
-    for place, name in enumerate(JOURNEY):
-        later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
-        wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
-        assert not wrong, f"pipeline.{name} imports {wrong}"

@@ -76,6 +76,24 @@ def test_no_circular_imports() -> None:
         graph = {name: found for name, found in graph.items() if name not in leaves}
 
 
+# The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
+JOURNEY = [
+    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
+    *("parameters", "torchvision_transforms", "augment", "batch", "batch_augment"),
+    *("dataset", "build"),
+    *("sampler", "clock", "ring", "prefetcher", "feed"),
+]
+
+
+def test_pipeline_is_read_in_one_direction() -> None:
+    found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
+    assert found - {"gpu"} == set(JOURNEY)
+    for place, name in enumerate(JOURNEY):
+        later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
+        wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
+        assert not wrong, f"pipeline.{name} imports {wrong}"
+
+
 def loaded_by(*statements: str) -> list[set[str]]:
     """Return the top-level modules that each statement loads, one after the other."""
     code = "import sys\nbefore = set()"
@@ -122,13 +140,6 @@ def test_only_one_module_starts_processes() -> None:
     for name in SOURCES.keys() - PROGRAM.keys() - {"tests.processes", command}:
         found = {i for i in imports(SOURCES[name]) if within(i, ["subprocess", "os.fork"])}
         assert found <= {f"subprocess.{each}" for each in named}, name
-
-
-def test_modules_have_specific_names() -> None:
-    unspecific = {"utils", "util", "utilities", "helpers", "helper", "common", "misc", "tools"}
-    for name in SOURCES:
-        parts = {word for part in name.split(".") for word in part.removeprefix("test_").split("_")}
-        assert parts.isdisjoint(unspecific), name
 
 
 def test_no_code_from_a_config_or_a_file_is_executed() -> None:

@@ -11,9 +11,6 @@ import yaml
 
 from tests.processes import ROOT, run_command, run_python
 
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-
 
 def read_yaml(name: str) -> dict[Any, Any]:
     return yaml.safe_load((ROOT / name).read_text())
@@ -63,37 +60,14 @@ def test_make_env_says_what_it_installs_and_what_does_not_fit(tmp_path: Path) ->
     assert f"install --no-deps torchvision=={version[0]}+cpu" in done.stdout
 
 
-def test_make_env_tries_every_version_that_the_workflow_tests() -> None:
+def test_workflow_runs_the_checks_with_every_version_that_make_env_tries() -> None:
     jobs = read_yaml(".github/workflows/checks.yml")["jobs"]
-    assert jobs["checks"]["strategy"]["matrix"]["python"] == PYTHONS
-    makefile = (ROOT / "Makefile").read_text()
-    assert all(f" python{version}" in makefile for version in PYTHONS)
-
-
-def test_workflow_runs_the_checks_and_builds_the_image() -> None:
-    workflow = read_yaml(".github/workflows/checks.yml")
-    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads `on` as a boolean
-    assert workflow["permissions"] == {"contents": "read"}
-    commands = {
-        name: [step["run"] for step in job["steps"] if "run" in step]
-        for name, job in workflow["jobs"].items()
-    }
-    assert commands["checks"] == [".ci/run"]
-    assert commands["docker"][0].startswith("docker build ")
-    (audit,) = commands["advisories"]
-    locks = sorted(path.name for path in ROOT.glob("req*.lock"))
-    assert sorted(word for word in audit.split() if word.endswith(".lock")) == locks
-    systems = {
-        entry["system"] for entry in workflow["jobs"]["checks"]["strategy"]["matrix"]["include"]
-    }
-    assert systems == {"macos-latest"}
-
-
-def test_other_versions_are_those_that_uv_finds() -> None:
-    """The lowest and the newest ones that pyproject.toml allows, every month."""
-    job = read_yaml(".github/workflows/versions.yml")["jobs"]["tests"]
-    assert job["strategy"]["matrix"]["resolution"] == ["lowest-direct", "highest"]
-    assert job["steps"][-1]["run"] == "uv run --no-sync pytest -q -n auto"
+    assert [step["run"] for step in jobs["checks"]["steps"] if "run" in step] == [".ci/run"]
+    makefile, versions = (ROOT / "Makefile").read_text(), ("3.11", "3.12", "3.13", "3.14")
+    assert tuple(jobs["checks"]["strategy"]["matrix"]["python"]) == versions
+    assert all(f" python{version}" in makefile for version in versions)
+    (audit,) = (step["run"] for step in jobs["advisories"]["steps"] if "run" in step)
+    assert all(path.name in audit for path in ROOT.glob("req*.lock"))
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -102,12 +76,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
     assert newest == (project["version"], str(citation["date-released"]))
     assert citation["version"] == project["version"]
-
-
-def test_the_issue_form_asks_for_the_output_of_doctor() -> None:
-    form = read_yaml(".github/ISSUE_TEMPLATE/problem.yml")
-    asked = {part["id"]: part["attributes"]["description"] for part in form["body"]}
-    assert "scripts/doctor.py" in asked["doctor"]
 
 
 def test_hooks_run_the_tools_of_make_lint() -> None:
@@ -121,17 +89,12 @@ def test_hooks_run_the_tools_of_make_lint() -> None:
 def test_image_contains_what_it_copies_and_does_not_run_as_root() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    assert "*" in ignored and {"train.py", "conf", "engine", "pipeline"} <= set(kept)
-    assert not {"data", "runs", ".git", ".venv"} & set(kept)
-    lines = DOCKERFILE.replace("\\\n", " ").splitlines()
-    steps = [line.split() for line in lines if line and not line.startswith("#")]
-    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", steps[0][1])
-    users = [words[1] for words in steps if words[0] == "USER"]
-    assert users == ["1000"]
-    for words in steps:
-        if words[0] == "COPY":
-            assert "--chown=1000" in words
-            for source in (word for word in words[1:-1] if not word.startswith("--")):
-                assert source == "." or list(ROOT.glob(source)), source
-                assert source == "." or source.strip("/") in kept, source
-    assert steps[-1][0] == "CMD"
+    assert "*" in ignored and not {"data", "runs", ".git", ".venv"} & set(kept)
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split() for line in lines]
+    assert [words[1] for words in steps if words[:1] == ["USER"]] == ["1000"]
+    for words in (words for words in steps if words[:1] == ["COPY"]):
+        assert "--chown=1000" in words
+        for source in (word for word in words[1:-1] if not word.startswith("--")):
+            assert source == "." or list(ROOT.glob(source)), source
+            assert source == "." or source.strip("/") in kept, source

@@ -32,7 +32,12 @@ START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.s
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_child_reads_and_writes_the_same_memory(start_method: str) -> None:
+@pytest.mark.parametrize("memfd", [True, False])
+def test_child_reads_and_writes_the_same_memory(
+    start_method: str, memfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not memfd:  # as on macOS
+        monkeypatch.delattr(os, "memfd_create", raising=False)
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     run_in_child(
         start_method, "assert shared.array[2, 3] == 11; shared.array[1] *= 10", shared=shared

@@ -1,0 +1,283 @@
+"""docs/fork.md and docs/tasks.md: every diff applies, trains, and has its effect.
+
+Each section is tested in a copy of the tracked files: `git apply`, then its commands.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT, Started, run_command, run_python, wait_for
+from tests.results import rows
+from tests.task_images import draw_channels, draw_clips, draw_patterns, draw_rows
+
+pytest.importorskip("extras.demo")
+TRAINS_SECONDS = 600  # a training that takes longer hangs
+# The `python` of the commands: adds the overrides of a test to each training.
+PYTHON = f"""#!/bin/sh
+[ "$1" = train.py ] && set -- "$@" $OVERRIDES
+exec "{sys.executable}" "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    diff: str
+    commands: list[str]
+
+    @property
+    def changed(self) -> int:
+        """Number of added and removed lines, without blank ones."""
+        return len(re.findall(r"^[+-](?!\+\+ |-- )\s*\S", self.diff, re.M))
+
+
+def read_guide(page: str) -> dict[str, Section]:
+    """Return the sections of a page of docs/ by heading, those with a diff."""
+    found = {}
+    for part in (ROOT / "docs" / page).read_text().split("\n## ")[1:]:
+        blocks = re.findall(r"^```(\w+)\n(.*?)^```$", part, re.M | re.S)
+        if blocks:  # not in "What a fork may delete"
+            (diff,) = (text for kind, text in blocks if kind == "diff")
+            commands = [text for kind, text in blocks if kind == "sh"]
+            found[part.splitlines()[0]] = Section(diff, commands)
+    return found
+
+
+CHANGES, TASKS = read_guide("fork.md"), read_guide("tasks.md")
+GUIDE = CHANGES | TASKS
+
+
+class Fork:
+    """A copy of a tree in which the commands of a section run; `always`: overrides of trainings."""
+
+    def __init__(self, root: Path, parent: Path, always: str) -> None:
+        self.root, self.always = root, always
+        shutil.copytree(parent, root, symlinks=True)
+
+    def apply(self, section: Section, *options: str) -> None:
+        variables = {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}
+        command = ["git", "apply", *options, "-"]
+        run_command(command, variables, cwd=self.root, input=section.diff).check_returncode()
+
+    def start(self, command: str, overrides: str) -> Started:
+        variables = {
+            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
+            "OVERRIDES": f"{self.always} {overrides}",
+            "OMP_NUM_THREADS": "1",
+        }
+        shell = ["sh", "-eu", "-c", command]
+        return Started(shell, variables, cwd=self.root, stdout=PIPE, stderr=STDOUT)
+
+    def run(self, command: str, overrides: str = "") -> str:
+        with self.start(command, overrides) as process:
+            output, _ = process.communicate(timeout=TRAINS_SECONDS)
+        assert process.returncode == 0, output
+        return output
+
+    def kill_and_resume(self, command: str, *, step: int) -> Path:
+        """Kill a training after a checkpoint of `step`, start it again; return its folder."""
+        folder = self.root / "runs" / "killed"
+        overrides = f"run.name=killed checkpoint.every_steps={step}"
+        with self.start(command, overrides) as process:
+            saved = folder / "checkpoints" / f"step-{step:08}.json"
+            wait_for(f"a checkpoint of step {step}", saved.exists, process, seconds=TRAINS_SECONDS)
+            process.kill_all()
+        assert not (folder / "summary.json").exists()
+        assert "resumed from step-0" in self.run(command, overrides)
+        return folder
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories, oldest first."""
+        found = self.root.glob("runs/*/summary.json")
+        return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def weights(folder: Path) -> str:
+    return str(summary(folder)["params_sha256"])
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files, and `python` as a command."""
+    root = tmp_path_factory.mktemp("guides") / "tree"
+    for name in filter(None, run_command(["git", "ls-files", "-z"]).stdout.split("\0")):
+        if (ROOT / name).is_file():  # not deleted since
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    (root / "bin").mkdir()
+    (root / "bin" / "python").write_text(PYTHON)
+    (root / "bin" / "python").chmod(0o755)
+    return root
+
+
+# Heading in docs/tasks.md -> lines that its diff may change, and the score that the training
+# reaches; with -, lower scores are better.
+SCORES: dict[str, tuple[int, str, float]] = {
+    "Several labels per image": (40, "map", 85),
+    "A number per image": (30, "-mae", 0.15),
+    "Segmentation": (90, "miou", 70),
+    "Distillation": (35, "top1", 90),
+    "Two views": (70, "knn", 80),
+    "Clips": (60, "top1", 90),
+    "Rows of Hugging Face": (40, "top1", 90),
+    "Other channels": (50, "top1", 90),
+}
+MOST_LINES = 30  # of each diff in docs/fork.md
+
+
+@pytest.mark.parametrize("heading", GUIDE)
+def test_diff_is_short_and_applies(heading: str) -> None:
+    most = SCORES[heading][0] if heading in TASKS else MOST_LINES
+    assert GUIDE[heading].changed <= most
+    done = run_command(["git", "apply", "--check", "-"], input=GUIDE[heading].diff)
+    advice = "update the diff; a fork deletes this test with the first command of docs/fork.md"
+    assert done.returncode == 0, f"{done.stderr}{advice}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", [CHANGES, TASKS], ids=["fork.md", "tasks.md"])
+def test_changed_trees_pass_ruff_and_mypy(
+    guide: dict[str, Section], tree: Path, tmp_path: Path
+) -> None:
+    fork = Fork(tmp_path / "tree", tree, "")
+    for section in guide.values():
+        fork.apply(section)
+        sources = " ".join(re.findall(r"^\+\+\+ b/(.*\.py)$", section.diff, re.M))
+        fork.run(f"python -m ruff check {sources}; python -m ruff format --check {sources}")
+        fork.run("python -m mypy")
+        fork.apply(section, "--reverse")
+
+
+# The changes of docs/fork.md, with a smaller demo dataset.
+
+# Only keys that do not affect the result, so that the names of the runs are those of the guide.
+SHORT = "train.device=cpu train.max_steps=4 loader.workers=1 log.every_steps=1"
+
+
+@pytest.fixture(scope="module")
+def demo(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo") / "tree"
+    shutil.copytree(tree, root, symlinks=True)
+    source = root / "extras" / "demo.py"
+    counts = 'COUNTS = {{"train": {}, "val": {}}}'
+    text = source.read_text()
+    assert counts.format(2000, 500) in text
+    source.write_text(text.replace(counts.format(2000, 500), counts.format(160, 40)))
+    (root / "data").mkdir()
+    draw = "from pathlib import Path; from extras.demo import draw_dataset as draw; "
+    run_python("-c", f"{draw}draw(Path('data/demo'))", cwd=root).check_returncode()
+    return root
+
+
+@pytest.fixture(scope="module")
+def unchanged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the demo without a change."""
+    fork = Fork(tmp_path_factory.mktemp("unchanged") / "tree", demo, SHORT)
+    fork.run("python train.py recipe=demo")
+    return fork.runs[-1]
+
+
+SAME_WEIGHTS = ("Another storage", "A logged value")
+LOGGED = {"A logged value": "grad_norm", "Two heads": "auxiliary_loss"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", CHANGES)
+def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_path: Path) -> None:
+    """It changes the weights, or it does not; an optimiser's state is in the checkpoint."""
+    fork = Fork(tmp_path / "tree", demo, SHORT)
+    fork.apply(CHANGES[heading])
+    *preparations, training = CHANGES[heading].commands
+    for command in preparations:
+        fork.run(command)
+    if heading == "Another storage":
+        for split in ("train", "val"):  # only the database is left
+            shutil.rmtree(fork.root / "data" / "demo" / split)
+    fork.run(training)
+    for folder in fork.runs:
+        assert (weights(folder) == weights(unchanged)) == (heading in SAME_WEIGHTS)
+    value = LOGGED.get(heading, "loss")
+    assert all(row[value] > 0 for row in rows(fork.runs[-1], "train"))
+    if heading == "A loss":  # of ten classes, it starts 0.9 above the cross-entropy
+        first, before = (rows(run, "train")[0]["loss"] for run in (fork.runs[-1], unchanged))
+        assert 0.5 < first - before < 1.5
+    if heading == "An optimiser":
+        straight = weights(fork.runs[-1])
+        assert weights(fork.kill_and_resume(training, step=2)) == straight
+
+
+# The tasks of docs/tasks.md.
+
+# Heading -> the folder of the images that the test draws, and how.
+IMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "Two views": ("data/patterns", draw_patterns),
+    "Clips": ("data/clips", draw_clips),
+    "Rows of Hugging Face": ("data/rows", draw_rows),
+    "Other channels": ("data/channels", draw_channels),
+}
+
+
+def check_views(fork: Fork, command: str) -> None:
+    """The loss is finite and the network validates on two ranks; both views are on the same one."""
+    two = command.replace("python", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2")
+    fork.run(f"{two} {fork.always} run.name=two train.max_steps=6")
+    folder = fork.root / "runs" / "two"
+    assert all(math.isfinite(row["loss"]) for row in rows(folder, "train"))
+    assert rows(folder, "val")[-1]["knn"] > 33
+
+
+def prepared(tree: Path, root: Path, heading: str, device: str) -> Fork:
+    """Apply the diff of a section and run its commands before the training."""
+    fork = Fork(root, tree, f"loader.workers=0 log.every_steps=5 train.device={device}")
+    fork.apply(TASKS[heading])
+    if heading in IMAGES:
+        folder, draw = IMAGES[heading]
+        draw(root / folder)
+    for command in TASKS[heading].commands[:-1]:
+        fork.run(command)
+    return fork
+
+
+def check_score(heading: str, folder: Path) -> None:
+    _, name, limit = SCORES[heading]
+    found = summary(folder)["best_" + name.removeprefix("-")]
+    assert found < limit if name[0] == "-" else found > limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", TASKS)
+def test_task_trains_and_resumes(heading: str, tree: Path, tmp_path: Path) -> None:
+    fork, training = prepared(tree, tmp_path / "tree", heading, "cpu"), TASKS[heading].commands[-1]
+    with fork.start(training, "run.name=straight") as straight:  # at the same time, to save seconds
+        killed = fork.kill_and_resume(training, step=20)
+        output, _ = straight.communicate()
+    assert straight.returncode == 0, output
+    check_score(heading, fork.root / "runs" / "straight")
+    assert weights(killed) == weights(fork.root / "runs" / "straight")
+    if heading == "Two views":
+        check_views(fork, training.strip())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", TASKS)
+def test_task_trains_in_a_cuda_graph(heading: str, tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", heading, "cuda")
+    assert "not captured in a CUDA graph" not in fork.run(TASKS[heading].commands[-1])
+    check_score(heading, fork.runs[-1])
