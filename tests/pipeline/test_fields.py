@@ -93,6 +93,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
     """Compare a batch, and its copy in parts, with its samples."""
     count, parts = len(samples), batch.clone().split(2)
     assert batch.valid.tolist() == [row < count for row in range(8)]
+    assert batch.samples[:count].tolist() == samples.tolist()
     assert list(batch.fields) == list(dataset.fields)
     for name, rows in loaded(dataset, samples).items():
         found = batch[name]

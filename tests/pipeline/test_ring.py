@@ -37,7 +37,6 @@ from tests.processes import (
     is_running,
     needs_linux,
     process_state,
-    processes,
     wait_for,
     writers_to,
 )
@@ -54,15 +53,6 @@ def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None
     for name, rows in loaded(dataset, samples).items():
         torch.testing.assert_close(batch.fields[name][: len(samples)], rows, rtol=0, atol=0)
     assert (batch.samples[len(samples) :] == EMPTY_ROW).all()
-
-
-def check_all(loader: Loader, dataset: FolderDataset, start: int, stop: int) -> None:
-    steps = []
-    for batch in loader.batches(start, stop):
-        check(batch, dataset, loader.samples(batch.step))
-        batch.release(None)
-        steps.append(batch.step)
-    assert steps == list(range(start, stop))
 
 
 def begun(loader: Loader) -> list[Task]:
@@ -126,20 +116,34 @@ class Trap:
 @pytest.mark.parametrize(
     ("workers", "start_method"),
     [
-        *((workers, "fork") for workers in (0, 1, 2, 4)),
-        (3, "forkserver"),
+        *((workers, "fork") for workers in (0, 2)),
+        (1, "forkserver"),
         pytest.param(2, "spawn", marks=pytest.mark.slow),
     ],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
 ) -> None:
+    """Also while the number changes; no process is left."""
     dataset = crops(image_root / "train")
+    numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
     options = {"workers": workers, "start_method": start_method}
     # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
     with open_loader(dataset, batch_size=80, slots=3, **options) as loader:
-        assert len(loader.pool.workers) == workers
-        check_all(loader, dataset, 0, 4)
+        pool, steps = loader.pool, []
+        assert len(pool.workers) == workers
+        for batch in loader.batches(0, 6):
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
+            steps.append(batch.step)
+            for number in numbers[batch.step : batch.step + 1]:
+                before = pool.pids
+                pool.activate(number)
+                assert pool.active == max(1, number) and pool.pids[: len(before)] == before
+                assert len(pool.pids) == max(len(before), pool.active)
+        assert steps == [*range(6)]
+        assert len(seen := pool.pids) == (4 if workers else 0) and all(map(is_running, seen))
+    assert not any(map(is_running, seen))
 
 
 def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
@@ -300,24 +304,6 @@ def test_a_worker_that_dies_idle_is_noticed(image_root: Path) -> None:
             drain(loader.batches(2, 4))
 
 
-@pytest.mark.slow
-def test_a_killed_forkserver_does_not_disturb_its_workers(image_root: Path) -> None:
-    """A signal to the whole process group ends it; the next worker starts another one."""
-    dataset = crops(image_root / "train")
-    with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
-        server = processes()[loader.pool.pids[0]].parent
-        assert server != os.getpid()
-        for batch in loader.batches(0, 12):
-            check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
-            if batch.step == 1:
-                os.kill(server, signal.SIGKILL)
-                wait_for("it has ended", lambda: not is_running(server))
-                loader.pool.activate(3)
-        assert len(pids := loader.pool.pids) == 3
-    assert not any(is_running(pid) for pid in pids)
-
-
 # Signals by the hundred from before the first worker starts; then a worker that reads a FIFO.
 PROGRAM = """
 import os, signal, sys, threading
@@ -391,7 +377,7 @@ def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: in
     with open_loader(dataset, workers=workers) as loader:
         path = Path(dataset.name(int(loader.samples(2)[3, 1])))
         path.write_bytes(path.read_bytes()[:-500])
-        check_all(loader, dataset, 0, 2)
+        drain(loader.batches(0, 2))
         with pytest.raises(LoaderError, match=f"^{path}: OSError: .*truncated"):
             next(loader.batches(2, 3))
 
@@ -509,29 +495,3 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         assert f"{trap.path} (worker " in str(error.value)
         pids = loader.pool.pids
     assert not any(is_running(pid) for pid in pids)
-
-
-# A pool that grows and shrinks.
-
-
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
-    image_root: Path, start_method: str
-) -> None:
-    dataset = crops(image_root / "train")
-    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one works
-    with open_loader(dataset, workers=1, start_method=start_method, slots=6) as loader:
-        pool = loader.pool
-        for batch in loader.batches(0, 21):
-            check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
-            if batch.step in numbers:
-                before = pool.pids
-                pool.activate(numbers[batch.step])
-                assert pool.active == max(1, numbers[batch.step])
-                assert pool.pids[: len(before)] == before
-                assert len(pool.pids) == max(len(before), pool.active)
-        assert batch.step == 20
-        seen = pool.pids
-        assert len(seen) == 4 and all(map(is_running, seen))
-    assert not any(map(is_running, seen))
