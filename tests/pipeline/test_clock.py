@@ -83,29 +83,21 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> Non
     assert shares.copy == pytest.approx(0.3)
 
 
-def test_the_host_waits_only_for_batches_that_are_asked_for(gpu: Gpu) -> None:
+def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
+    """Steps that compile are left out, but not the last one. A preview reads no step."""
     clock = started(cuda=True)
-    for number in range(4):
-        run(clock, gpu, copied=10 * number, begin=10 * number, end=10 * (number + 1))
-    assert gpu.waits == []
-    found = [clock.shares(count) for count in (0, 2, 9)]
-    assert [shares and (shares.steps, shares.seconds) for shares in found] == [
-        *(None, (2, 0.02), (2, 0.02))
-    ]
-    assert gpu.waits == [20, 40] and clock.shares() is None
-
-
-def test_the_figures_leave_out_the_steps_that_compile(gpu: Gpu) -> None:
-    """But not the last step. A preview leaves the batches to the next reading."""
-    clock = started(cuda=True)
-    for seconds in (60, 1, 2):
+    for seconds in (60, 1, 2, 4):
         run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
-    found = [clock.shares(skip=skip, again=True) for skip in (0, 1, 9)]
-    assert [shares and (shares.steps, shares.seconds) for shares in found] == [
-        *((3, 63), (2, 3), (1, 2))
-    ]
-    last = clock.shares(2, skip=1), clock.shares(2, skip=1)
-    assert [shares and shares.seconds for shares in last] == [1, 2]
+    assert gpu.waits == []
+
+    def read(steps: int | None, **options: Any) -> tuple[int, float] | None:
+        shares = clock.shares(steps, **options)
+        return shares and (shares.steps, shares.seconds)
+
+    assert [read(3, skip=skip, again=True) for skip in (0, 1, 9)] == [(3, 63), (2, 3), (1, 2)]
+    assert gpu.waits == [63_000] * 3
+    assert [read(0), read(2, skip=1), read(9)] == [None, (1, 1), (2, 6)]
+    assert gpu.waits[3:] == [61_000, 67_000] and clock.shares() is None
 
 
 def test_a_drained_device_is_counted(gpu: Gpu) -> None:
@@ -193,3 +185,19 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, has_cores: Callable[[float]
     assert shares.core == pytest.approx(3 / 32)
     assert shares.ranks == pytest.approx(3 / 32)
     assert shares.compute == pytest.approx(29 / 32)
+
+
+@pytest.mark.parametrize(
+    ("own", "figures"),
+    [
+        ((30.0, 32.0, 34.0, 36.0), []),  # too few steps were measured
+        ((30.0, 32.0, 34.0, 36.0, 38.0), [34.0, (10 / 5) ** 0.5, 4.0]),
+        # The slowest of ten, and the shortest exchange, have no effect.
+        ((30.0, 32.0, 34.0, 36.0, 38.0, *[34.0] * 4, 40.0), [34.0, (40 / 8 / 9) ** 0.5, 4.0]),
+    ],
+)
+def test_parts_of_the_measured_steps(own: tuple[float, ...], figures: list[float]) -> None:
+    """The mean, its standard error, and the exchange."""
+    clock = StepClock(cuda=False)
+    clock.parts.extend((ms, 40.0 - ms + 2.0) for ms in own)
+    assert list(clock._parts().values()) == pytest.approx(figures)

@@ -57,15 +57,12 @@ def tuner_of(
     step: Callable[[Batch], object],
     *,
     cores: int,
-    first_step: int = 0,
     world: World = ALONE,
-    **loader: Any,
 ) -> Tuner:
     """On a machine that has cores for so many workers."""
-    config = cli.load(["data=fake", *(f"loader.{key}={value}" for key, value in loader.items())])
-    plan: Any = SimpleNamespace(config=config, device_type="cpu", compile="off")
+    plan: Any = SimpleNamespace(config=cli.load(["data=fake"]), device_type="cpu", compile="off")
     feed.cores = cores
-    return Tuner(feed, step, plan, world, StopSignal(replace(world, size=1)), first_step)
+    return Tuner(feed, step, plan, world, StopSignal(replace(world, size=1)), 0)
 
 
 def test_times_of_a_worker() -> None:
@@ -169,7 +166,7 @@ def test_several_ranks_get_a_reserve_of_workers(
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]
 
 
-def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) -> None:
+def test_the_step_is_compiled_once(image_root: Path) -> None:
     """Compiling a ResNet-50 takes 20 s."""
     compiled = []
 
@@ -181,12 +178,9 @@ def test_the_measurement_changes_no_batch_and_compiles_once(image_root: Path) ->
         return batch["image"].mean() + batch["label"].float().mean()
 
     step = torch.compile(loss, backend=backend, dynamic=False)
-    batches = []
-    for tunes in (False, True):
-        with open_slow(FolderDataset, image_root) as feed:
-            if tunes:
-                tuner_of(feed, step, first_step=3, cores=2).measure()
-            batches.append([batch["image"].clone() for batch in feed.train.batches(3, 8)])
+    with open_slow(FolderDataset, image_root) as feed:
+        tuner_of(feed, step, cores=2).measure()
+        for batch in feed.train.batches(0, 2):
+            step(batch)
     torch._dynamo.reset()
-    assert all(map(torch.equal, *batches))
     assert len(compiled) == 1
