@@ -1,85 +1,49 @@
-"""Odd and hostile image files are trained or named, in bounded memory and time."""
+"""Odd image files are trained or named in one line, with the pixels of Pillow."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess, TimeoutExpired
-from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline import decode
-from tests.processes import run_python
+from pipeline.dataset import BadImageError
+from tests.pipeline.loaders import SIZE, crops
 from tests.reliability.odd_images import KINDS, load_mutated
 
-MUTATED = 100_000  # JPEGs for each decoder in the long form
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as in a worker
 
 
-def child(*arguments: object, seconds: float) -> CompletedProcess[str]:
-    return run_python("-m", "tests.reliability.odd_images", *arguments, seconds=seconds)
+@pytest.fixture(autouse=True)
+def _filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new arrays, so that pixels that a decoder leaves out differ."""
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **_: np.full(shape, 171, dtype))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each decoder makes of each kind of file, all of them named .jpg: decoder -> kind."""
-    split = tmp_path_factory.mktemp("odd") / "train"
-    (split / "a").mkdir(parents=True)
-    for number, (make, _) in enumerate(KINDS.values()):
-        (split / "a" / f"{number:03d}.jpg").write_bytes(make())
-    result = child(",".join(decode.installed()), "kinds", split, seconds=120)
-    assert result.returncode == 0, f"{result.stderr[-2000:]} after {result.stdout[-300:]}"
-    made: dict[str, dict[str, Any]] = {name: {} for name in decode.installed()}
-    for line in map(json.loads, result.stdout.splitlines()):
-        made[line["decoder"]][line["kind"]] = line
-    return made
-
-
-def wrong(kind: str, answer: dict[str, Any], pillows: dict[str, Any]) -> bool:
-    """Whether a decoder neither trains a file as it should nor names it in one line."""
-    verdict = KINDS[kind][1]
-    if isinstance(verdict, str):
-        error = answer.get("error", "")
-        named = f"{list(KINDS).index(kind):03d}.jpg: " in error and verdict in error
-        return not named or "\n" in error or "MemoryError" in error
-    as_pillow = answer.get("hash") == pillows.get("hash")
-    return answer.get("size") != list(verdict) or not as_pillow
-
-
-def test_each_kind_is_trained_or_named(
-    found: dict[str, dict[str, Any]], figure: Callable[[str, int, int], None]
-) -> None:
-    """A kind counts if it is right with every CPU decoder."""
-    assert len(KINDS) >= 60
-    bad = {}
-    for decoder, answers in found.items():
-        assert answers.keys() == KINDS.keys()
-        for kind, answer in answers.items():
-            if wrong(kind, answer, found["pillow"][kind]):
-                bad[kind] = f"{decoder}: {answer}"
-    figure("kinds of odd image files named or trained on", len(KINDS) - len(bad), len(KINDS))
-    assert not bad
+def test_each_kind_is_trained_or_named(tmp_path: Path) -> None:
+    """With every CPU decoder; all files are named .jpg."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    files = [make() for make, _ in KINDS.values()]
+    for number, content in enumerate(files):
+        (tmp_path / "train" / "a" / f"{number:03d}.jpg").write_bytes(content)
+    dataset, wrong = crops(tmp_path / "train"), dict[str, str]()
+    for number, (kind, (_, verdict)) in enumerate(KINDS.items()):
+        for dataset.decoder in decode.installed():
+            try:
+                assert dataset.load(0, number)["image"].shape == (SIZE, SIZE, 3)
+                whole = decode.open_picture(files[number], dataset.decoder).pixels()
+                pillows = decode.open_picture(files[number], "pillow").pixels()
+                right = whole.shape[1::-1] == verdict and np.array_equal(whole, pillows)
+                found = f"trained with {whole.shape}"
+            except BadImageError as error:
+                found = str(error)
+                named = f"{number:03d}.jpg: " in found and "\n" not in found
+                right = named and isinstance(verdict, str) and verdict in found
+            if not right:
+                wrong[kind] = f"{dataset.decoder}: {found}"
+    assert not wrong
 
 
 def test_mutated_jpegs() -> None:
-    """The long form has other files."""
-    for counts in load_mutated(decode.installed(), range(MUTATED, MUTATED + 500)).values():
+    """tests/pipeline/test_region.py has many more, with checks of the memory."""
+    for counts in load_mutated(decode.installed(), range(100_000, 100_500)).values():
         assert counts["trained"] > 100 and counts["named"] > 100
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7500)
-def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], None]) -> None:
-    """In a process of its own, whose memory is limited: a crash or a hang names the file."""
-    progress, decoders = tmp_path / "progress", decode.installed()
-    try:
-        result = child(",".join(decoders), "mutated", 0, MUTATED, progress, seconds=7200)
-        ended, message = result.returncode == 0, result.stderr[-2000:]
-    except TimeoutExpired:
-        ended, message = False, "no end within two hours"
-    reached = MUTATED if ended else int(progress.read_text())
-    figure(
-        "mutated JPEGs, each through every CPU decoder: memory bounded, no crash, no hang",
-        reached,
-        MUTATED,
-    )
-    assert ended, f"random.Random({reached}): {message}"
