@@ -11,8 +11,9 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from tests.processes import (
     writers_to,
 )
 from tests.results import logged_steps, rows
-from tests.small_run import command, compose, torchrun
+from tests.small_run import command, compose, measured, torchrun
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 NEVER_SAVED = ["train.epochs=10000", "checkpoint.every_steps=100000"]
@@ -124,12 +125,17 @@ class Stall:
 
 
 VALIDATES = ("train.validate_every_epochs=2",)
+MEASURES = ("loader.workers=auto", "autotune.refresh=true")
 STALLS = {
     "stopped workers": Stall("stop"),
-    "mount": Stall("preload", "/train/", ("loader.start_method=fork",)),
+    "stopped workers, fork": Stall("stop", options=("loader.start_method=fork",)),
+    "mount": Stall("preload", "/train/"),
     "mount, validation": Stall("preload", "/val/", VALIDATES),
+    "mount, measurement": Stall("preload", "/train/", MEASURES, named=r"still reading \S+\.jpg"),
     "stopped workers of a rank": Stall("stop", ranks=2, signalled=0),
     "mount, ranks": Stall("preload", "/train/", ranks=2, signalled=None),
+    "mount, validation, ranks": Stall("preload", "/val/dots/00", VALIDATES, ranks=2),
+    "mount, ranks, the stalled one": Stall("preload", "/train/", ranks=2, signalled=1),
     "save": Stall(
         "preload", "fsync", ("checkpoint.every_steps=7",), named=r"still being written after \d+ s"
     ),
@@ -158,9 +164,13 @@ class Stalled(Started):
                 for number in range(40):
                     path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
         self.console = folder / "console"
-        self.when = folder / "when"  # the stall begins when this file exists
+        self.measures = stall.options == MEASURES
+        # The stall begins when this file exists. measured_on_cpu.py creates its own.
+        self.when = folder / ("measuring-0" if self.measures else "when")
         options = [*NEVER_SAVED, *stall.options, "loader.timeout_seconds=20"]
         arguments = command(self.root, self.folder, *options)
+        if self.measures:
+            arguments = measured(arguments, folder)
         if stall.ranks > 1:
             arguments = torchrun(arguments, stall.ranks)
         variables = {"PYTHONPATH": str(ROOT)}
@@ -172,10 +182,12 @@ class Stalled(Started):
 
     def begin(self) -> None:
         """Let the stall begin, and wait until the run does not proceed."""
-        wait_for("three steps", lambda: logged_steps(self.folder) >= 3, self)
+        if not self.measures:
+            wait_for("three steps", lambda: logged_steps(self.folder) >= 3, self)
         self.trainers = self._trainers()
         if self.stall.how == "preload":
-            self.when.touch()
+            if not self.measures:
+                self.when.touch()
             wait_for("the stall", Path(f"{self.when}.reached").exists, self)
         else:
             for worker in self._workers(self.trainers[-1]):
@@ -197,15 +209,26 @@ class Stalled(Started):
         return sorted(children or found)
 
 
+Start = Callable[[Stall], contextlib.AbstractContextManager[Stalled]]
+
+
+@pytest.fixture
+def start(image_root: Path, tmp_path: Path, preload: Path) -> Start:
+    @contextmanager
+    def start(stall: Stall) -> Iterator[Stalled]:
+        with Stalled(stall, image_root, tmp_path, preload) as run:
+            run.begin()
+            yield run
+
+    return start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STALLS)
-def test_sigterm(
-    name: str, image_root: Path, tmp_path: Path, preload: Path, figure: Figure
-) -> None:
+def test_sigterm(name: str, start: Start, figure: Figure) -> None:
     """How long the answer takes on a busy machine is a figure and no failure."""
     stall = STALLS[name]
-    with Stalled(stall, image_root, tmp_path, preload) as run:
-        run.begin()
+    with start(stall) as run:
         target = run.pid if stall.signalled is None else run.trainers[stall.signalled]
         began = time.monotonic()
         os.kill(target, signal.SIGTERM)
@@ -217,7 +240,7 @@ def test_sigterm(
         assert 'train.py", line' not in text  # no traceback but that of torchrun
         if name == "save":  # the checkpoint cannot be written: it is named instead
             assert "checkpoints has not been written: " in text
-        else:
+        elif not run.measures:
             check_saved(run.folder, signal.SIGTERM)
         for left in run.members():
             assert process_state(left) != "T"
@@ -225,10 +248,9 @@ def test_sigterm(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STALLS)
-def test_named(name: str, image_root: Path, tmp_path: Path, preload: Path, figure: Figure) -> None:
+def test_named(name: str, start: Start, figure: Figure) -> None:
     pattern = re.compile(STALLS[name].named)
-    with Stalled(STALLS[name], image_root, tmp_path, preload) as run:
-        run.begin()
+    with start(STALLS[name]) as run:
         with contextlib.suppress(AssertionError):
             wait_for("its name", lambda: pattern.search(run.console.read_text()))
         text = run.console.read_text()
