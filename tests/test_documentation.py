@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,34 +35,12 @@ IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\
 RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
 
 
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-
-def read_blocks(page: Path) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
-    lines = page.read_text().splitlines()
-    start = None
-    for number, line in enumerate(lines, 1):
-        if not line.lstrip().startswith("```"):
-            continue
-        if start is None:
-            start = number
-        else:
-            language = lines[start - 1].strip().removeprefix("```")
-            yield Block(page, start, language, "\n".join(lines[start : number - 1]))
-            start = None
-    assert start is None, f"{page.name}:{start}: the block is not closed"
-
-
-BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+# Of each fenced block: its page, its language and its text.
+BLOCKS = [
+    (page, *found)
+    for page in PAGES
+    for found in re.findall(r"^ *```([^\n]*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
+]
 PLACEHOLDERS = re.compile(r"=\w+\(|\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
 
 
@@ -76,7 +53,7 @@ def read_inline(page: Path) -> list[str]:
 
 def commands_in(page: Path) -> list[str]:
     """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
-    blocks = [b.text for b in BLOCKS if b.language == "sh" and b.page == page]
+    blocks = [text for of, language, text in BLOCKS if (of, language) == (page, "sh")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines()]
     lines += [code for code in read_inline(page) if re.match(r"(python|torchrun) \S+ \S", code)]
     found = [re.search(rf"(?<![\w/.-]){PROGRAMS}[^|;>#]*", line) for line in lines]
@@ -209,10 +186,10 @@ def test_commands_are_valid(page: Path, desk: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_block_has_a_language() -> None:
     """Commands are not hidden in blocks of output, and other programs are named."""
-    for block in BLOCKS:
-        assert block.language in ("sh", "text", "diff", *OTHERS), block
-        if block.language == "text":
-            assert not re.search(r"^(python|torchrun|make|pip) ", block.text, re.M), block
+    for page, language, text in BLOCKS:
+        assert language in ("sh", "text", "diff", *OTHERS), (page, text)
+        hidden = re.search(r"^(python|torchrun|make|pip) ", text, re.M)
+        assert language != "text" or not hidden, (page, text)
 
 
 # Commands that run.

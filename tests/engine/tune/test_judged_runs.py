@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +11,21 @@ import pytest
 import torch
 
 from conf import cli
-from engine.distributed import World, join_world
-from engine.plan import make_plan
+from engine.distributed import World
 from engine.tune.verdict import SHORT, Verdict, remedies
 from pipeline.batch import Batch
-from pipeline.build import build_datasets
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
+from tests.engine.plans import ALONE
+from tests.pipeline.loaders import opened
 from tests.timings import WAITED
 
 
 class FakeClock:
     """Replaces the module `time`: it advances only when a test says so, also on a busy machine."""
 
-    def __init__(self) -> None:
-        self.wall = self.cpu = 0.0
+    wall = cpu = 0.0
 
     def perf_counter(self) -> float:
         return self.wall
@@ -36,10 +34,6 @@ class FakeClock:
 
     def thread_time(self) -> float:
         return self.cpu
-
-    def passes(self, *, waiting: float = 0.0, computing: float = 0.0) -> None:
-        self.wall += waiting + computing
-        self.cpu += computing
 
 
 WORKER_CLOCK = FakeClock()  # of the workers; forked ones inherit it
@@ -51,7 +45,8 @@ class SlowDisk(FolderDataset):
     waiting, computing = 0.005, 0.001
 
     def read(self, index: int) -> bytes:
-        WORKER_CLOCK.passes(waiting=self.waiting, computing=self.computing)
+        WORKER_CLOCK.wall += self.waiting + self.computing
+        WORKER_CLOCK.cpu += self.computing
         return super().read(index)
 
 
@@ -61,29 +56,14 @@ class SlowDecoder(SlowDisk):
 
 @contextmanager
 def open_run(
-    image_root: Path,
-    *overrides: str,
-    kind: type[FolderDataset] | None = FolderDataset,
-    world: World | None = None,
-    alone: float = 0.0,
+    image_root: Path, *overrides: str, world: World = ALONE, alone: float = 0.0, **options: Any
 ) -> Iterator[tuple[Feed, Verdict]]:
-    """A feed of the images as `kind` reads them, or of synthetic ones; the verdict of its run."""
-    images = ["loader.batch_size=16", "data.image_size=32", "model=resnet_tiny"]
-    config = cli.load([f"data.root={image_root}", *images, *overrides])
-    with join_world(config.train.device) as own:
-        datasets = build_datasets(config)
-        plan = make_plan(config, datasets, own)
-        if kind is not None:
-            plain = datasets.train
-            assert isinstance(plain, FolderDataset)
-            slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
-            datasets = replace(datasets, train=slow)
-        with plan.open_feed(datasets, own) as feed:
-            step: Any = SimpleNamespace(disabled_reason=None)
-            yield feed, Verdict(plan, feed, step, world or own, alone=alone)
-
-
-CPU = ("train.device=cpu", "loader.workers=0")
+    """A feed, and the verdict of its run; `options` has arguments of `opened`."""
+    small = ["loader.batch_size=16", "data.image_size=32"]
+    plan: Any = SimpleNamespace(config=cli.load(["data=fake"]), device_type="cpu", compile="off")
+    step: Any = SimpleNamespace(disabled_reason=None)
+    with opened(image_root, *small, *overrides, **{"workers": 0} | options) as feed:
+        yield feed, Verdict(plan, feed, step, world, alone=alone)
 
 
 @pytest.fixture
@@ -112,8 +92,7 @@ def test_slow_input(
     """The step waits for images as long as the workers measured."""
     monkeypatch.setattr("pipeline.ring.time", WORKER_CLOCK)
     monkeypatch.setattr("pipeline.ring.waited_for_core", lambda: 0.0)
-    options = ["train.device=cpu", f"loader.workers={workers}", "loader.start_method=fork"]
-    with open_run(image_root, *options, kind=kind) as (feed, verdict):
+    with open_run(image_root, kind=kind, workers=workers) as (feed, verdict):
         loader = feed.train.loader
         images = sum(len(batch.samples) for batch in feed.train.batches(0, 12))
         replies = loader.ring.recent
@@ -138,7 +117,8 @@ def verdict_of_steps(
     return " ".join(verdict.sentences("run"))
 
 
-SYNTHETIC = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.workers=4")
+SYNTHETIC = ("data=fake", "data.image_size=224", "loader.batch_size=256")
+ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "workers": 4}
 
 
 @pytest.mark.gpu
@@ -152,7 +132,7 @@ def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
             value = value + 1
         time.sleep(0.002)  # as a Python program between its launches
 
-    with open_run(image_root, *SYNTHETIC, "loader.batch_size=4", kind=None) as (feed, verdict):
+    with open_run(image_root, *SYNTHETIC, "loader.batch_size=4", **ON_GPU) as (feed, verdict):
         text = verdict_of_steps(feed, verdict, step, steps=100)
     assert text.startswith("launch-bound")
 
@@ -161,7 +141,7 @@ def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
 @judged_at_once
 def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    with open_run(image_root, *SYNTHETIC, kind=None) as (feed, verdict):
+    with open_run(image_root, *SYNTHETIC, **ON_GPU) as (feed, verdict):
         heavy = lambda batch: [weight @ weight for _ in range(40)]  # noqa: E731
         text = verdict_of_steps(feed, verdict, heavy, steps=50)
     assert text.startswith("compute-bound")
@@ -189,7 +169,7 @@ def lasting(seconds: float, **values: Any) -> Shares:
 
 def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Shares]) -> None:
     none = ["none: less than 3 s of steps after the first ones, too few to judge"]
-    with open_run(image_root, *CPU) as (_, verdict):
+    with open_run(image_root) as (_, verdict):
         assert verdict.sentences("epoch") == [] and verdict.sentences("run") == none
         for seconds, epoch, run in ((1.0, 0, 0), (18.0, 0, 1), (1.0, 1, 1)):
             verdict.add(lasting(seconds))
@@ -202,7 +182,7 @@ def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Sh
 
 def test_means_are_over_time(image_root: Path, judged: list[Shares]) -> None:
     """A row of 30 s counts three times one of 10 s; the newest has the parts of a step."""
-    with open_run(image_root, *CPU, alone=50.0) as (_, verdict):
+    with open_run(image_root, alone=50.0) as (_, verdict):
         for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
             shares = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
             verdict.add(lasting(seconds, wait=share, own_ms=seconds, on_gpu=True, **shares))
@@ -266,7 +246,7 @@ class TwoRanks(World):
 
 def test_all_ranks_have_the_same_verdict(image_root: Path, judged: list[Shares]) -> None:
     world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
-    with open_run(image_root, *CPU, world=world) as (_, verdict):
+    with open_run(image_root, world=world) as (_, verdict):
         verdict.add(lasting(22.0, wait=0.1))
         assert verdict.sentences("epoch") == verdict.sentences("run") == ["a sentence."]
         assert [rank.wait for rank in judged] == pytest.approx([0.1, 0.4] * 2)

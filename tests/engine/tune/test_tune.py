@@ -26,6 +26,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.ring import Pool, Reply, Ring
 from tests.conftest import Clock
 from tests.engine.plans import ALONE
+from tests.pipeline.loaders import opened
 
 CPU = torch.device("cpu")
 
@@ -39,15 +40,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def open_slow(kind: type[FolderDataset], root: Path) -> Iterator[Feed]:
     """Open a feed with one worker and buffers for four."""
-    images = ["data.image_size=32", "loader.batch_size=32", "model=resnet_tiny"]
-    options = ["loader.decoder=pillow", "train.device=cpu", f"data.root={root}"]
-    config = cli.load([*images, *options, "loader.start_method=fork", "loader.workers=4"])
-    datasets = build_datasets(config)
-    plain = datasets.train
-    assert isinstance(plain, FolderDataset)
-    slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
-    datasets = replace(datasets, train=slow)
-    with open_feed(config, datasets, ALONE) as feed:
+    with opened(root, "data.image_size=32", "loader.batch_size=32", kind=kind, workers=4) as feed:
         feed.train.loader.pool.activate(1)
         yield feed
 
