@@ -117,7 +117,10 @@ def verdict_of_steps(
     return " ".join(verdict.sentences("run"))
 
 
-SYNTHETIC = ("data=fake", "data.image_size=224", "loader.batch_size=256")
+SYNTHETIC = [
+    *("data=fake", "data.image_size=224", "loader.batch_size=256"),
+    "loader.start_method=forkserver",
+]
 ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "workers": 4}
 
 
