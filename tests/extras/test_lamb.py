@@ -1,7 +1,6 @@
 """Lamb compared with its formula in float64, and with timm's where timm is installed."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from conf import cli
 from engine.optim import build_optimizer
 from extras.lamb import Lamb
 from tests.libraries import timm_module
-from tests.processes import run_python
 
 RATES = (0.01, 0.02, 0.005, 0.0, 0.01, 0.03)
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
@@ -96,12 +94,3 @@ def test_its_name_and_options() -> None:
     assert type(optimizer) is Lamb
     options = {"betas": (0.8, 0.95), "eps": 1e-5, "lr": 5e-3}
     assert {name: optimizer.param_groups[0][name] for name in options} == options
-
-
-def test_on_a_device_without_float64(tmp_path: Path) -> None:
-    words = "data=fake data.fake_images=64 data.fake_classes=10 model=resnet_tiny optim=lamb"
-    words += " data.image_size=32 loader.batch_size=16 loader.workers=0 train.max_steps=2"
-    done = run_python(
-        "tests/other_device.py", *words.split(), "log.trackers=[]", f"run.dir={tmp_path}/run"
-    )
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "2", done.stderr
