@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.compose import OWN, SECTIONS, load, to_yaml
-from conf.escape import printable
-from conf.hints import check_words
+from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
 from conf.launch import complain, fail
 from conf.named import named
-from conf.overrides import CONFIG_DIR, split_config_dir
 from conf.schema import (
     GROUPS,
     RESULT,
@@ -32,7 +29,7 @@ from conf.schema import (
 OPTIONS = """\
 options:
   -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
-  --config-dir DIR  also use the recipes and groups in DIR, such as DIR/recipe/mine.yaml
+  --config-dir DIR  recipe=mine and other choices may also be files in DIR: DIR/recipe/mine.yaml
   --cfg job         print the composed config and exit; -p optim prints one section
   --help            print this text"""
 
@@ -53,10 +50,9 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
         options, words = parser.parse_known_args(with_config_dir(arguments))
         if options.help:
             about = (purpose or script).splitlines()[0]
-            _show(help_text(script, about, split_config_dir(words)[0]) + "\n")
-        check_words(split_config_dir(words)[1])
+            _show(help_text(script, about) + "\n")
         if options.multirun:
-            sys.exit(named(str(OWN.get("multirun")), "-m")(words, script, options))
+            sys.exit(named(MULTIRUN, "-m")(words, script, options))
         config = load(words, runnable=options.cfg is None)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
@@ -71,31 +67,31 @@ def _show(text: str) -> NoReturn:
 
 
 def with_config_dir(arguments: Sequence[str]) -> list[str]:
-    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path, the first one."""
+    """Take `--config-dir DIR` away; a choice that is a file there becomes the path of this file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-dir")
+    parser.add_argument("--config-dir", type=Path)
     try:
-        # To argparse, timm's -c would be short for an option -cd.
-        words = ["--config-dir" if word == "-cd" else word for word in arguments]
-        options, words = parser.parse_known_args(words)
+        options, words = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
     if options.config_dir is None:
         return words
-    return [CONFIG_DIR + os.path.abspath(os.path.expanduser(options.config_dir)), *words]
-
-
-class _PrintableLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, super().format(record).split("\n")))
+    folder = options.config_dir.expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"--config-dir={folder}: no such folder")
+    choices = {path.with_suffix("").relative_to(folder): path for path in folder.glob("*/*.yaml")}
+    found = []
+    for word in words:
+        group, _, choice = word.partition("=")
+        path = choices.get(Path(group, choice)) if group in GROUPS else None
+        found.append(word if path is None else f"{group}={path}")
+    return found
 
 
 def log_to_stderr(*, force: bool = False) -> None:
-    """Set up logging with messages that a terminal can show; only rank 0 prints all of them."""
+    """Set up logging; only rank 0 prints all messages."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    handler = logging.StreamHandler()
-    handler.setFormatter(_PrintableLines("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=force)
+    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=force)
 
 
 def exit_status(
@@ -124,7 +120,7 @@ def exit_status(
         return 130
 
 
-def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
+def help_text(script: str, purpose: str) -> str:
     """List the groups with their choices, and the keys with their defaults and sentences."""
     lines = [
         purpose,
@@ -132,7 +128,7 @@ def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
         f"usage: python {script} [group=choice ...] [key=value ...] [options]",
         "",
         "groups:",
-        *(f"  {group + '=':<10} {' | '.join(group_names(group, config_dir))}" for group in GROUPS),
+        *(f"  {group + '=':<10} {' | '.join(group_names(group))}" for group in GROUPS),
         "",
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]

@@ -1,36 +1,34 @@
-"""Compose a checked `Config` from one ordered list of layers.
+"""Compose a checked `Config` from layers.
 
-From low to high: the defaults of the schema; the groups and the recipe, or the values in a
-checkpoint; the values that the program decides; typed groups; typed keys.
-
-Hydra merges groups and recipe. Overrides are read and checked before that (conf/overrides.py), so
-that a typo is answered with the nearest name.
+From low to high: the defaults of the schema; the groups and the recipe, which Hydra merges, or the
+values in a checkpoint; the values that the program decides; typed groups; typed keys.
 """
 
 import copy
 import hashlib
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
-from conf.hints import advice
 from conf.named import check_there, is_there, names_in
 from conf.overrides import (
     DEFAULTS,
+    Override,
+    advice,
     allowed_values,
-    quoted,
+    find,
     read_override,
     read_yaml,
-    split_config_dir,
 )
 from conf.schema import (
     FIELDS,
@@ -52,6 +50,7 @@ from conf.schema import (
 SECTIONS = {name.split(".")[0] for name in KEYS}
 OWN = read_yaml(FOLDER / "config.yaml")
 DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN.pop("defaults") if "recipe" in each)
+MULTIRUN = str(OWN.pop("multirun", None))  # the program behind -m
 MISSING = {name for name in names_in(OWN) if not is_there(name)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
@@ -64,80 +63,82 @@ NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 Layer = tuple[str, Values]
-"""Values for those of the layers below, after their origin: an override as typed, a file, ..."""
+"""Values for those of the layers below, after their origin: a file, a checkpoint, a typed word."""
 
 
 def load(
-    overrides: Sequence[str] = (),
-    *,
-    runnable: bool = True,
-    stored: Values | None = None,
-    decided: Values | None = None,
+    words: Sequence[str] = (), *, runnable: bool = True, decided: Values | None = None
 ) -> Config:
-    """Compose and check a config from overrides as typed, perhaps with `--config-dir=DIR`.
+    """Compose and check a config from the words of a command line.
 
     Raises UserError for a key, group choice or value that is not allowed.
 
     Args:
         runnable: refuse a config without data.root, which has no default.
-        stored: the values in a checkpoint, in place of groups and recipe. Nothing in them is
-            resolved. Unknown keys are ignored, and missing ones have their default: another
-            version wrote them. In augment.val, sizes that equal data.val_size follow this key.
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
-    config_dir, words = split_config_dir(overrides)
-    parsed = [read_override(text, config_dir) for text in words]
-    choices = {o.key_or_group: show(o.value()) for o in parsed if o.key_or_group in GROUPS}
-    keys = [o for o in parsed if o.key_or_group not in GROUPS]
-    typed = {o.key_or_group: str(o.input_line) for o in keys}
-    recipe = choices.pop("recipe", DEFAULT_RECIPE if stored is None else "")
-    if stored is not None and recipe:
-        raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
+    overrides = [read_override(word) for word in words]
+    recipe = next((o.value for o in reversed(overrides) if o.name == "recipe"), DEFAULT_RECIPE)
+    file = find("recipe", recipe)
+    planned = _merge([_recipe(recipe), ("decided", decided or {})], DEFAULTS)
+    tree = _merge(_typed(overrides), planned)
+    values = _resolved(tree, overrides)
+    notes = _limit_warmup(planned, tree, overrides)
+    if MISSING:
+        notes.append(f"left out, because it is not in this copy: {', '.join(sorted(MISSING))}")
+    changed = _changes(planned, tree)
+    if tree.run.name is None:
+        tree.run.name = _run_name(file.stem, changed, values["checkpoint.resume"])
+    config = cast(Config, OmegaConf.to_object(tree))
+    schema.check(config, runnable=runnable)
+    for override in overrides:
+        if override.name in FIELDS:
+            _check_effect(override, config)
+    config.expect = read_yaml(file).get("expect")
+    config.recipe, config.typed, config.notes = file.stem, list(words), notes
+    config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
+    return config
 
-    base = _recipe(recipe, config_dir) if stored is None else _checkpoint(stored)
-    absent = sorted(MISSING & names_in(base[1]))
-    lower = [_offered(base), ("decided", decided or {})]
-    upper = [_offered(_group(group, choice, config_dir)) for group, choice in choices.items()]
-    upper += [(str(o.input_line), {o.key_or_group: o.value()}) for o in keys]
 
-    planned = _merge(lower, DEFAULTS)  # what the recipe gives
-    tree = _merge(upper, planned)
+def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
+    """Compose and check a config from the values in a checkpoint and typed words.
+
+    Nothing that is stored is resolved. Unknown keys are ignored, and missing ones have their
+    default: another version wrote them. In augment.val, sizes that equal data.val_size follow this
+    key. Raises UserError as `load`.
+    """
+    overrides = [read_override(word) for word in words]
+    for override in overrides:
+        if override.name == "recipe":
+            raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
+    tree = _merge([_checkpoint(stored), *_typed(overrides)], DEFAULTS)
+    _resolved(tree, overrides)
+    config = cast(Config, OmegaConf.to_object(tree))
+    schema.check(config, runnable=False)
+    config.typed = list(words)
+    return config
+
+
+def _typed(overrides: Sequence[Override]) -> list[Layer]:
+    """The layers of a command line, without its recipe: groups, then keys."""
+    choices = {o.name: o.value for o in overrides if o.name in GROUPS and o.name != "recipe"}
+    groups = [_group(group, choice) for group, choice in choices.items()]
+    return groups + [(o.text, {o.name: o.value}) for o in overrides if o.name in FIELDS]
+
+
+def _resolved(tree: DictConfig, overrides: Sequence[Override]) -> Values:
+    """Return the values of a tree; refuse what they must not refer to with a UserError."""
     written = _flat(tree)
     _check_functions(written)
     for key in NAMING:
         for name in sorted(names_in(written[key])):
             check_there(name, key)
     try:
-        warmup = [] if stored is not None else _limit_warmup(tree, planned, typed)
-        before, now = _flat(planned), _flat(tree)
-        values = _flat(tree, resolve=True)
-        changed = _changes(tree, values, before, now)
-        if tree.run.name is None and stored is None:
-            tree.run.name = _run_name(recipe, changed, tree.checkpoint.resume)
-        notes = [f"left out, because it is not in this copy: {', '.join(absent)}"] * bool(absent)
-        config = cast(Config, OmegaConf.to_object(tree))
-    except OmegaConfBaseException as error:  # of an interpolation
+        return _flat(tree, resolve=True)
+    except OmegaConfBaseException as error:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        raise UserError(f"{typed.get(key, key)}: {str(error).splitlines()[0]}") from None
-    schema.check(config, runnable=runnable and stored is None)
-    if stored is None:
-        for key, text in typed.items():
-            _check_effect(key, text, config)
-        config.expect = read_yaml(_file("recipe", recipe, config_dir)).get("expect")
-    config.recipe, config.typed, config.notes = recipe, list(overrides), notes + warmup
-    config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
-    return config
-
-
-def _offered(layer: Layer) -> Layer:
-    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
-
-    def offered(value: Any) -> Any:
-        if isinstance(value, list):
-            return [each for each in value if not MISSING & names_in(each)]
-        return None if MISSING & names_in(value) else value
-
-    return layer[0], {key: offered(value) for key, value in layer[1].items()}
+        text = {o.name: o.text for o in overrides}.get(key, key)
+        raise UserError(f"{text}: {str(error).splitlines()[0]}") from None
 
 
 def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
@@ -155,32 +156,32 @@ def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
     return tree
 
 
-def _file(group: str, choice: str, config_dir: Path | None) -> Path:
-    """The YAML file of a choice, whose name has been checked."""
-    own = FOLDER / group / f"{choice}.yaml"
-    return own if config_dir is None or own.exists() else config_dir / group / own.name
-
-
 @cache
-def _recipe(name: str, config_dir: Path | None) -> Layer:
-    """The groups and the recipe, which Hydra merges."""
-    origin = f"recipe={name}"
-    overrides = [f"recipe={quoted(name)}"]  # 10 is a name here
-    if config_dir is not None:
-        overrides.append(f"hydra.searchpath=[{quoted(f'file://{config_dir.absolute()}')}]")
+def _recipe(choice: str) -> Layer:
+    """The groups and the recipe, which Hydra merges.
+
+    A recipe that is a file may be based on those of this program, and on files beside its folder.
+    """
+    name, file = choice, find("recipe", choice)
+    overrides = []
+    if file.parent != FOLDER / "recipe":
+        name, folder = f"file {file.stem}", file.parents[1]
+        overrides = [f"hydra.searchpath=[{_quoted(f'file://{folder}')}]"]
+        ConfigStore.instance().store(name, read_yaml(file), group="recipe", package="_global_")
     with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
         try:
-            composed = compose(config_name="config", overrides=overrides)
+            composed = compose("config", [f"recipe={_quoted(name)}", *overrides])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
-            raise UserError(f"{origin}: {reason}; correct the file") from None
+            raise UserError(f"recipe={choice}: {reason}; correct the file") from None
     content = cast(dict[str, Any], OmegaConf.to_container(composed))
-    if "recipe" in content:
-        file = _file("recipe", name, config_dir)
-        raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
-    content.pop("multirun", None)
+    del content["multirun"]
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
-    return origin, _dotted(content)
+    return f"recipe={choice}", _offered(_dotted(content))
+
+
+def _quoted(value: str) -> str:
+    return QuotedString(value, Quote.single).with_quotes()  # in Hydra's grammar
 
 
 def _checkpoint(stored: Values) -> Layer:
@@ -193,21 +194,32 @@ def _checkpoint(stored: Values) -> Layer:
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    return "the checkpoint", values
+    return "the checkpoint", _offered(values)
 
 
-def _group(group: str, choice: str, config_dir: Path | None) -> Layer:
+def _group(group: str, choice: str) -> Layer:
     """A typed group.
 
     Of a section with a name (optim, schedule, model), it also resets the keys that it does not set,
     because the values of a recipe for one optimiser are wrong for another: to those of config.yaml.
     In other sections the values of the recipe stay: data=fake keeps the image size.
     """
-    file = _file(group, choice, config_dir)
+    file = find(group, choice)
     values = _dotted({group: read_yaml(file)})
     if f"{group}.name" in FIELDS:
         values = _dotted({group: asdict(getattr(Config(), group)) | OWN.get(group, {})}) | values
-    return str(file), values
+    return str(file), _offered(values)
+
+
+def _offered(values: Values) -> Values:
+    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
+
+    def offered(value: Any) -> Any:
+        if isinstance(value, list):
+            return [each for each in value if not MISSING & names_in(each)]
+        return None if MISSING & names_in(value) else value
+
+    return {key: offered(value) for key, value in values.items()}
 
 
 def _dotted(nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,30 +253,28 @@ def _check_functions(values: Values) -> None:
             )
 
 
-def _limit_warmup(tree: DictConfig, recipe: DictConfig, typed: Container[str]) -> list[str]:
+def _limit_warmup(planned: DictConfig, tree: DictConfig, typed: Sequence[Override]) -> list[str]:
     """Limit a warm-up that is not typed to a quarter of the epochs, in place; return a note.
 
     Else a few epochs with the warm-up of a recipe or a schedule would end at the peak learning
     rate. The limit counts as the recipe's value, so that the run's name does not repeat it.
     """
-    key, longest, what = "schedule.warmup_epochs", max(0.0, tree.train.epochs / 4), "more than"
-    recipe.schedule.warmup_epochs = min(recipe.schedule.warmup_epochs, longest)
-    if tree.schedule.warmup_epochs <= longest:
+    key, longest = "schedule.warmup_epochs", max(0.0, tree.train.epochs / 4)
+    planned.schedule.warmup_epochs = min(planned.schedule.warmup_epochs, longest)
+    if tree.schedule.warmup_epochs <= longest or key in [o.name for o in typed]:
         return []
-    if key not in typed:
-        tree.schedule.warmup_epochs, what = longest, "shortened to"
-    used, epochs = show(tree.schedule.warmup_epochs), show(tree.train.epochs)
-    return [f"{key}={used}: {what} a quarter of train.epochs={epochs}"]
+    tree.schedule.warmup_epochs = longest
+    epochs = show(tree.train.epochs)
+    return [f"{key}={show(longest)}: shortened to a quarter of train.epochs={epochs}"]
 
 
-def _changes(tree: DictConfig, values: Values, before: Values, now: Values) -> dict[str, str]:
+def _changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
-    An expression of the recipe has its value in the new tree: that of data.val_size,
-    ${data.image_size}, is 64 after data.image_size=64. `before` and `now` are the expressions of
-    the recipe and of `tree`, which has typed groups and keys, too; `values` are those of `tree`.
+    An expression of the recipe, `planned`, has its value in the new tree: that of data.val_size,
+    ${data.image_size}, is 64 after data.image_size=64.
     """
-    changed = {}
+    before, now, values, changed = _flat(planned), _flat(tree), _flat(tree, resolve=True), {}
     for name, f in FIELDS.items():
         if f.metadata["affects"] & RESULT and before[name] != now[name] and in_effect(tree, f):
             node = OmegaConf.create({name: before[name]}, parent=tree)
@@ -301,15 +311,17 @@ def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
     return f"{name},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
 
 
-def _check_effect(key: str, text: str, config: Config) -> None:
+def _check_effect(override: Override, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, FIELDS[key])
+    values, when = config_values(config), missing(config, FIELDS[override.name])
     if not when:
         return
     because = " and ".join(f"{other}={show(values[other])}" for other in when)
     groups = {other.removesuffix(".name"): allowed for other, allowed in when.items()}
     needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in groups.items())
-    raise UserError(f"{text}: has no effect with {because}; give {needed}, or leave it out")
+    raise UserError(
+        f"{override.text}: has no effect with {because}; give {needed}, or leave it out"
+    )
 
 
 def to_yaml(content: Config | list[str], section: str | None = None) -> str:

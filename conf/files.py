@@ -1,14 +1,10 @@
 """Text files, errors of the system, and the folder of what later starts reuse."""
 
 import contextlib
-import logging
 import os
 import tempfile
 import traceback
-from functools import cache
 from pathlib import Path
-
-logger = logging.getLogger(__name__)
 
 
 def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
@@ -17,16 +13,15 @@ def read_text(path: str | os.PathLike[str], *, errors: str = "strict") -> str:
 
 
 def described(error: OSError) -> str:
-    """Return a message for an error that no other place of the program expects, on one line.
+    """Return one line for an error that no other place of the program expects.
 
     It has the reason and the path, as Python says them; what to check; and the file and line of
-    this program where it happened.
+    this program where it happened, not in a library.
     """
-    root = str(Path(__file__).parents[1])
-    frames = traceback.extract_tb(error.__traceback__)
-    program = [frame for frame in frames if frame.filename.startswith(f"{root}/")]
-    own = [frame for frame in program if "/site-packages/" not in frame.filename] or frames
-    place = f" ({os.path.relpath(own[-1].filename, root)}:{own[-1].lineno})" if own else ""
+    root = f"{Path(__file__).parents[1]}/"
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [each for each in frames if each[0].startswith(root) and "/site-packages/" not in each[0]]
+    place = f" ({own[-1][0].removeprefix(root)}:{own[-1][1]})" if own else ""
     return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a){place}"
 
 
@@ -34,27 +29,13 @@ def default_cache_dir() -> Path:
     """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
 
     A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification requires. If this
-    user cannot write there, a folder for temporary files takes its place, if no other user can
-    write to that; else a path that does not exist.
+    user cannot write there, as in a container without a home, it is in the temporary folder.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
-    folder = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
-    return _writable(Path(folder) / "imagenet-trainer")
-
-
-@cache
-def _writable(folder: Path) -> Path:
-    other = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
-    with contextlib.suppress(OSError):
-        if folder.is_absolute():  # else there is no home folder
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK | os.X_OK):
-                return folder
-    with contextlib.suppress(OSError):
-        other.mkdir(mode=0o700, exist_ok=True)
-        info = other.lstat()
-        if info.st_uid == os.geteuid() and not info.st_mode & 0o022 and other.is_dir():
-            logger.info("cache %s: cannot be written; %s is used", folder, other)
-            return other
-    logger.warning("cache %s: cannot be written; set XDG_CACHE_HOME. Nothing is cached", folder)
-    return Path(os.devnull) / folder.name
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or that of another user
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+        folder = base / "imagenet-trainer"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from conf.escape import printable
 from conf.schema import UserError
 
 # Of srun: above the ports of most services and below those that Linux gives to clients.
@@ -142,7 +141,7 @@ def complain(message: str, script: str = "", *, once: bool = False) -> None:
     is_other = os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get("WORLD_SIZE") is not None
     if not (once and is_other):
         name = script or Path(sys.argv[0]).name
-        print(f"{name}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+        print(f"{name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def fail(message: str, script: str = "") -> NoReturn:

@@ -1,162 +1,106 @@
-"""Read and check one override: `key=value` or `group=choice`, in Hydra's grammar.
+"""Read one word of a command line, `key=value` or `group=choice`, and the YAML file of a choice.
 
-Each mistake gets one line that says what to write instead. `--config-dir=DIR` among the overrides
-names a folder with more choices: it belongs to them, because they may mean nothing without it.
+A mistake is one line with the word, what is allowed and the nearest name.
 """
 
-import contextlib
 import copy
-import io
+import difflib
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast, get_origin
+from typing import Any, NamedTuple, cast, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from conf.files import read_text
-from conf.hints import advice
 from conf.schema import (
     FIELDS,
+    FOLDER,
     GROUPS,
-    KEYS,
     NAMES,
     Config,
     UserError,
     did_you_mean,
     group_names,
-    show,
 )
 
-# Keys with words or lists of words as values, mostly paths.
+# Keys with a word as value, mostly a path.
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
-CONFIG_DIR = "--config-dir="
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
-# Of a YAML file of the user; the longest here has 1.7 kB and no alias.
-LARGEST_FILE, MOST_ALIASES = 100_000, 20
+FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
+OTHER = {"model": "model.name", "data": "data.root"}  # keys that take more than the group's choices
 
 
-def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder of `--config-dir=DIR`, None without one, and the overrides.
+class Override(NamedTuple):
+    """A word of the command line."""
 
-    Raises UserError if a YAML file in the folder is not allowed.
+    text: str  # as typed, for messages
+    name: str  # of a key or a group
+    value: Any  # of the key, or the choice of the group
+
+
+def read_override(text: str) -> Override:
+    """Read a word as typed; raise UserError if its key, choice or value is not allowed.
+
+    `+` and `++` before the key mean nothing.
     """
-    given = [word for word in words if word.startswith(CONFIG_DIR)]
-    overrides = [word for word in words if word not in given]
-    if not given:
-        return None, overrides
-    folder = Path(given[-1].removeprefix(CONFIG_DIR)).expanduser()
-    if not any((folder / group).is_dir() for group in GROUPS):
-        raise UserError(f"{given[-1]}: has no folder {' or '.join(GROUPS)}; put YAML files there")
-    for group in GROUPS:
-        for path in (folder / group).glob("*.yaml"):
-            if path.stem in group_names(group):
-                raise UserError(f"{path}: has the name of a choice of this program; rename it")
-            read_yaml(path)
-    return folder, overrides
+    name, equals, typed = text.lstrip("+").partition("=")
+    if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
+        shown = ascii(text)[1:-1]
+        raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
+    if text.startswith("-"):
+        raise UserError(f"{text}: not an option; {advice(name.lstrip('-'))}; {FLAGS}")
+    if not equals:
+        raise UserError(f"{text}: is not key=value, as data.root=/images is; {advice(name)}")
+    if name not in NAMES:
+        raise UserError(f"{text}: there is no key {name}; {advice(name)}")
+    if name in GROUPS:
+        find(name, typed)
+        return Override(text, name, typed)
+    try:
+        return Override(text, name, _value(name, typed))
+    except (HydraException, OmegaConfBaseException):
+        several = "; `train.py -m` trains once for each of several values"
+        more = several if re.match(r"[^\[{(]+,", typed) else ""
+        raise UserError(f"{text}: not allowed; give {allowed_values(name)}{more}") from None
+
+
+def advice(name: str) -> str:
+    """Name the key or group that is meant by an unknown one, such as `lr` of another trainer."""
+    lasts: dict[str, list[str]] = {}
+    for known in NAMES:
+        lasts.setdefault(known.rpartition(".")[2], []).append(known)
+    word = name.rpartition(".")[2].replace("-", "_").lower()
+    close = difflib.get_close_matches(word, lasts, 1, 0.7)
+    return f"did you mean {' or '.join(lasts[close[0]])}?" if close else "--help lists all keys"
+
+
+def find(group: str, choice: str) -> Path:
+    """Return the YAML file of a choice: a name in conf/, or a path that ends in .yaml."""
+    path, names = Path(choice).expanduser(), group_names(group)
+    if choice in names:
+        return FOLDER / group / f"{choice}.yaml"
+    if path.suffix == ".yaml" and path.is_file():
+        return path.absolute()
+    more = did_you_mean(choice, names)
+    if group in OTHER:
+        more = f"; for another one write {OTHER[group]}={choice}"
+    files = f"{', '.join(names)}, or a file PATH.yaml"
+    raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; UserError if it is too large, or does not hold keys."""
+    """Return the content of a YAML file; raise UserError if it does not hold keys."""
     try:
-        text = read_text(path)
-        tokens = yaml.scan(text) if "*" in text else ()
-        aliases = sum(isinstance(token, yaml.AliasToken) for token in tokens)
-        if len(text) > LARGEST_FILE or aliases > MOST_ALIASES:
-            raise UserError(f"{path}: is too long, or has too many aliases (*name); shorten it")
-        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read as YAML ({reason}); correct it") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no keys; write `key: value` lines")
     return cast(dict[str, Any], content)
-
-
-def read_override(text: str, config_dir: Path | None = None) -> Override:
-    """Parse an override as typed; raise UserError if its key or its value is not allowed.
-
-    `+` and `++` before the key mean nothing. `config_dir`: a folder with more choices of groups.
-    """
-    if re.search(r"[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]", text):
-        raise UserError(f"{text}: is not text; rename the file, or use a symbolic link to it")
-    name, _, value = text.lstrip("+").partition("=")
-    if name not in NAMES:
-        raise UserError(f"{text}: there is no key {name or text}; {advice(name, value or 'VALUE')}")
-    try:
-        override = OverridesParser.create().parse_override(_with_quotes(name, value))
-    except HydraException:
-        quotes = "put special characters in quotes: 'run.name=\"a, b\"'"
-        remedy = quotes if name in WORDS or name in GROUPS else f"give {allowed_values(name)}"
-        raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
-    is_list = name in KEYS and get_origin(FIELDS[name].type) is list
-    if override.is_sweep_override() and not is_list:
-        raise UserError(f"{text}: has several values; `train.py -m` trains once for each")
-    if name in GROUPS:
-        _check_choice(text, name, override.value(), config_dir)
-    elif override.is_sweep_override() or not _allows(name, override.value()):
-        raise UserError(f"{text}: not allowed; give {allowed_values(name)}")
-    return override
-
-
-def quoted(value: str) -> str:
-    """Put a value in quotes, in Hydra's grammar."""
-    return QuotedString(value, Quote.single).with_quotes()
-
-
-def _with_quotes(name: str, value: str) -> str:
-    """Return the override, in quotes if Hydra's grammar would not take the value literally."""
-    text = f"{name}={value}"
-    if name not in WORDS:
-        return re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", text)  # module:name as a key in braces
-    if not value:
-        return text
-    with contextlib.suppress(HydraException):
-        parsed = OverridesParser.create().parse_override(text)
-        is_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would become 1.1
-        is_path = "/" in value and name not in ("model.name", "data.val_fold")
-        if is_word and not (is_path and parsed.is_sweep_override()):
-            return text
-    return f"{name}={quoted(value)}"
-
-
-def _check_choice(text: str, group: str, choice: Any, config_dir: Path | None) -> None:
-    choices = group_names(group, config_dir)
-    if isinstance(choice, (str, int)) and show(choice) in choices:  # 10.yaml is allowed
-        return
-    word = str(choice).lower()
-    similar = next((known for known in choices if known in word), word)  # cosineannealinglr
-    more = {
-        "model": f"; for any other model write model.name={choice}",
-        "data": f"; for a folder of images write data.root={choice}",
-    }.get(group) or did_you_mean(similar, choices)
-    raise UserError(f"{text}: no such {group}; choose one of {', '.join(choices)}{more}")
-
-
-def _allows(name: str, value: Any) -> bool:
-    """Whether a key takes a value. Each override is checked by itself, to name it.
-
-    If a key is given twice, composing would find a mistake in either but not know in which.
-    """
-    if "${" in str(value):  # composing resolves it
-        return True
-    section, _, last = name.partition(".")
-    tree = copy.deepcopy(DEFAULTS[section])
-    try:
-        OmegaConf.update(tree, last, value)
-    except OmegaConfBaseException:
-        return False
-    # OmegaConf would accept 2 and yes for true.
-    if FIELDS[name].type is bool and not isinstance(value, bool):
-        return False
-    node = tree[last]
-    found = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-    return bool(FIELDS[name].metadata["check"].allows(found))
 
 
 def allowed_values(name: str) -> str:
@@ -167,3 +111,25 @@ def allowed_values(name: str) -> str:
     if get_origin(kind) is list:
         return "a list, in brackets"
     return "true or false" if kind is bool else "a name or a path"
+
+
+def _value(name: str, typed: str) -> Any:
+    """Return a value in Hydra's grammar; a word without quotes or brackets is taken as it is.
+
+    Raises HydraException or OmegaConfBaseException if the key does not take it.
+    """
+    value: Any = None if typed == "null" else typed
+    if name not in WORDS or typed[:1] in ("'", '"', "[", "{"):
+        # The colon of module:name as a key in braces needs a backslash.
+        text = typed if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", typed)
+        override = OverridesParser.create().parse_override(f"{name}={text}")
+        value = typed if override.is_sweep_override() else override.value()
+    if "${" not in str(value):  # else composing resolves it
+        section, _, last = name.partition(".")
+        tree = copy.deepcopy(DEFAULTS[section])
+        OmegaConf.update(tree, last, value)
+        node = tree[last]
+        found = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+        if not FIELDS[name].metadata["check"].allows(found):
+            raise ValidationError
+    return value

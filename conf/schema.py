@@ -77,10 +77,9 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-def group_names(group: str, config_dir: Path | None = None) -> list[str]:
+def group_names(group: str) -> list[str]:
     """The choices of a config group, sorted: the names of its YAML files."""
-    folders = [FOLDER] if config_dir is None else [FOLDER, config_dir]
-    return sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
 def all_but(group: str, *names: str) -> dict[str, tuple[str, ...]]:

@@ -55,6 +55,8 @@ def set_up_process() -> None:
             f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "
             ".venv/bin/activate`, or `pip install -r requirements.txt`"
         )
+    # A path in a message may not be UTF-8.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.excepthook = _report
     atexit.register(_flush)
     if os.environ.get("TORCHELASTIC_RUN_ID"):

@@ -4,6 +4,7 @@ By default, conf/config.yaml names it: log.observers=[extras.pictures:Pictures].
 writes per_class.json, and scripts/evaluate.py the same as CSV files and pictures.
 """
 
+import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from conf.escape import write_csv
 from engine.log.observer import Observer
 from engine.log.sheet import sheet
 from engine.validation import Rows
@@ -181,4 +181,4 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
 
 def write(path: Path, rows: Iterable[Iterable[Any]]) -> None:
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        write_csv(file, rows)
+        csv.writer(file, lineterminator="\n").writerows(rows)

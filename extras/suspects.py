@@ -11,6 +11,7 @@ Exit status: 0 written, 1 failed, 2 wrong arguments.
 """
 
 import argparse
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,6 @@ if __name__ == "__main__":
 from dataclasses import replace
 from functools import partial
 
-from conf.escape import write_csv
 from conf.launch import exit_with
 from conf.schema import Config, UserError
 from engine.distributed import join_world
@@ -79,7 +79,7 @@ def find(options: argparse.Namespace) -> int:
         if world.is_main:
             lines = table(found)
             with options.out.open("w", newline="", errors="surrogateescape") as file:
-                write_csv(file, lines)
+                csv.writer(file, lineterminator="\n").writerows(lines)
             what = f"{len(lines) - 1:,} of {found.summary['images']:,} training images"
             print(f"{what} may have a wrong label, the first ones most likely: {options.out}")
     return 0

@@ -32,7 +32,7 @@ from conf.compose import load, to_yaml
 from conf.files import read_text
 from conf.launch import stop_with_parent
 from conf.named import ROOT
-from conf.overrides import read_override, split_config_dir
+from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
 from conf.signals import handle_stops
 
@@ -70,10 +70,9 @@ class Sweep:
     def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
         self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
-        config_dir = split_config_dir(words)[0]
         self.fixed, self.columns = list[str](), list[list[str]]()
         for word in (word for word in words if word not in self.settings):
-            key, values = _key(word), _values(word, config_dir)
+            key, values = _key(word), _values(word)
             if not values:
                 self.fixed.append(word)
                 continue
@@ -82,7 +81,7 @@ class Sweep:
             swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
             self.settings.append(f"++{swept}")
         for override in itertools.chain(*self.columns):
-            read_override(override, config_dir)
+            read_override(override)
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
         self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
@@ -146,7 +145,7 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
-def _values(text: str, config_dir: Path | None) -> list[str]:
+def _values(text: str) -> list[str]:
     """The values of an override with several; of an interval its start; none for another one."""
     try:
         override = OverridesParser.create().parse_override(text)
@@ -157,7 +156,7 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
         return []
     if override.is_interval_sweep():
         return [str(values.start)]
-    names = group_names(_key(text), config_dir)
+    names = group_names(_key(text))
     found = values.filter(names) if "=glob(" in text else [*override.sweep_string_iterator()]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")

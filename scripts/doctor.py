@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from conf.escape import printable
 from conf.schema import RunError, UserError
 from pipeline.decode import describe
 from scripts.lib import data_checks, machine_checks
@@ -88,7 +87,7 @@ def main() -> int:
     counts = Counter[str]()
     for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
-        print("\n".join(map(printable, lines(row))), flush=True)
+        print(*lines(row), sep="\n", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 

@@ -26,6 +26,7 @@ Exit status: 0 predicted, also if some files could not be read; 1 failed, or no 
 """
 
 import argparse
+import csv
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +84,6 @@ from torch import Tensor, nn
 
 import train
 from conf import cli, strict_json
-from conf.escape import printable, write_csv
 from conf.schema import UserError, typed_keys
 from engine.compute import autocast, dtype_of
 from engine.distributed import resolve_device
@@ -323,13 +323,13 @@ class Output:
 
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder
-        self.name_width = max(len(printable(readable(name))[:24]) for name in names)
+        self.name_width = max(len(readable(name)[:24]) for name in names)
         self.width = 0  # of the first column of a table: the longest path so far
         self.has_head = False
         self.masks = Counter[str]()  # of each name
 
     def write(self, results: list[Result]) -> None:
-        self.width = max([self.width, *(len(printable(one.path)) for one in results)])
+        self.width = max([self.width, *(len(one.path) for one in results)])
         for result in results:
             values = dict(result.values)
             for name, value in values.items():
@@ -340,7 +340,7 @@ class Output:
                 for name, value in values.items():
                     cells |= columns(name, value)
                 rows = [cells.values()] if self.has_head else [cells, cells.values()]
-                write_csv(self.file, rows)
+                csv.writer(self.file, lineterminator="\n").writerows(rows)
                 self.has_head = True
             elif self.form == "jsonl":
                 for entry in values.get("predictions", ()):
@@ -348,7 +348,7 @@ class Output:
                 self.file.write(strict_json.dumps({"path": result.path, **values}) + "\n")
             else:
                 texts = "".join(self.text(name, value) for name, value in values.items())
-                self.file.write(f"{printable(result.path):<{self.width}}{texts}\n")
+                self.file.write(f"{result.path:<{self.width}}{texts}\n")
         self.file.flush()
 
     def text(self, name: str, value: Any) -> str:
@@ -362,8 +362,8 @@ class Output:
             return "  ".join(["", name, *numbers, *["..."] * (len(value) > MOST)])
         else:
             is_path = isinstance(value, str)
-            return f"  {name} {printable(value)}" if is_path else f"  {shown(name, value)}"
-        return "".join(f"  {printable(k)[:24]:<{self.name_width}} {text}" for k, text in pairs)
+            return f"  {name} {value}" if is_path else f"  {shown(name, value)}"
+        return "".join(f"  {k[:24]:<{self.name_width}} {text}" for k, text in pairs)
 
     def save(self, mask: np.ndarray, name: str) -> str:
         """Write a mask as a PNG file of 8 or 16 bits; return its path."""

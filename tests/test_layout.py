@@ -7,7 +7,7 @@ from tests.processes import run_python
 from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> parts of this project that it may import, in addition to itself.
-LOW = ("conf.schema", "conf.files", "conf.named", "conf.escape", "conf.packages")
+LOW = ("conf.schema", "conf.files", "conf.named", "conf.packages")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),
     "pipeline": LOW,

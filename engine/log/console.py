@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.escape import printable
 from engine.scores import VALUES, BestBy, Value, on_console, shown
 
 
@@ -22,8 +21,8 @@ def _title(by: BestBy) -> str:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines at once; a name in them may hold any character."""
-    print("".join(f"{printable(line)}\n" for line in lines), end="", flush=True)
+    """Print lines at once."""
+    print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
 def train_line(

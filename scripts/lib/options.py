@@ -2,14 +2,12 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.hints import check_words, refuse_word
 from conf.launch import fail
-from conf.schema import GROUPS, NAMES, Config, UserError, group_names
+from conf.schema import NAMES, Config, UserError
 from conf.start import set_up_process
 
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -30,8 +28,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, *, usage: str | None = None) -> None:
         set_up_process()
-        # The name of a file may not be UTF-8.
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(
             usage=usage, description=description, formatter_class=form, allow_abbrev=False
@@ -71,23 +67,17 @@ def parse_paths(
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
-    --config-dir belongs to the overrides, which `load` takes. An existing path is a path even if it
-    contains `=`, as the default names of runs do; so is `-`, and a link to nowhere, which cannot be
-    read. `what`: the kind of path, for the message.
+    An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
+    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message.
     """
     from conf import cli
-    from conf.overrides import read_override, split_config_dir
+    from conf.overrides import read_override
 
     words = cli.with_config_dir(words)
     paths = [word for word in words if word == "-" or os.path.lexists(word)]
-    overrides = [w for w in words if w not in paths and (w[:1] in "-+~" or "=" in w)]
-    config_dir, keys = split_config_dir(overrides)
-    check_words(keys)
-    for override in keys:
-        read_override(override, config_dir)
+    overrides = [w for w in words if w not in paths and (w in NAMES or w[:1] in "-+" or "=" in w)]
+    for override in overrides:
+        read_override(override)
     if others := [word for word in words if word not in paths + overrides]:
-        names = {*NAMES}.union(*(group_names(group, config_dir) for group in GROUPS))
-        if others[0] in names:
-            refuse_word(others[0])
         raise UserError(f"{others[0]}: no such file or folder; give {what}")
     return paths, overrides

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
-from conf.compose import load
+from conf.compose import load, load_stored
 from conf.files import read_text
 from conf.named import named
 from conf.overrides import read_yaml
@@ -156,7 +156,7 @@ def open_trained(
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
     elif stated := exported(path):
-        config = load(overrides, stored=stated.values)
+        config = load_stored(stated.values, overrides)
         found = _of_config(path, config, weights, stated.classes)
     else:
         found = _open_foreign(path, content, weights, overrides)
@@ -177,7 +177,7 @@ def _open_ours(
     file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
     if file.is_file():  # earlier versions stored the name of the group
         values["data.source"] = read_yaml(file)["source"]
-    config = load(overrides, stored=values)
+    config = load_stored(values, overrides)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):
         raise UserError(

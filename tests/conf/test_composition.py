@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conf import cli
-from conf.compose import LONG_NAME, NAME_LENGTH, load
+from conf.compose import LONG_NAME, NAME_LENGTH, load_stored
 from conf.schema import (
     RESULT,
     Config,
@@ -93,7 +93,7 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
             "recipe=demo train.epochs=2 schedule.warmup_epochs=2",
             2,
             "demo,schedule.warmup_epochs=2,train.epochs=2",
-            "schedule.warmup_epochs=2: more than a quarter of train.epochs=2",
+            None,
         ),
         ("recipe=demo train.epochs=8", 2, "demo,train.epochs=8", None),
         ("recipe=demo train.max_steps=3", 2, "demo", None),  # the schedule is that of 10 epochs
@@ -224,9 +224,9 @@ def values() -> dict[str, Any]:
 
 
 def test_a_stored_config_is_unchanged(values: dict[str, Any]) -> None:
-    assert config_values(load(stored=values)) == values
+    assert config_values(load_stored(values)) == values
     del values["data.on_error"]  # of another version
-    assert load(stored={**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
+    assert load_stored({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
 def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
         {"resize": {"size": [256, 256]}},
         {"resize": {"size": 256, "crop_ratio": 0.875}},
     ]
-    config = load(["data.val_size=288"], stored={**values, "augment.val": entries})
+    config = load_stored({**values, "augment.val": entries}, ["data.val_size=288"])
     assert config.augment.val == [
         *entries[:2],
         {"resize": {"size": [288, 288]}},
@@ -247,7 +247,7 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
 
 
 def test_overrides_of_a_stored_config(values: dict[str, Any]) -> None:
-    config = load(["augment=demo", "data.root=/other", "data.mean=[0,0,0]"], stored=values)
+    config = load_stored(values, ["augment=demo", "data.root=/other", "data.mean=[0,0,0]"])
     assert config.augment.val[0] == {"resize": {"size": 256}}
     assert (config.data.root, config.data.mean) == ("/other", [0, 0, 0])
     for override, message in {
@@ -256,13 +256,13 @@ def test_overrides_of_a_stored_config(values: dict[str, Any]) -> None:
         "recipe=demo": "the checkpoint holds the whole config",
     }.items():
         with pytest.raises(UserError, match=message):
-            load([override], stored=values)
+            load_stored(values, [override])
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${data.val}", 5.5, [1], {"a": 1}])
 def test_stored_values_are_not_resolved(values: dict[str, Any], value: Any) -> None:
     with pytest.raises(UserError, match=r"data\.image_size="):
-        load(stored={**values, "data.image_size": value})
+        load_stored({**values, "data.image_size": value})
 
 
 # Interpolations: other keys, the time and paths from the environment; no other function.
@@ -295,4 +295,4 @@ def test_other_functions_are_refused(
     with pytest.raises(UserError, match=message):
         cli.load([DATA, override])
     with pytest.raises(UserError, match=message):
-        load([override], stored=values)
+        load_stored(values, [override])

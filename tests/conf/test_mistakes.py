@@ -159,8 +159,7 @@ def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path)
     place.symlink_to(images)
     for key in ("data.root", "run.dir"):
         line = refusal(f"{key}={place}")
-        assert line.startswith(f"{key}={workplace}/im\\udce9: is not text; rename the file")
-    assert refusal("run.name='\x1b[31m'").startswith("run.name='\\x1b[31m': is not text; ")
+        assert line.startswith(f"{key}={workplace}/im\\udce9: is not UTF-8; rename the file")
     (workplace / "link").symlink_to(place)
     assert train.main(cli.load([*SMALL, "data.root=link"])) == 0
 

@@ -68,10 +68,10 @@ MISTAKES = {
     "optim=sgd,adamw optim.nesterov=true": "optim.nesterov=true: has no effect with ",
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
     "experiment=glob(*)": "there is no key experiment; --help lists all keys",
-    "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): cannot be read as key=value; give a number > 0",
+    "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): not allowed; give a number > 0",
     "loader.workers=1,2": "-m: some jobs have the same run directory; give each its own",
     "optim.lr=1,2 run.name=x": "-m: some jobs have the same run directory; give each its own",
-    "optim.lr=1, 2": "2: is not key=value; a value with spaces needs quotes: 'optim.lr=1, 2'",
+    "optim.lr=1, 2": "optim.lr=1,: not allowed; give a number > 0",
 }
 
 

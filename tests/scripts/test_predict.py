@@ -246,12 +246,12 @@ def test_formats() -> None:
     second = [cat | {"probability": 0.5}, fish | {"probability": 0.5}]
     found = [
         Result("a.jpg", {"predictions": first}),
-        Result("long\x1b.jpg", {"predictions": second}),
+        Result("longer.jpg", {"predictions": second}),
     ]
     written = {form: written_as(form, found, names) for form in predict.FORMATS}
     assert written["table"] == (
         "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
-        "long\\x1b.jpg  dog       50.0 %  goldfish  50.0 %\n"
+        "longer.jpg  dog       50.0 %  goldfish  50.0 %\n"
     )
     assert json.loads(written["jsonl"].splitlines()[0])["predictions"] == first
     head, row, _ = csv.reader(io.StringIO(written["csv"]))
