@@ -7,9 +7,10 @@ values in a checkpoint; the values that the program decides; typed groups; typed
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -62,8 +63,6 @@ LONG_NAME, NAME_LENGTH = 100, 200
 NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
-Layer = tuple[str, Values]
-"""Values for those of the layers below, after their origin: a file, a checkpoint, a typed word."""
 
 
 def load(
@@ -80,8 +79,9 @@ def load(
     overrides = [read_override(word) for word in words]
     recipe = next((o.value for o in reversed(overrides) if o.name == "recipe"), DEFAULT_RECIPE)
     file = find("recipe", recipe)
-    planned = _merge([_recipe(recipe), ("decided", decided or {})], DEFAULTS)
-    tree = _merge(_typed(overrides), planned)
+    planned = _merged(DEFAULTS, _recipe(recipe), file)
+    _set(planned, decided or {}, "decided")
+    tree = _with_typed(planned, overrides)
     values = _resolved(tree, overrides)
     notes = _limit_warmup(planned, tree, overrides)
     if MISSING:
@@ -111,7 +111,16 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     for override in overrides:
         if override.name == "recipe":
             raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
-    tree = _merge([_checkpoint(stored), *_typed(overrides)], DEFAULTS)
+    values = {name: stored[name] for name in KEYS if name in stored}
+    for name, value in values.items():
+        if "${" in str(value):
+            raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
+    if {"augment.val", "data.val_size"} <= values.keys():
+        size = values["data.val_size"]
+        values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
+    tree = _merged(DEFAULTS, OWN, FOLDER / "config.yaml")
+    _set(tree, {name: _offered(value) for name, value in values.items()}, "the checkpoint")
+    tree = _with_typed(tree, overrides)
     _resolved(tree, overrides)
     config = cast(Config, OmegaConf.to_object(tree))
     schema.check(config, runnable=False)
@@ -119,11 +128,49 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     return config
 
 
-def _typed(overrides: Sequence[Override]) -> list[Layer]:
-    """The layers of a command line, without its recipe: groups, then keys."""
-    choices = {o.name: o.value for o in overrides if o.name in GROUPS and o.name != "recipe"}
-    groups = [_group(group, choice) for group, choice in choices.items()]
-    return groups + [(o.text, {o.name: o.value}) for o in overrides if o.name in FIELDS]
+def _with_typed(tree: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    """Return a tree with the typed groups on top, and with the typed keys above them.
+
+    A group of a section with a name (optim, schedule, model) also resets the keys that it does not
+    set, because the values of a recipe for one optimiser are wrong for another: to those of
+    config.yaml. In other sections the values of the recipe stay: data=fake keeps the image size.
+    """
+    tree = copy.deepcopy(tree)
+    for group, choice in {o.name: o.value for o in overrides if o.name in GROUPS}.items():
+        if group != "recipe":
+            file = find(group, choice)
+            content = read_yaml(file)
+            if f"{group}.name" in FIELDS:
+                tree[group] = copy.deepcopy(DEFAULTS[group])
+                content = OWN.get(group, {}) | content
+            tree = _merged(tree, {group: content}, file)
+    for override in overrides:
+        if override.name in FIELDS:
+            _set(tree, {override.name: override.value}, override.text)
+    return tree
+
+
+def _merged(tree: DictConfig, content: Values, file: Path) -> DictConfig:
+    """Return a tree with the sections of a YAML file on top."""
+    try:
+        return cast(DictConfig, OmegaConf.merge(tree, _offered(content)))
+    except OmegaConfBaseException as error:
+        raise _mistake(str(file), error.full_key or "", error.value) from None
+
+
+def _set(tree: DictConfig, values: Values, origin: str) -> None:
+    """Set keys, dotted name -> value, in place."""
+    for name, value in values.items():
+        try:
+            OmegaConf.update(tree, name, value, merge=False)
+        except OmegaConfBaseException:
+            raise _mistake(origin, name, value) from None
+
+
+def _mistake(origin: str, name: str, value: Any) -> UserError:
+    if name not in FIELDS:
+        return UserError(f"{origin}: there is no key {name}; {advice(name)}")
+    return UserError(f"{origin}: {name}={show(value)}: not allowed; give {allowed_values(name)}")
 
 
 def _resolved(tree: DictConfig, overrides: Sequence[Override]) -> Values:
@@ -141,102 +188,42 @@ def _resolved(tree: DictConfig, overrides: Sequence[Override]) -> Values:
         raise UserError(f"{text}: {str(error).splitlines()[0]}") from None
 
 
-def _merge(layers: Iterable[Layer], base: DictConfig) -> DictConfig:
-    """Return a copy of `base` with the values of the layers, the last one on top."""
-    tree = copy.deepcopy(base)
-    for origin, values in layers:
-        for name, value in values.items():
-            try:
-                OmegaConf.update(tree, name, value, merge=False)
-            except OmegaConfBaseException:
-                if name not in FIELDS:
-                    raise UserError(f"{origin}: there is no key {name}; {advice(name)}") from None
-                allowed = f"not allowed; give {allowed_values(name)}"
-                raise UserError(f"{origin}: {name}={show(value)}: {allowed}") from None
-    return tree
-
-
 @cache
-def _recipe(choice: str) -> Layer:
+def _recipe(choice: str) -> dict[str, Any]:
     """The groups and the recipe, which Hydra merges.
 
     A recipe that is a file may be based on those of this program, and on files beside its folder.
     """
-    name, file = choice, find("recipe", choice)
-    overrides = []
+    name, file, overrides = choice, find("recipe", choice), []
     if file.parent != FOLDER / "recipe":
-        name, folder = f"file {file.stem}", file.parents[1]
-        overrides = [f"hydra.searchpath=[{_quoted(f'file://{folder}')}]"]
+        name, path = "of_a_file", QuotedString(f"file://{file.parents[1]}", Quote.single)
+        overrides = [f"hydra.searchpath=[{path.with_quotes()}]"]
         ConfigStore.instance().store(name, read_yaml(file), group="recipe", package="_global_")
     with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
         try:
-            composed = compose("config", [f"recipe={_quoted(name)}", *overrides])
+            composed = compose("config", [f"recipe={name}", *overrides])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             raise UserError(f"recipe={choice}: {reason}; correct the file") from None
     content = cast(dict[str, Any], OmegaConf.to_container(composed))
     del content["multirun"]
     content.pop("expect", None)  # also of a recipe in its defaults, which is another training
-    return f"recipe={choice}", _offered(_dotted(content))
+    return content
 
 
-def _quoted(value: str) -> str:
-    return QuotedString(value, Quote.single).with_quotes()  # in Hydra's grammar
-
-
-def _checkpoint(stored: Values) -> Layer:
-    """The values in a checkpoint, which OmegaConf must not resolve, on those of config.yaml."""
-    own = _dotted({k: v for k, v in OWN.items() if k in SECTIONS})
-    values = own | {name: stored[name] for name in KEYS if name in stored}
-    for name, value in values.items():
-        if "${" in str(value):
-            raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
-    if {"augment.val", "data.val_size"} <= values.keys():
-        size = values["data.val_size"]
-        values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    return "the checkpoint", _offered(values)
-
-
-def _group(group: str, choice: str) -> Layer:
-    """A typed group.
-
-    Of a section with a name (optim, schedule, model), it also resets the keys that it does not set,
-    because the values of a recipe for one optimiser are wrong for another: to those of config.yaml.
-    In other sections the values of the recipe stay: data=fake keeps the image size.
-    """
-    file = find(group, choice)
-    values = _dotted({group: read_yaml(file)})
-    if f"{group}.name" in FIELDS:
-        values = _dotted({group: asdict(getattr(Config(), group)) | OWN.get(group, {})}) | values
-    return str(file), _offered(values)
-
-
-def _offered(values: Values) -> Values:
+def _offered(content: Any) -> Any:
     """Leave out the names of conf/config.yaml whose module is not in this checkout."""
-
-    def offered(value: Any) -> Any:
-        if isinstance(value, list):
-            return [each for each in value if not MISSING & names_in(each)]
-        return None if MISSING & names_in(value) else value
-
-    return {key: offered(value) for key, value in values.items()}
-
-
-def _dotted(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, from a mapping of sections; what is no section keeps its name."""
-    values: dict[str, Any] = {}
-    for name, content in nested.items():
-        if isinstance(content, dict) and name in SECTIONS:
-            values |= {f"{name}.{key}": value for key, value in content.items()}
-        else:
-            values[name] = content
-    return values
+    if isinstance(content, dict) and not MISSING & content.keys():
+        return {name: _offered(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [each for each in content if not MISSING & names_in(each)]
+    return None if MISSING & names_in(content) else content
 
 
 def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
     """Dotted key -> value, for every key; interpolations as written, or resolved."""
-    found = _dotted(cast(dict[str, Any], OmegaConf.to_container(tree, resolve=resolve)))
-    return {name: found[name] for name in KEYS}
+    found = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=resolve))
+    return {name: found[name.split(".")[0]][name.split(".")[1]] for name in KEYS}
 
 
 def _check_functions(values: Values) -> None:
