@@ -79,13 +79,8 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     folder = options.config_dir.expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"--config-dir={folder}: no such folder")
-    choices = {path.with_suffix("").relative_to(folder): path for path in folder.glob("*/*.yaml")}
-    found = []
-    for word in words:
-        group, _, choice = word.partition("=")
-        path = choices.get(Path(group, choice)) if group in GROUPS else None
-        found.append(word if path is None else f"{group}={path}")
-    return found
+    files = {f"{file.parent.name}={file.stem}": file for file in folder.glob("*/*.yaml")}
+    return [f"{files[w].parent.name}={files[w]}" if w in files else w for w in words]
 
 
 def log_to_stderr(*, force: bool = False) -> None:

@@ -41,7 +41,6 @@ from conf.schema import (
     Config,
     UserError,
     config_values,
-    in_effect,
     last_name,
     missing,
     show,
@@ -174,9 +173,16 @@ def _mistake(origin: str, name: str, value: Any) -> UserError:
 
 
 def _resolved(tree: DictConfig, overrides: Sequence[Override]) -> Values:
-    """Return the values of a tree; refuse what they must not refer to with a UserError."""
+    """Return the values of a tree; raise UserError for what they must not refer to.
+
+    An environment variable must not change the training, and its value would be stored: only paths
+    may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
+    """
     written = _flat(tree)
-    _check_functions(written)
+    for key, value in written.items():
+        if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
+            allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
+            raise UserError(f"{key}={show(value)}: {allowed}")
     for key in NAMING:
         for name in sorted(names_in(written[key])):
             check_there(name, key)
@@ -226,20 +232,6 @@ def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
     return {name: found[name.split(".")[0]][name.split(".")[1]] for name in KEYS}
 
 
-def _check_functions(values: Values) -> None:
-    """Refuse functions such as `${oc.env:NAME}` in a value, except for paths, and `${now:FORMAT}`.
-
-    An environment variable must not change the training, and its value would be stored.
-    """
-    for name, value in values.items():
-        functions = set(re.findall(r"\$\{([\w.]+):", str(value))) - {"now"}
-        if functions - {"oc.env" if name in PATH_KEYS else "now"}:
-            raise UserError(
-                f"{name}={show(value)}: only ${{key}} and ${{now:FORMAT}} are allowed, and in "
-                f"paths ({', '.join(PATH_KEYS)}) also ${{oc.env:NAME}}; write the value itself"
-            )
-
-
 def _limit_warmup(planned: DictConfig, tree: DictConfig, typed: Sequence[Override]) -> list[str]:
     """Limit a warm-up that is not typed to a quarter of the epochs, in place; return a note.
 
@@ -263,7 +255,7 @@ def _changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
     """
     before, now, values, changed = _flat(planned), _flat(tree), _flat(tree, resolve=True), {}
     for name, f in FIELDS.items():
-        if f.metadata["affects"] & RESULT and before[name] != now[name] and in_effect(tree, f):
+        if f.metadata["affects"] & RESULT and before[name] != now[name] and not missing(tree, f):
             node = OmegaConf.create({name: before[name]}, parent=tree)
             was = cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))[name]
             alike = f.metadata["alike"]

@@ -149,10 +149,15 @@ def after_colon(name: str) -> str:
     return name.rpartition(":")[2].lower() if ":" in name else name
 
 
+<<<<<<< HEAD
 SMALLEST = 8  # side of an image in pixels
+=======
+# Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
+MAX_PIXELS = 178_956_970
+>>>>>>> f076458 (Check functions in values with one pattern; drop in_effect)
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 COUNT = number(1)
-SIDE = number(SMALLEST, 4096)
+SIDE = number(8, 4096)  # of an image in pixels
 FRACTION = number(0, 1)
 TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
@@ -195,10 +200,9 @@ VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as to
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
-# Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
-# the recipe.
-LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
-NOT_OF_THE_RECIPE = {*DATA_FOLDERS, *LEFT_TO_USER}
+# Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
+NOT_OF_THE_RECIPE = {"data.source", "loader.decoder", "train.precision", "train.seed"}
+NOT_OF_THE_RECIPE |= {*DATA_FOLDERS}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 NO_FOLD = {"data.val_fold": (None,), **FILES}
@@ -257,8 +261,7 @@ class Data:
     """standard deviation to divide each channel by; one value is for all channels"""
     repeats: int = key(1, BOTH, number(1, 100))
     """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
-    times. The views of an image may be in different batches and on different ranks; two views for a
-    contrastive loss are two fields of a sample (docs/tasks.md)"""
+    times, also in different batches and on different ranks"""
     fake_images: int = key(1_281_167, BOTH, number(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
     fake_classes: int = key(1000, BOTH, number(2), when=FAKE)
@@ -508,7 +511,11 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
 def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
     """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
-    `config` may be a composed tree of the structure of a Config; `f` is the key's dataclass field.
+    If there is anything, the key has no effect: optim.betas with optim.name=sgd.
+
+    Args:
+        config: also a composed tree of the structure of a Config.
+        f: the dataclass field of the key.
     """
     return {
         name: allowed
@@ -517,17 +524,12 @@ def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
     }
 
 
-def in_effect(config: Any, f: Any) -> bool:
-    """Whether a key has an effect in this config. optim.betas has none with optim.name=sgd."""
-    return not missing(config, f)
-
-
 def affecting(config: Config, what: Affects) -> dict[str, Any]:
     """Dotted key -> value, for every key that is in effect and affects `what`."""
     return {
         name: value
         for name, f, value in walk(config)
-        if f.metadata["affects"] & what and in_effect(config, f)
+        if f.metadata["affects"] & what and not missing(config, f)
     }
 
 

@@ -282,8 +282,6 @@ def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         "run.name=${data.${oc.env:SECRET}}",
         "optim.lr=${oc.env:SECRET}",
         "augment.train=[{resize: {size: ${oc.env:SECRET}}}]",
-        "run.dir=${oc.decode:'[1]'}",
-        "run.dir=${python_version:}",
     ],
 )
 def test_other_functions_are_refused(
