@@ -82,9 +82,9 @@ def load(
     _set(planned, decided or {}, "decided")
     tree = _with_typed(planned, overrides)
     values = _resolved(tree, overrides)
-    notes = _limit_warmup(planned, tree, overrides)
-    if MISSING:
-        notes.append(f"left out, because it is not in this copy: {', '.join(sorted(MISSING))}")
+    absent = ", ".join(sorted(MISSING))
+    notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
+    notes += _limit_warmup(planned, tree, overrides)
     changed = _changes(planned, tree)
     if tree.run.name is None:
         tree.run.name = _run_name(file.stem, changed, values["checkpoint.resume"])
