@@ -42,7 +42,7 @@ from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.scores import class_means, class_values
-from engine.state import MovingAverage, TrainState, seed_step, state_bytes
+from engine.state import MovingAverage, TrainState, check_loss, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.tune.memory import explain_out_of_memory, fit_memory
@@ -98,13 +98,13 @@ def train(config: Config) -> dict[str, Any]:
             values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = plan.due(state.step)  # log, epoch, validate, save
-            log.end_step(values, send=due.log)  # raises if an earlier loss was not finite
-            if due.epoch:
-                log.end_epoch()
+            row = log.end_step(values, due)
+            check_loss(row)  # the newest row: raises if its loss was not finite
             if due.validate and not stop.poll():
                 validate(state, plan, feed, world, log, stop)
             if due.save:
                 save(state, run, log, stop)
+        check_loss(log.end_steps())
         if state.step != run.last_saved_step:
             save(state, run, log, stop)
         return log.finish(stop)
@@ -166,24 +166,24 @@ def train_step(
         for micro_batch in batch.split(accumulate):
             with without_sync(network, unless=len(outputs) == accumulate - 1):
                 mean_loss, values = loss(network, micro_batch)
-                state.divergence.scaled(mean_loss / accumulate).backward()
+                state.scaler.scale(mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
-        means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}
-        # From the first gradient that is not finite on, no step changes a weight. On a CPU, the
-        # host skips the updates. On a GPU it does not wait to find out: there, the optimiser
-        # (found_inf) and the average read `state.divergence.found` on the device.
-        may_update = state.divergence.check(network.parameters(), means["loss"])
+        # Without fp16, the scaler does nothing but to call the optimiser.
+        state.scaler.unscale_(state.optimizer)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
-        if may_update:
-            state.optimizer.step()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
     finally:
-        # Also after an error: a CUDA graph whose capture failed has not computed them, and the next
-        # step would add its own gradients.
-        state.optimizer.zero_grad(set_to_none=True)
-    if may_update and state.ema is not None:
-        state.ema.update_parameters(state.model, unless=state.divergence.found)
+        # Also after an error: a CUDA graph whose capture failed has not computed the gradients, and
+        # the next step would add its own.
+        state.end_step()
+    if state.ema is not None:
+        state.ema.update_parameters(state.model)
+    means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}
+    if state.scaler.is_enabled():
+        means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
 
 
@@ -257,7 +257,7 @@ def validate(
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
-    with log.pause("checkpoint", last=bool(stop)), stop.saving(run.checkpoints, state_bytes(state)):
+    with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
         run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
@@ -323,7 +323,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     optimizer = build_optimizer(model, config.optim)
-    return TrainState(model, optimizer, ema, scales_loss=plan.precision == "fp16")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
+    return TrainState(model, optimizer, ema, scaler=scaler)
 
 
 def main(config: Config) -> int:

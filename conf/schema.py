@@ -149,12 +149,6 @@ def after_colon(name: str) -> str:
     return name.rpartition(":")[2].lower() if ":" in name else name
 
 
-<<<<<<< HEAD
-SMALLEST = 8  # side of an image in pixels
-=======
-# Above it, Pillow refuses an image by default. A PNG of 500 kB can have so many, and takes 1.3 GB.
-MAX_PIXELS = 178_956_970
->>>>>>> f076458 (Check functions in values with one pattern; drop in_effect)
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 COUNT = number(1)
 SIDE = number(8, 4096)  # of an image in pixels

@@ -50,7 +50,8 @@ def sgd(model: nn.Module, config: Optim, **args: Any) -> torch.optim.Optimizer:
     options = {"fused": is_on_gpu(groups), "momentum": config.momentum, **args}
     optimizer = torch.optim.SGD(groups, lr=config.lr, nesterov=config.nesterov, **options)
     if options["fused"] and options["momentum"]:
-        # If `found_inf` is set, its first step does not write the momentum: random values remain.
+        # If torch.amp.GradScaler skips its first step, it does not write the momentum: random
+        # values remain.
         for parameter in [p for group in groups for p in group["params"]]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

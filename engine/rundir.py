@@ -121,8 +121,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return path, changes, summary
         self.write("config.yaml", to_yaml(self.config))
         self.write("overrides.yaml", to_yaml(self.config.typed))
-        for name in ("summary.json", "diverged.json"):  # of an earlier start
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
         return path, changes, None
 
     def _adjust(self, state: TrainState, resumed: Path, accepted: dict[str, str]) -> None:

@@ -2,16 +2,17 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from conf.schema import RunError
-from engine.divergence import Divergence
 
 
 class TrainingError(RunError):
@@ -24,6 +25,18 @@ def diverged(reason: str) -> TrainingError:
         "or set optim.clip_norm, and start over with checkpoint.resume=never or continue from the "
         "newest checkpoint with checkpoint.accept_changes=true"
     )
+
+
+def check_loss(row: Mapping[str, float]) -> None:
+    """Raise TrainingError for a log row of a training that has diverged.
+
+    With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
+    """
+    loss, scale = row.get("loss", 0.0), row.get("loss_scale")
+    if scale is None and not math.isfinite(loss):
+        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})")
+    if scale is not None and scale < 1:
+        raise diverged(f"fp16: the gradients are not finite at any loss scale, step {row['step']}")
 
 
 def tensors(*modules: nn.Module) -> list[Tensor]:
@@ -58,13 +71,9 @@ class MovingAverage(nn.Module):
         self.register_buffer("n_averaged", torch.tensor(0, device=device))
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module, unless: Tensor | float = 0) -> None:
-        """Update the average with the weights after an optimiser step.
-
-        `unless`, float32 [], is 1 to keep averaged weights and their number, else 0. Buffers that
-        are not finite are averaged all the same.
-        """
-        weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay) * (1 - unless)
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the weights after an optimiser step."""
+        weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay)
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]
@@ -75,7 +84,7 @@ class MovingAverage(nn.Module):
         torch._foreach_add_(means, changes)
         if copied:
             torch._foreach_copy_([count for count, _ in copied], [value for _, value in copied])
-        self.n_averaged += torch.as_tensor(1 - unless, dtype=torch.int64)
+        self.n_averaged += 1
 
 
 @dataclass
@@ -97,13 +106,8 @@ class TrainState:
     # Differences from a run with this config: the checkpoint it started from, and the changes
     # accepted at a step
     history: list[str] = field(default_factory=list)
-    scales_loss: bool = False  # whether the loss is scaled, for fp16
-    # Whether a gradient was not finite, and the loss scale. Of it, only the scale is stored:
-    # training has ended after a bad step.
-    divergence: Divergence = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.divergence = Divergence(self.optimizer, scales_loss=self.scales_loss)
+    # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
+    scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the model and its average."""
@@ -115,7 +119,7 @@ class TrainState:
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "ema_steps": None if self.ema is None else self.ema.n_averaged,
             "optimizer": self.optimizer.state_dict(),
-            "loss_scale": self.divergence.loss_scale(),
+            "loss_scale": self.scaler.state_dict(),
             "step": self.step,
             "best": self.best,
             "last": self.last,
@@ -130,8 +134,8 @@ class TrainState:
             self.ema.n_averaged.copy_(stored["ema_steps"])
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
-        for name, value in self.divergence.loss_scale().items():
-            value.copy_(stored.get("loss_scale", {}).get(name, value))  # version 0.1 has none
+        if stored.get("loss_scale"):  # empty without fp16; version 0.1 has none
+            self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
         # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
         # weight decay, come from the config; `capturable`, which decides on which device the state
         # is, follows from the device.
@@ -146,6 +150,12 @@ class TrainState:
         self.origin = stored["origin"]
         self.history = list(stored["history"])
 
+    def end_step(self) -> None:
+        """Free the gradients, and forget an update that an error has interrupted."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()
+
 
 @contextmanager
 def untouched(state: TrainState) -> Iterator[None]:
@@ -155,10 +165,11 @@ def untouched(state: TrainState) -> Iterator[None]:
     """
     optimizer = state.optimizer
     moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-    live = [*state.tensors(), *tensors(state.divergence)]
+    live = state.tensors()
     live += [v for values in moments.values() for v in values.values() if isinstance(v, Tensor)]
     kept = [tensor.detach().clone() for tensor in live]
     options = [dict(group) for group in optimizer.param_groups]
+    scale = state.scaler.state_dict()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):
         try:
@@ -171,7 +182,8 @@ def untouched(state: TrainState) -> Iterator[None]:
             optimizer.state.update(moments)
             for group, chosen in zip(optimizer.param_groups, options, strict=True):
                 group.update(chosen)
-            optimizer.zero_grad(set_to_none=True)
+            state.scaler.load_state_dict(scale)
+            state.end_step()
 
 
 def state_bytes(state: TrainState) -> int:

@@ -16,12 +16,6 @@ from engine.optim import Groups, decay_groups
 
 Betas = tuple[float, float]
 
-# With these options, fused SGD is params += updates, unless `found_inf` is set. No other operation
-# on lists of tensors can be skipped on the device.
-ADDS: dict[str, Any] = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0) | dict(
-    lr=1, maximize=True, nesterov=False, is_first_step=False
-)
-
 
 def lamb(model: nn.Module, config: Optim, **args: Any) -> "Lamb":
     """Create the optimiser that conf/optim/lamb.yaml names."""
@@ -34,11 +28,8 @@ class Lamb(torch.optim.Optimizer):
 
     As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
     without weight decay (norms and biases) are not scaled. All of it runs on the device of the
-    parameters, also if `lr` is a tensor. Attribute `found_inf`: float32 [], 1 to keep the
-    parameters as they are, else 0; None: 0. The moments change all the same.
+    parameters, also if `lr` is a tensor.
     """
-
-    found_inf: Tensor | None = None
 
     def __init__(
         self, groups: Groups, *, lr: float = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-6
@@ -58,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
                 scale = list((scale * _trust_ratios(params, updates)).unbind())
             torch._foreach_mul_(updates, scale)
-            torch._fused_sgd_(params, updates, [], **ADDS, found_inf=self.found_inf)
+            torch._foreach_add_(params, updates)
 
     def _adam(self, params: list[Tensor], *, betas: Betas, eps: float) -> tuple[Tensor, ...]:
         """Update the moments; return the steps of Adam for a learning rate of -1."""

@@ -127,7 +127,7 @@ def test_quick_tests_start_no_process_but_take_a_step() -> None:
     rules = re.findall(r"-e '(.*?)'", (ROOT / "Makefile").read_text().replace("$$", "$"))
     left_out = re.compile("|".join(rules), re.MULTILINE)
     quick = {n for n, p in SOURCES.items() if "test_" in n and not left_out.search(p.read_text())}
-    assert {"tests.test_train_step", "tests.engine.test_divergence"} <= quick
+    assert {"tests.test_train_step", "tests.engine.test_loss_scale"} <= quick
     slow = ["tests.processes", "train.train"]
     assert not [n for n in quick if any(within(i, slow) for i in imports(SOURCES[n]))]
     assert not {"tests.test_train", "tests.test_layout", "tests.scripts.test_doctor"} & quick

@@ -24,23 +24,19 @@ from engine.log.observer import Observers, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
-from engine.plan import Plan
+from engine.plan import Due, Plan
 from engine.rundir import RunDirectory
 from engine.scores import add_values
-from engine.state import TrainState, diverged, params_sha256, state_bytes
+from engine.state import TrainState, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.tune.verdict import Period, Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.feed import Feed
-from pipeline.ring import Loader
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
-# Without log rows, the host looks for non-finite gradients this often.
-CHECK_STEPS = 50
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
-NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
 def check_log(config: Config, world: World) -> None:
@@ -87,9 +83,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.world = self.run.world
         self.meter = Meter(self.world)
         self.speed = Speed()
+        self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = self.started  # time.monotonic() of the newest `pause`
         self.monitor = GpuMonitor(self.world.device)
-        self._first_step = self._last_step = self.state.step
+        self._first_step = self.state.step
         self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
         self._stack = ExitStack()
         self.observers = Observers(self)
@@ -121,27 +118,38 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.observers.tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
-    def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
-        """Add the values of a step, float [] on the device. Nothing here waits for the GPU.
+    def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
+        """Add the values of a step, float [] on the device; return the newest log row.
 
-        `send`: this step is the last one of a log row.
+        This does not wait for the GPU, except where the loop waits next, or an epoch has ended.
         """
         step = self.state.step
         self._report()  # of an earlier step: its values have arrived while this one was launched
         self.meter.add(values)
-        self._last_step = step
         # Not after one step that compiled: it does not tell how long the others will take.
         compiled = self.meter.steps == 1 and self.plan.compile != "off"
-        if time.monotonic() >= self._row_due and not send and not compiled:
+        if time.monotonic() >= self._row_due and not due.log and not compiled:
             with self.feed.train.pause():
                 self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
-        if send:
+        if due.log:
             self.meter.send(step)
-        if send or step % CHECK_STEPS == 0:
-            self.state.divergence.send(step)
         self.observers.tell(lambda observer: observer.end_step(step))
+        if due.epoch or due.save:
+            self.feed.train.end_step()
+            self._report()
+        if due.epoch:
+            self._end_epoch()
+        return self.row
 
-    def end_epoch(self) -> None:
+    def end_steps(self) -> dict[str, Any]:
+        """Write a row of the steps since the last one, if there are any; return the newest row."""
+        self.feed.train.end_step()
+        if self.meter.steps:
+            self.meter.send(self.state.step)
+        self._report()
+        return self.row
+
+    def _end_epoch(self) -> None:
         """Report the verdict of the epoch."""
         with self.pause("verdict"):
             lines = self._verdict("epoch")
@@ -151,16 +159,14 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
     @contextmanager
-    def pause(self, kind: str, *, last: bool = False) -> Iterator[None]:
+    def pause(self, kind: str) -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step.
 
         Waits for the current step. `kind` names the block in the message of a rank that waits too
-        long. With `last`, no step follows: the steps since the last log row get a row, too.
+        long.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
-        self.state.divergence.send(self.state.step)
-        self._report(last=last)
         self._pause_began = time.monotonic()
         with self.feed.train.pause():
             yield
@@ -187,27 +193,11 @@ class RunLog(AbstractContextManager["RunLog"]):
         row |= self.observers.tell(lambda observer: observer.validated(row, rows))
         self._write(row)
 
-    def _report(self, *, last: bool = False) -> None:
-        """Write a log row if an interval of steps was sent, or with `last` if there were steps.
-
-        Raises TrainingError if a gradient or the mean loss is not finite.
-        """
-        interval, found = self.meter.read(), self.state.divergence.read()
-        if interval is None and self.meter.steps and (last or found is not None):
-            self.meter.send(self._last_step)
-            interval = self.meter.read()
-        loader = self.feed.train.loader
+    def _report(self) -> None:
+        """Write a log row if an interval of steps was sent and not yet read."""
+        interval = self.meter.read()
         if interval is not None:
-            row = self._row(interval)
-        if found is not None:
-            path = self.run.path / "diverged.json"
-            content, reason = describe_divergence(*found, self.plan, loader, self.world)
-            self.tracker.record(path.name, content)
-            raise diverged(f"{reason} ({path} lists them)")
-        scaled = self.state.scales_loss  # then a step that overflows is only skipped
-        if interval and not scaled and not math.isfinite(loss := interval.values["loss"]):
-            # It may overflow with finite gradients.
-            raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
+            self.row = self._row(interval)
 
     def _row(self, interval: Interval, *, preview: bool = False) -> dict[str, Any]:
         """Print the row of an interval, and add it to everything else unless it is a preview."""
@@ -249,11 +239,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
         A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
-        written, and TrainingError if the last loss is not finite.
+        written.
         """
         state, plan, run = self.state, self.plan, self.run
         with stop.saving(run.path, state_bytes(state)):
-            self._report(last=True)
             run.wait()
             stop.poll()
             summary = {
@@ -272,26 +261,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         resumes = plan.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
-
-
-def describe_divergence(
-    step: int, loss: float, plan: Plan, loader: Loader, world: World
-) -> tuple[dict[str, Any], str]:
-    """Describe the first step without finite gradients, with this rank's loss. Collective."""
-    samples = [
-        {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
-        for epoch, index in loader.samples(step - 1).tolist()
-    ]
-    ranks: list[dict[str, Any]] = world.all_gather({"loss": loss, "samples": samples})
-    # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
-    bad = [one for one in ranks if not math.isfinite(one["loss"])]
-    what = f"a gradient is not finite (loss {loss:g})"
-    if bad:
-        what = f"the loss is {bad[0]['loss']}"
-    images = [f"{one['index']} ({one['path']})" for rank in bad or ranks for one in rank["samples"]]
-    lr, examples = plan.curve.at(step - 1), ", ".join(images[:NAMED_IMAGES])
-    reason = f"{what} at step {step} (lr {lr:g}) with {len(images):,} images, such as {examples}"
-    return {"step": step, "lr": lr, "ranks": bad or ranks}, reason
 
 
 def results(state: TrainState, plan: Plan) -> dict[str, Any]:

@@ -107,53 +107,28 @@ def test_a_graph_gives_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("captured", [True, False], ids=["graph", "kernels"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: World) -> None:
-    """The host launches further steps, which change no weight; it learns of the first bad step."""
-    options = ["model=resnet_tiny", f"optim={optim}", "train.ema_decay=0.9"]
-    plan, state, step = build(world, *options)
-    step.disabled_reason = None if captured else "for the comparison"
-    bad, found = STEPS - 3, []
-    for number in range(STEPS):
-        batch = random_batch(plan, number)
-        if number == bad:
-            batch["image"][1, 0, 0, 0] = float("nan")
-        step(batch)
-        average = state.ema.module.parameters() if state.ema is not None else ()
-        found.append([t.detach().clone() for t in (*state.model.parameters(), *average)])
-    assert (step.disabled_reason is None) == captured
-    for before, after in itertools.pairwise(found[:bad]):
-        assert not all(map(torch.equal, before, after))
-    for after in found[bad:]:
-        assert all(map(torch.equal, found[bad - 1], after))
-    assert all(bool(tensor.isfinite().all()) for tensor in found[-1])
-    state.divergence.send(STEPS)
-    read = state.divergence.read()
-    assert read is not None and read[0] == bad + 1
+def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
+    """The scale is halved, and later steps update the weights.
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_a_graph_skips_a_step_that_overflows(world: World, optim: str) -> None:
-    """With fp16; the scale is halved within the graph, and later steps update the weights."""
+    It happens within the graph if the optimiser skips its update on the device, as torch's fused
+    ones do. For others, the host waits for the GPU, and there is no graph.
+    """
     plan, state, step = build(world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}")
     found, bad = [], STEPS - 2
     for number in range(STEPS):
+        chosen = state.scaler.state_dict()
         if number == bad:
-            before = state.divergence.scale.item()
-            state.divergence.scale.fill_(2.0**80)
-        step(random_batch(plan, number))
+            state.scaler.load_state_dict(chosen | {"scale": 2.0**80})
+        values = step(random_batch(plan, number))
         if number == bad:
-            assert state.divergence.scale == 2.0**79
-            state.divergence.scale.fill_(before)
+            assert values["loss_scale"] == 2.0**79
+            state.scaler.load_state_dict(chosen)
         found.append([parameter.detach().clone() for parameter in state.model.parameters()])
-    assert step.disabled_reason is None
+    assert (step.disabled_reason is None) == (optim in ("sgd", "adamw"))
     for number, (one, other) in enumerate(itertools.pairwise(found), 1):
         assert all(map(torch.equal, one, other)) == (number == bad)
     assert all(bool(tensor.isfinite().all()) for tensor in found[-1])
-    state.divergence.send(STEPS)
-    assert state.divergence.read() is None
 
 
 @pytest.mark.gpu
