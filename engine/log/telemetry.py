@@ -48,17 +48,13 @@ def find_gpu(device: torch.device) -> tuple[Any, Any]:
     """Return the module pynvml and NVML's handle of a torch device, found by its UUID.
 
     The indices differ: NVML counts all GPUs of the machine, torch counts those listed in
-    CUDA_VISIBLE_DEVICES, in CUDA's order, which torch.cuda.utilization() takes for NVML's. NVML
-    reports only the memory of a MIG instance.
+    CUDA_VISIBLE_DEVICES, in CUDA's order, which torch.cuda.utilization() takes for NVML's.
     """
     import pynvml
 
     pynvml.nvmlInit()
     uuid = torch.cuda.get_device_properties(device).uuid
-    try:
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-    except pynvml.NVMLError:
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
 
 
 class GpuMonitor(AbstractContextManager["GpuMonitor"]):
@@ -132,8 +128,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
 def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:
     """Return the memory in use, by TensorBoard tag; without /proc (macOS), not that of processes.
 
-    The allocator's values are host-side counters: reading them does not synchronise. Inactive
-    splits are the free parts of blocks in use: they cannot be merged for a large tensor.
+    The allocator's values are host-side counters: reading them does not synchronise.
     """
     figures = {"host/pinned_gib": page_locked_bytes() / GIB}
     with suppress(OSError):  # or a worker has just ended
@@ -142,10 +137,8 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
     if device.type != "cuda":
         return figures
     stats = torch.cuda.memory_stats(device)
-    for name in ("allocated", "active", "reserved", "inactive_split"):
+    for name in ("allocated", "reserved"):
         figures[f"memory/{name}_gib"] = stats[f"{name}_bytes.all.current"] / GIB
-    split, reserved = figures["memory/inactive_split_gib"], figures["memory/reserved_gib"]
-    figures["memory/fragmentation"] = split / reserved if reserved else 0.0
     return figures | {"memory/alloc_retries": stats["num_alloc_retries"]}
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from conf.schema import Config, UserError
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
 from engine.log.meter import TIME
-from engine.scores import VALUES, BestBy, Value
+from engine.scores import BestBy
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +40,9 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
-    """Return CUSTOM SCALARS: charts with the curves of training and validation.
-
-    One for the loss, and one for the value of train.best_by and those that have its unit.
-    """
-    unit = VALUES.get(by.name, Value()).unit
-    alike = [k for k, value in VALUES.items() if unit and value.console and value.unit == unit]
-    names = list(dict.fromkeys([by.name, *alike]))
-    found = "|".join(map(re.escape, names))
-    curves = {"loss": "(train|val)/loss(_raw)?$"}
-    curves[f"{', '.join(names)}{unit}"] = f"(train|val)/(reference_)?({found})(_raw|_min|_max)?$"
-    return {"learning": {title: ["Multiline", [curve]] for title, curve in curves.items()}}
+    """Return CUSTOM SCALARS: charts of training and validation, of the loss and of `by`."""
+    curves = {name: rf"(train|val)/(\w+_)?{re.escape(name)}(_\w+)?$" for name in ("loss", by.name)}
+    return {"learning": {name: ["Multiline", [tags]] for name, tags in curves.items()}}
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -81,8 +72,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         if path.exists():
             kept = []
             for line in read_text(path, errors="replace").splitlines():
-                # A killed process leaves an incomplete line.
-                with suppress(ValueError, KeyError, TypeError):
+                with suppress(ValueError):  # a killed process leaves an incomplete line
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
@@ -95,15 +85,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         purge_step = start_step + 1 if start_step else 0
         board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
         board.add_custom_scalars(layout(self._best_by))
-        default_hook = threading.excepthook
-
-        def without_traceback(args: threading.ExceptHookArgs) -> None:
-            # If TensorBoard's thread fails, its next call raises that error.
-            if type(args.thread).__name__ != "_AsyncWriterThread":
-                default_hook(args)
-
-        threading.excepthook = without_traceback
-        self._open.callback(setattr, threading, "excepthook", default_hook)
         self._open.callback(self.guard, "TensorBoard", board.close)
         self._board = board
 
@@ -151,7 +132,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 summary = Summary(value=[Summary.Value(tag=tag, image=content)])
                 board.file_writer.add_summary(summary, step)
 
-        if self._board is not None and "TensorBoard" not in self._failed:
+        if self._board is not None:
             self.guard("images", add, self._board)
 
     def record(self, name: str, content: Any) -> None:

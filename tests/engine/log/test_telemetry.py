@@ -120,10 +120,9 @@ def test_all_figures(
     assert monitor.read() == {}  # no new samples
 
 
-@pytest.mark.parametrize("kind", ["GPU", "MIG"])
-def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml], kind: str) -> None:
+def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml]) -> None:
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
-    known = {f"{kind}-{UUIDS[1]}".encode(): "gpu"}
+    known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
     nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
     assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
 
@@ -190,9 +189,7 @@ def test_the_allocator() -> None:
     """Reading its counters does not wait for the GPU."""
     tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
     figures = memory_figures([], CUDA)
-    names = ("allocated", "active", "reserved")
-    allocated, active, reserved = (figures[f"memory/{name}_gib"] for name in names)
-    assert 1 <= allocated <= active <= reserved and 0 <= figures["memory/fragmentation"] <= 1
+    assert 1 <= figures["memory/allocated_gib"] <= figures["memory/reserved_gib"]
     done = torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
