@@ -169,7 +169,7 @@ def train_step(
                 state.scaler.scale(mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
-        # Without fp16, the scaler does nothing but to call the optimiser.
+        # Without fp16, the scaler only calls the optimiser.
         state.scaler.unscale_(state.optimizer)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)

@@ -67,32 +67,28 @@ def evaluate(
     modes = [network.training for network in networks]
     for network in networks:
         network.eval()
-    rows: list[list[dict[str, Tensor]]] = [[] for _ in networks]
+    found: list[list[dict[str, Tensor]]] = [[] for _ in networks]
     masks = []
-    sums: list[dict[str, Tensor]] = [{} for _ in networks]
-    count = torch.zeros((), dtype=longest_float(world.device), device=world.device)
     for batch in batches:
-        valid = batch.valid
-        masks.append(valid)  # a new tensor, not a view of the samples
-        count += valid.sum()
-        for network, own_rows, own_sums in zip(networks, rows, sums, strict=True):
-            values = measure(network, batch)
-            for name in averaged(values):
-                batch_sum = values[name].float().where(valid, 0).sum().to(count.dtype)
-                own_sums[name] = own_sums.get(name, 0) + batch_sum
+        masks.append(batch.valid)  # a new tensor, not a view of the samples
+        for network, rows in zip(networks, found, strict=True):
             # Copies: the memory of the batch, of which they may be a part, is reused.
-            own_rows.append({name: value.clone() for name, value in values.items()})
+            rows.append({name: value.clone() for name, value in measure(network, batch).items()})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
-    names = world.broadcast(lambda: list(sums[0]))  # a rank may have no batch
-    zero = torch.zeros_like(count)
-    table = [torch.stack([count, *(own.get(name, zero) for name in names)]) for own in sums]
-    totals = world.sum(torch.stack(table)).tolist()
-    results = []
-    for own_rows, (images, *each) in zip(rows, totals, strict=True):
-        means = {name: total / max(images, 1) for name, total in zip(names, each, strict=True)}
-        results.append(Validation(int(images), means, own_rows, masks))
-    return results
+    return [summed_up(rows, masks, world) for rows in found]
+
+
+def summed_up(rows: list[dict[str, Tensor]], masks: list[Tensor], world: World) -> Validation:
+    """Count the samples of all ranks and average their values. Collective."""
+    names = world.broadcast(lambda: averaged(rows[0]) if rows else [])  # a rank may have no batch
+    sums = torch.zeros(1 + len(names), dtype=longest_float(world.device), device=world.device)
+    for values, valid in zip(rows, masks, strict=True):
+        own = [values[name].float().where(valid, 0).sum() for name in names]
+        sums += torch.stack([valid.sum(), *own])
+    images, *totals = world.sum(sums).tolist()
+    means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
+    return Validation(int(images), means, rows, masks)
 
 
 def averaged(values: Mapping[str, Tensor]) -> list[str]:
