@@ -34,13 +34,12 @@ from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
 from engine.distributed import World, average_gradients, join_world, share_config, without_sync
-from engine.identity import run_identity
 from engine.log.runlog import RunLog, check_log, introduce
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
-from engine.rundir import RunDirectory
+from engine.run import Run, run_identity
 from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step, state_bytes
 from engine.step_graph import StepGraph, Values
@@ -67,9 +66,9 @@ def train(config: Config) -> dict[str, Any]:
         enter = stack.enter_context
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
-        run = enter(RunDirectory(config, world))
+        run = enter(Run(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        run.open(state, plan, run_identity(config, datasets, plan))  # loads a checkpoint
+        run.resume(state, plan, run_identity(config, datasets, plan))
         introduce(plan, run, state)
         if run.finished is not None:
             return run.finished
@@ -82,7 +81,7 @@ def train(config: Config) -> dict[str, Any]:
         world.set_section("measurement")
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         plan = fit_memory(plan, state, world, train_on_batch, first)
-        run.set_fitted_batch(plan.fitted_batch)
+        run.identity["fitted_batch"] = plan.fitted_batch
         enter(explain_out_of_memory(plan, world))
         verdict = tune(feed, train_on_batch, plan, state, run, stop, tracker)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
@@ -255,7 +254,7 @@ def validate(
     stop.poll()
 
 
-def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
+def save(state: TrainState, run: Run, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
     with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
         run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
@@ -274,13 +273,13 @@ def resolve_config(config: Config, world: World) -> Config:
     return share_config(config, world)
 
 
-def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, Plan, TrainState]:
+def prepare(config: Config, run: Run, world: World) -> tuple[Datasets, Plan, TrainState]:
     """Find the images, plan the run and build the model.
 
     Raises UserError for something that the user must change; nothing has been created.
     """
     check_log(config, world)
-    resumed = world.broadcast(run.stored)
+    resumed = run.find()  # step and identity of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
     datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))

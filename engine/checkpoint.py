@@ -1,23 +1,22 @@
 """Checkpoints that survive a kill at any instant.
 
-A checkpoint is `step-<8 digits>.pt`. Its manifest `step-<8 digits>.json` holds its SHA-256, which
-detects damage. `last.json` and `best.json` are copies of the manifests of two of them. Each file is
-written under a temporary name, fsynced and renamed, and then its folder is fsynced. During
-training, a `Writer` does all of this in a thread, from a copy of the training state.
+A checkpoint is `step-<8 digits>.pt`, a zip file of torch.save, whose CRC-32 sums detect damage.
+`best.pt` is a hard link to the best one. Each file is written under a temporary name, fsynced and
+renamed, and then its folder is fsynced.
 """
 
 import copy
-import hashlib
-import json
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterator
-from concurrent import futures
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,91 +32,39 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
 PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "plan"), dict)}
-HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
 
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
 
 
-class Writer:
-    """Writes copies of the training state in a thread, one at a time, while training continues.
+def host_copy(
+    content: dict[str, Any], device: torch.device
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Copy nested containers, and their tensors to the host; return the copy and what waits for it.
 
-    Training pauses only for the copy from the device to the host memory, which is reused for every
-    checkpoint. With a GPU, this memory is page-locked: the host does not wait for the copy either.
+    Later changes of `content` do not change the copy: on a GPU, kernels that are launched after
+    this call run after the copy. The memory is page-locked then, so that the host does not wait;
+    torch reuses it for the next copy.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._writing: futures.Future[None] | None = None
-        self._copies: list[Tensor] = []  # on the host
-
-    def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy `content` and call `write` with the copy in the thread. Raises what `wait` raises.
-
-        Later changes of `content` do not change the copy: on a GPU, kernels that are launched
-        after this call run after the copy.
-        """
-        self.wait()
-        tensors = list({id(tensor): tensor for tensor in _tensors(content)}.values())
-        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._copies]:
-            self._copies = []  # frees the memory
+    on_gpu = device.type == "cuda"
+    copies: dict[int, Any] = {}
+    for tensor in _tensors(content):
+        if id(tensor) not in copies:
             # With the same strides, the copy moves plain bytes.
-            self._copies = [
-                torch.empty_like(tensor, device="cpu", pin_memory=self._on_gpu)
-                for tensor in tensors
-            ]
-        with torch.no_grad():
-            for copied, tensor in zip(self._copies, tensors, strict=True):
-                copied.copy_(tensor, non_blocking=self._on_gpu)
-        copied_event = torch.cuda.Event(blocking=True) if self._on_gpu else None
-        if copied_event is not None:
-            copied_event.record(torch.cuda.current_stream())
-        # deepcopy takes these copies in place of the tensors, and copies everything else.
-        memo: dict[int, Any] = dict(zip(map(id, tensors), self._copies, strict=True))
-        duplicate = copy.deepcopy(content, memo)
-
-        def write_copy() -> None:
-            if copied_event is not None:
-                copied_event.synchronize()
-            write(duplicate)
-
-        self._writing = self._thread.submit(write_copy)
-
-    @property
-    def failed(self) -> bool:
-        """Whether `wait` will raise an exception. Does not wait."""
-        writing = self._writing
-        return writing is not None and writing.done() and writing.exception() is not None
-
-    def wait(self) -> None:
-        """Wait until `write` has returned; raise what it has raised, once."""
-        if self._writing is None:
-            return
-        seconds = HANGING_SECONDS
-        # If Ctrl-C interrupts this wait, `close` raises the error of the write.
-        while not futures.wait([self._writing], HANGING_SECONDS).done:
-            logger.warning(
-                "training waits for a checkpoint that is still being written after %.0f s: check "
-                "the disk; Ctrl-C or SIGTERM ends the run without this checkpoint",
-                seconds,
-            )
-            seconds += HANGING_SECONDS
-        writing, self._writing = self._writing, None
-        writing.result()
-
-    def close(self) -> None:
-        """Wait for the thread and free the memory. Raises what `wait` raises."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-            self._copies = []
+            copied = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
+            copies[id(tensor)] = copied.copy_(tensor.detach(), non_blocking=on_gpu)
+    # deepcopy takes these copies in place of the tensors, and copies everything else.
+    duplicate = copy.deepcopy(content, copies)
+    if not on_gpu:
+        return duplicate, lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream())
+    return duplicate, event.synchronize
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
-    """Write a checkpoint, point `last` (and `best`) to it, and remove older checkpoints.
+    """Write a checkpoint, let `best.pt` be the best one, and remove older checkpoints.
 
     Raises CheckpointError if the disk is full or cannot be written; earlier ones are untouched.
 
@@ -128,25 +75,18 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         best_step: step of the best checkpoint so far; may be the step of this one.
     """
     path = folder / file_name(content["step"])
-    manifest = path.with_suffix(".json")
-    content = {"format": FORMAT, **content}
     try:
         if not folder.exists():
             folder.mkdir(parents=True)
-            _sync_folder(folder.parent)
-        manifest.unlink(missing_ok=True)  # of an earlier file of this step
-        _write(path, lambda file: torch.save(content, file))
-        entry = {"file": path.name, "step": content["step"], "sha256": sha256(path)}
-        write_json(manifest, entry)
-        write_json(folder / "last.json", entry)
+            _sync(folder.parent)
+        with _replacing(path) as temporary, open(temporary, "wb") as file:
+            torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
-            (folder / "best.json").unlink(missing_ok=True)  # no longer comparable
-        else:
-            point_to_best(folder, best_step)
+            (folder / "best.pt").unlink(missing_ok=True)  # no longer comparable
+        elif best_step == content["step"]:
+            link_best(folder, best_step)
         for old in files(folder)[:-keep]:
             if old != path and (best_step is None or old.name != file_name(best_step)):
-                # The manifest first: a file without a manifest can be loaded.
-                old.with_suffix(".json").unlink(missing_ok=True)
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         needed = sum(tensor.nbytes for tensor in _tensors(content)) / 2**20
@@ -159,11 +99,15 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
     return path
 
 
-def point_to_best(folder: Path, step: int) -> None:
-    """Let `best.json` name the checkpoint of a step, unless it is in another folder."""
-    entry = read_manifest(folder / Path(file_name(step)).with_suffix(".json"))
-    if entry and entry != read_manifest(folder / "best.json"):
-        write_json(folder / "best.json", entry)
+def link_best(folder: Path, step: int) -> None:
+    """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
+    source, best = folder / file_name(step), folder / "best.pt"
+    if source.exists() and not (best.exists() and best.samefile(source)):
+        with _replacing(best) as temporary:
+            try:
+                os.link(source, temporary)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(source, temporary)
 
 
 def file_name(step: int) -> str:
@@ -176,6 +120,50 @@ def files(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem[5:]))
 
 
+def find(path: str | Path) -> Path:
+    """Return the checkpoint that a path stands for. Raises UserError if a folder has none.
+
+    The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
+    none was validated; a file for itself.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    best, pointer = folder / "best.pt", folder / "best.json"
+    if not best.exists() and pointer.exists():  # an earlier version wrote only the name
+        names = re.findall(r"step-\d+\.pt", pointer.read_text(errors="replace"))
+        best = folder / "".join(names[:1])
+    found = [*files(folder), *([best] if best.is_file() else [])]
+    if not found:
+        raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
+    return found[-1]
+
+
+def intact(path: Path) -> bool:
+    """Return whether a file is a zip file whose CRC-32 sums fit: torch.load does not check them."""
+    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
+        return file.testzip() is None
+    return False
+
+
+def newest_intact(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint, and warn about newer ones; None if there is none at all.
+
+    Raises CheckpointError if all are damaged.
+    """
+    found = files(folder)
+    newest = next(filter(intact, reversed(found)), None)
+    if found and newest is None:
+        raise CheckpointError(
+            f"{found[-1]}: damaged, and so is every checkpoint before it; start over with "
+            "checkpoint.resume=never"
+        )
+    if newest is not None and newest != found[-1]:
+        logger.warning("%s: damaged; continuing from %s instead", found[-1], newest.name)
+    return newest
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
@@ -183,8 +171,8 @@ def load(path: Path) -> dict[str, Any]:
     another format.
     """
     try:
-        verify(path)
         content: dict[str, Any] = read_torch_file(path)
+        verify(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
@@ -201,78 +189,27 @@ def load(path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}")
 
 
+def verify(path: Path) -> None:
+    """Raise CheckpointError if a file that torch.load has read is damaged all the same."""
+    if not intact(path):
+        raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
+
+
 def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint that this version can read."""
     ours = isinstance(content, dict) and content.get("format") in READABLE
     return ours and all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint differs from its manifest. It may have none."""
-    manifest = path.with_suffix(".json")
-    if manifest.exists() and sha256(path) != read_manifest(manifest).get("sha256"):
-        raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
-
-
-def find(path: str | Path) -> Path:
-    """Return the checkpoint that a path stands for.
-
-    The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
-    none was validated; `best.json`, `last.json` or a manifest for the file that it names; any other
-    file for itself. Raises UserError if there is none.
-    """
-    path = Path(path)
-    if path.is_dir():
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        for pointer in (folder / "best.json", folder / "last.json"):
-            if pointer.exists():
-                return find(pointer)
-        raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
-    if path.suffix != ".json":
-        return path
-    found = path.parent / Path(str(read_manifest(path).get("file", ""))).name  # of its own folder
-    if not found.is_file():
-        raise UserError(f"{path}: names no checkpoint; give a file such as step-00001000.pt")
-    return found
-
-
-def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and content of the newest intact checkpoint, and warn about newer damaged ones.
-
-    A file lacks its manifest after a kill, or if only the .pt files were copied. Returns None if
-    there is no checkpoint. Raises CheckpointError if all are damaged, UserError for another format.
-    """
-    damaged = []
-    for path in reversed(files(folder)):
-        try:
-            content = load(path)
-        except CheckpointError as error:
-            damaged.append(str(error))
-            continue
-        for line in damaged:
-            logger.warning("%s; continuing from %s instead", line, path.name)
-        if not path.with_suffix(".json").exists():
-            logger.warning("%s has no manifest: its SHA-256 cannot be checked", path)
-        return path, content
-    if damaged:
-        raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {damaged[0]}; start over with "
-            "checkpoint.resume=never"
-        )
-    return None
-
-
 def provenance() -> dict[str, str]:
     """Return the versions of Python and torch, and the git commit of this program."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git, commit = ["git", "-C", str(Path(__file__).parent)], "unknown"
     command = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
         commit = done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = "unknown"
-    python = platform.python_version()
-    return {"python": python, "torch": str(torch.__version__), "git_commit": commit}
+    python, version = platform.python_version(), str(torch.__version__)
+    return {"python": python, "torch": version, "git_commit": commit}
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -282,42 +219,28 @@ def write_json(path: Path, content: Any) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    _write(path, lambda file: file.write(text.encode(errors="surrogateescape")))
+    with _replacing(path) as temporary:
+        temporary.write_bytes(text.encode(errors="surrogateescape"))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest or pointer; return {} if it is missing or damaged."""
-    try:
-        manifest = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, 64 hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
-    """Replace a file by what `fill` writes, atomically, also if the power fails."""
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Replace a file by the one that the block writes, atomically, also if the power fails."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # a kill may have left it as a hard link to a checkpoint
     try:
-        with open(temporary, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        _sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -17,7 +17,7 @@ from conf.compose import load
 from conf.schema import Config, UserError, show
 from engine.checkpoint import file_name
 from engine.distributed import World
-from engine.rundir import RunDirectory
+from engine.run import Run
 from pipeline.build import build_datasets
 
 
@@ -35,7 +35,7 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
         )
     images = world.on_all_ranks(lambda: len(build_datasets(config).train))
     starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
-    step, own = world.broadcast(lambda: (RunDirectory(config, world).stored()[0], config.run))
+    (step, _), own = Run(config, world).find(), config.run
     last = config.train.max_steps or max(step, *starts) + 1
     start = max(first for first in starts if first <= min(step, last - 1))
     end = min((first for first in starts if start < first < last), default=None)

@@ -1,7 +1,7 @@
 """Evaluate trained models on the validation images.
 
     python scripts/evaluate.py runs/NAME
-    python scripts/evaluate.py runs/A runs/B/checkpoints/last.json data.val_size=288 --flip
+    python scripts/evaluate.py runs/A runs/B/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
 data.root needs no training split. The classes of the images are found by name, so data.val may hold

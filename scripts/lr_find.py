@@ -47,7 +47,7 @@ from conf.schema import Config
 from engine.checkpoint import write_json
 from engine.distributed import join_world
 from engine.optim import Curve
-from engine.rundir import RunDirectory
+from engine.run import Run
 from engine.state import TrainingError
 from scripts.lib.trained import exit_status
 
@@ -81,7 +81,7 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device, config.loader.timeout_seconds))
         config = train.resolve_config(config, world)
-        datasets, plan, state = train.prepare(config, RunDirectory(config, world), world)
+        datasets, plan, state = train.prepare(config, Run(config, world), world)
         curve = Rise(config.schedule, highest, 0, steps, plan.steps_per_epoch, lowest)
         feed = stack.enter_context(plan.open_feed(datasets, world))
         step = stack.enter_context(train.build_step(replace(plan, curve=curve), state, world))

@@ -42,11 +42,16 @@ def strictly_parsed(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint of a run."""
+    found = checkpoint.newest_intact(folder / "checkpoints")
+    assert found is not None
+    return found
+
+
 def stored(folder: Path) -> dict[str, Any]:
     """Return the state in a run's newest checkpoint."""
-    found = checkpoint.load_newest(folder / "checkpoints")
-    assert found is not None
-    state: dict[str, Any] = found[1]["state"]
+    state: dict[str, Any] = checkpoint.load(newest(folder))["state"]
     return state
 
 

@@ -68,7 +68,7 @@ COMMANDS = {page: commands_in(page) for page in PAGES if page.name not in OF_FOR
 def desk(tmp_path: Path, image_root: Path) -> Path:
     """A folder with stand-ins for the files of a reader."""
     desk = tmp_path / "desk"
-    checkpoints = [f"runs/{run}/checkpoints/last.json" for run in RUNS]
+    checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
     curves = [f"runs/alarms/curve{number}/config.yaml" for number in range(1, 11)]
     for name in [*checkpoints, *curves, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
         (desk / name).parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def test_best_on_other_validation_images_is_dropped(program: Program) -> None:
     assert program(*changed, "train.max_steps=6")[0] == 0
     assert stored(Path("runs/one"))["best"]["step"] == 5, "the same images: still the best"
     assert program(*changed, "data.val_size=64", "train.max_steps=7")[0] == 0
-    assert json.loads(Path("runs/one/checkpoints/best.json").read_text())["step"] == 7
+    assert checkpoint.load(Path("runs/one/checkpoints/best.pt"))["step"] == 7
     assert stored(Path("runs/one"))["best"]["step"] == 7
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import train
 from engine import checkpoint, compute
-from engine.rundir import RunDirectory
+from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
 from tests.limits import file_size_limit
@@ -162,9 +162,7 @@ def test_run_directory(short: Ended) -> None:
     assert all(row.keys() >= named for row in train_rows) and train_rows[-1]["epoch"] == 2
 
     saved = {path.name for path in (folder / "checkpoints").iterdir()}
-    steps = {f"step-0000000{step}.{suffix}" for step in (5, 9) for suffix in ("pt", "json")}
-    assert saved == steps | {"last.json", "best.json"}
-    assert checkpoint.find(folder / "checkpoints" / "last.json").stem == "step-00000009"
+    assert saved == {"step-00000005.pt", "step-00000009.pt", "best.pt"}
 
 
 def test_tensorboard(short: Ended) -> None:
@@ -213,7 +211,7 @@ def test_validation_does_not_count_as_training(
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     go("train.validate_every_epochs=9", "checkpoint.every_steps=5")
-    for name in ("checkpoints/step-00000009.pt", "checkpoints/step-00000009.json", "summary.json"):
+    for name in ("checkpoints/step-00000009.pt", "summary.json"):
         (folder / name).unlink()
     go()
     assert [row["step"] for row in rows(folder, "val")] == [5, 9]
@@ -237,16 +235,21 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     first = go("train.epochs=8", "checkpoint.keep=1")
     best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equal ones
     path = checkpoint.find(folder)
-    assert path.name == checkpoint.file_name(best["step"]) == first["best_checkpoint"]
+    assert first["best_checkpoint"] == checkpoint.file_name(best["step"])
+    assert path.samefile(folder / "checkpoints" / first["best_checkpoint"])
     assert first["best_top1"] == pytest.approx(best["top1"])
     assert best["top1"] > 100 / 3 + 1, "the model has not learned, so the test shows nothing"
     weights = checkpoint.load(path)
     second = go("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
-    assert second["best_top1"] == first["best_top1"] and second["best_checkpoint"] == path.name
+    assert (
+        second["best_top1"] == first["best_top1"]
+        and second["best_checkpoint"] == first["best_checkpoint"]
+    )
     assert checkpoint.find(folder) == path and same(checkpoint.load(path), weights)
-    left = {each.name for each in path.parent.glob("*.pt")}
-    assert left == {path.name, checkpoint.file_name(second["step"])}
+    left = {each.name for each in path.parent.iterdir()}
+    newest = checkpoint.file_name(second["step"])
+    assert left == {"best.pt", first["best_checkpoint"], newest}
 
 
 # A run that stops and resumes gives the result of an uninterrupted run.
@@ -351,16 +354,16 @@ def test_signal_while_saving(
     go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch
 ) -> None:
     """No further step and no second checkpoint; a signal in the last one interrupts, too."""
-    save, saved = RunDirectory.save, []
+    save, saved = Run.save, []
 
-    def signalled(self: RunDirectory, state: TrainState, *arguments: Any) -> None:
+    def signalled(self: Run, state: TrainState, *arguments: Any) -> None:
         saved.append(state.step)
         if state.step == 5:
             signal.raise_signal(signal.SIGTERM)
         save(self, state, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "save", signalled)
+        patch.setattr(Run, "save", signalled)
         assert status("log.every_steps=2")[0] == 128 + signal.SIGTERM
     assert saved[-1] == 5 and saved.count(5) == 1
     assert rows(folder, "train")[-1]["step"] == 5
@@ -433,7 +436,7 @@ def test_resume_from_a_path(
     worse = run(image_root, tmp_path / "worse", *options)
     assert worse["top1"] <= straight[1]["best_top1"]
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
-    assert checkpoint.find(tmp_path / "worse").stem == "step-00000059"
+    assert checkpoint.load(checkpoint.find(tmp_path / "worse"))["step"] == 59
     assert files(straight[0]) == before
 
 
@@ -490,21 +493,21 @@ def test_a_file_of_the_run_cannot_be_written(name: str, status: Any, folder: Pat
 def test_disk_full(go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch) -> None:
     """A failed checkpoint ends the run in the next step; the next start resumes before it."""
     go("train.max_steps=3")
-    save, runs, begin = RunDirectory.save, list[RunDirectory](), threading.Event()
+    save, runs, begin = Run.save, list[Run](), threading.Event()
 
-    def save_later(self: RunDirectory, state: TrainState, flush: Callable[[], None]) -> None:
+    def save_later(self: Run, state: TrainState, flush: Callable[[], None]) -> None:
         save(self, state, lambda: (begin.wait(HANGS_SECONDS), flush()))
         runs.append(self)
 
     with monkeypatch.context() as patch, file_size_limit(2**19):  # a checkpoint has 2.5 MB
-        patch.setattr(RunDirectory, "save", save_later)
+        patch.setattr(Run, "save", save_later)
         at_step(5, lambda: (begin.set(), wait_for("it fails", runs[-1].failed)), patch)
         number, error = status()
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
     assert rows(folder, "train")[-1]["step"] == 6 and not (folder / "summary.json").exists()
     left = {path.name for path in (folder / "checkpoints").glob("step*")}
-    assert left == {"step-00000003.json", "step-00000003.pt"}
+    assert left == {"step-00000003.pt"}
     assert go()["params_sha256"] == short[1]["params_sha256"]
 
 

@@ -25,7 +25,7 @@ from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
 from engine.plan import Due, Plan
-from engine.rundir import RunDirectory
+from engine.run import Run
 from engine.scores import add_values
 from engine.state import TrainState, params_sha256, state_bytes
 from engine.step_graph import FIRST_STEPS
@@ -45,7 +45,7 @@ def check_log(config: Config, world: World) -> None:
     world.broadcast(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
-def introduce(plan: Plan, run: RunDirectory, state: TrainState) -> None:
+def introduce(plan: Plan, run: Run, state: TrainState) -> None:
     """Print what the run will do, or the summary of an earlier start that finished it."""
     if not run.world.is_main:
         return
@@ -72,7 +72,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     """Reports a run while the loop trains, from the first step to the last."""
 
     plan: Plan
-    run: RunDirectory
+    run: Run
     state: TrainState
     feed: Feed
     tracker: Tracker

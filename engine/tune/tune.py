@@ -27,7 +27,7 @@ import torch
 from engine.distributed import World
 from engine.log.tracker import Tracker
 from engine.plan import Plan
-from engine.rundir import RunDirectory
+from engine.run import Run
 from engine.state import TrainState, untouched
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
@@ -74,7 +74,7 @@ def tune(
     step: StepGraph,
     plan: Plan,
     state: TrainState,
-    run: RunDirectory,
+    run: Run,
     stop: StopSignal,
     tracker: Tracker,
 ) -> Verdict:
@@ -108,13 +108,13 @@ def tune(
             tracker.record("autotune.json", {**found, "machine": machine})
         step.reset()
     if feed.measured:
-        run.set_pixels(feed.mode)
+        run.identity["pixels"] = feed.mode
         tracker.text("autotune", "\n".join(lines))
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
     return Verdict(plan, feed, step, world, found.get("alone", 0.0))
 
 
-def _stored(run: RunDirectory, plan: Plan, machine: list[Any]) -> dict[str, Any] | None:
+def _stored(run: Run, plan: Plan, machine: list[Any]) -> dict[str, Any] | None:
     """The result of an earlier start of this run; None if there is none for this machine."""
     try:
         found = dict(json.loads((run.path / "autotune.json").read_bytes()))

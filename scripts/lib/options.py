@@ -12,9 +12,9 @@ from conf.start import set_up_process
 
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 ABOUT = """\
-CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
-step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
-model.name=NAME is required. The moving average of the weights is used if the file holds one.
+CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.pt or step-*.pt, or a
+file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which model.name=NAME
+is required. The moving average of the weights is used if the file holds one.
 Accepts train.py's key=value overrides; a checkpoint brings the config of its run.
 docs/trained.md describes the results."""
 

@@ -147,7 +147,7 @@ def open_trained(
             replaces the names in the file.
 
     Raises UserError: the file cannot be read, does not fit the model, or the overrides are wrong;
-    CheckpointError: the SHA-256 of the checkpoint differs from its manifest.
+    CheckpointError: the checkpoint is damaged.
     """
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))

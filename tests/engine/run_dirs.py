@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.schema import Checkpoint, Config, Run
+from conf import schema
+from conf.schema import Checkpoint, Config
 from engine import checkpoint
-from engine.rundir import RunDirectory
+from engine.run import Run
 from engine.state import TrainState
 from tests.engine.plans import ALONE, plan
 
@@ -20,9 +21,17 @@ def state_of(step: int = 0, features: int = 2) -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 
-def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> RunDirectory:
+def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> Run:
     checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
-    return RunDirectory(Config(run=Run(dir=str(path)), checkpoint=checkpoints), ALONE)
+    return Run(Config(run=schema.Run(dir=str(path)), checkpoint=checkpoints), ALONE)
+
+
+def resume_with(
+    run: Run, state: TrainState, identity: dict[str, Any] = IDENTITY, stop_step: int = 100
+) -> None:
+    """Do what `train.train` does with a run directory before the first step."""
+    run.find()
+    run.resume(state, plan(stop_step=stop_step), dict(identity))
 
 
 def open_run(
@@ -31,7 +40,7 @@ def open_run(
     """Open and close a run directory; return the checkpoint to resume."""
     state = state_of(features=features)
     with directory(path, resume) as run:
-        run.open(state, plan(stop_step=100), identity)
+        resume_with(run, state, identity)
     assert state.history == [] or run.is_first_start
     assert run.step_on_disk == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
     return run.resumed

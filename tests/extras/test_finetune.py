@@ -179,7 +179,7 @@ def test_photos_are_turned_upright(pretrained: Path, angles: Path) -> None:
 
 
 def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
-    weights = f"model.weights={pretrained / 'checkpoints' / 'last.json'}"
+    weights = f"model.weights={pretrained / 'checkpoints' / 'best.pt'}"
     values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
     assert values["schedule.warmup_epochs"] == 0.5

@@ -1,8 +1,6 @@
 """Foreign, hostile and damaged checkpoints: refused in one line, and no code in them runs."""
 
 import copy
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -21,8 +19,7 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.identity import run_identity
-from engine.rundir import RunDirectory
+from engine.run import Run, run_identity
 from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.engine.plans import ALONE
@@ -140,14 +137,15 @@ def content(run: Path) -> Content:
 def resume(run: Path, image_root: Path) -> Open:
     """Return a function that opens a run directory to resume from a path, as train() does."""
     config = small_run.compose(image_root, run, *OPTIONS)
-    datasets, plan, state = train.prepare(config, RunDirectory(config, ALONE), ALONE)
+    datasets, plan, state = train.prepare(config, Run(config, ALONE), ALONE)
     identity = run_identity(config, datasets, plan)
 
     def open_run(folder: Path, path: Path) -> None:
         given = replace(config.checkpoint, resume=str(path))
         started = replace(config, run=replace(config.run, dir=str(folder)), checkpoint=given)
-        with RunDirectory(started, ALONE) as opened:
-            opened.open(state, plan, identity)
+        with Run(started, ALONE) as opened:
+            opened.find()
+            opened.resume(state, plan, identity)
 
     return open_run
 
@@ -160,6 +158,13 @@ def open_model(_: Path, path: Path) -> None:
     open_trained(path).build(torch.device("cpu"))
 
 
+def planted(_: Path, path: Path) -> None:
+    """Resume from a file that is the newest checkpoint of a run."""
+    found = checkpoint.newest_intact(path.parent)
+    assert found is not None
+    checkpoint.load(found)
+
+
 def refused(open_file: Open, path: Path, folder: Path) -> str:
     """Check that a file is refused in one line that names it, and that nothing is created."""
     before = {p.name for p in path.parent.iterdir()}
@@ -169,18 +174,6 @@ def refused(open_file: Open, path: Path, folder: Path) -> str:
     assert str(path) in message and len(" ".join(message.splitlines())) < 1000
     assert {p.name for p in path.parent.iterdir()} == before and not folder.exists()
     return message
-
-
-def planted(_: Path, path: Path) -> None:
-    """Resume from a file that is the newest checkpoint of a run, with a manifest that fits."""
-    digest = ""
-    if path.is_file() and path.stat().st_size < 10**9:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    path.with_suffix(".json").write_text(json.dumps({"file": path.name, "sha256": digest}))
-    try:
-        checkpoint.load_newest(path.parent)
-    finally:
-        path.with_suffix(".json").unlink()
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -232,40 +225,33 @@ DAMAGE = (flip_a_bit, truncate, overwrite)
 
 
 def undetected(path: Path, numbers: range) -> tuple[int, list[str]]:
-    """Damage a checkpoint or its manifest in many ways.
-
-    A damaged manifest may leave the checkpoint readable; its content must be the same then.
+    """Damage a checkpoint in many ways.
 
     Returns:
         The number of damages, and those with which `load` returned another content.
     """
-    whole = {name: path.with_suffix(name).read_bytes() for name in (".pt", ".json")}
-    before, damages, missed = checkpoint.load(path), 0, []
+    whole, before, damages, missed = path.read_bytes(), checkpoint.load(path), 0, []
     for number in numbers:
         rng = random.Random(number)
-        damage = DAMAGE[number % len(DAMAGE)]
-        name = ".json" if rng.random() < 0.2 else ".pt"
-        data = bytearray(whole[name])
+        damage, data = DAMAGE[number % len(DAMAGE)], bytearray(whole)
         damage(data, rng.randrange(len(data)), rng)
-        if data == whole[name]:
+        if data == whole:
             continue  # the same bytes
         damages += 1
-        path.with_suffix(name).write_bytes(data)
+        path.write_bytes(data)
         try:
             if not same(before, checkpoint.load(path)):
-                missed.append(f"{damage.__name__} of {name}, seed {number}")
+                missed.append(f"{damage.__name__}, seed {number}")
         except CheckpointError as error:
             assert str(path) in str(error)
-        path.with_suffix(name).write_bytes(whole[name])
+    path.write_bytes(whole)
     return damages, missed
 
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint and its manifest."""
-    for name in (NAME, Path(NAME).with_suffix(".json")):
-        shutil.copy(run / "checkpoints" / name, tmp_path)
-    return tmp_path / NAME
+    """A copy of the checkpoint."""
+    return Path(shutil.copy(run / "checkpoints" / NAME, tmp_path))
 
 
 def test_damage_is_detected(copied: Path) -> None:

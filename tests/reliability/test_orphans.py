@@ -20,10 +20,11 @@ import pytest
 import torch
 
 from conf.signals import STOPS
+from engine import checkpoint
 from tests.conftest import SLOW_SECONDS
 from tests.processes import HANGS_SECONDS, Started, is_running, needs_linux, processes, wait_for
 from tests.ranks import Ranks
-from tests.results import logged_steps, rows
+from tests.results import logged_steps, rows, stored
 from tests.small_run import command, measured, torchrun
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -43,8 +44,7 @@ def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ra
         wait_for("the ranks end", lambda: not any(map(is_running, job.pids)))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    last = json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())
-    assert last["step"] == summary["step"] == logged_steps(tmp_path / "run")
+    assert stored(tmp_path / "run")["step"] == summary["step"] == logged_steps(tmp_path / "run")
 
 
 def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
@@ -262,8 +262,8 @@ def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
             job.terminate()
         wait_for("no process is left", lambda: not job.members())
     trained = logged_steps(job.run)
-    last = job.run / "checkpoints" / "last.json"
-    saved = json.loads(last.read_text())["step"] if last.exists() else 0
+    last = checkpoint.newest_intact(job.run / "checkpoints")
+    saved = 0 if last is None else checkpoint.load(last)["step"]
     caught = way.number in STOPS or way.target in SURVIVED
     # torchrun passes on the signals that it catches; the others end it, and ranks notice that.
     caught |= way.target == "torchrun" and way.number in (KILL, signal.SIGUSR1)

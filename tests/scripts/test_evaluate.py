@@ -25,7 +25,7 @@ from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
-from tests.results import rows
+from tests.results import newest, rows
 from tests.scripts.conftest import Mistake
 from tests.stored import as_list, as_tar
 
@@ -38,7 +38,7 @@ FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_siz
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Evaluated:
-    return measured(folder / "checkpoints" / "last.json")
+    return measured(newest(folder))
 
 
 def opened(path: Path, *overrides: str) -> Trained:
@@ -73,7 +73,7 @@ def test_the_file_of_results(found: Evaluated, tmp_path: Path) -> None:
 def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Path) -> None:
     """Several checkpoints; the name of the run contains `=`; nothing is written into the run."""
     before = sorted(folder.rglob("*"))
-    last = folder / "checkpoints" / "last.json"
+    last = newest(folder)
     done = ranks.run([*SCRIPT, str(folder), str(last), *HERE, "--json"], 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = [json.loads(line) for line in done.stdout.splitlines()]
@@ -111,12 +111,12 @@ def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: 
 
 def test_runs_whose_training_images_the_gpu_decoded(folder: Path, found: Evaluated) -> None:
     """The CPU decodes the validation images."""
-    path = folder / "checkpoints" / "last.json"
+    path = newest(folder)
     assert measured(path, "loader.decoder=gpu").values == found.values
 
 
 def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None:
-    both = measured(folder / "checkpoints" / "last.json", flip=True)
+    both = measured(newest(folder), flip=True)
     model = both.trained.build(ALONE.device)
     data = both.datasets.val
     mean = torch.tensor(both.trained.config.data.mean)[:, None, None]

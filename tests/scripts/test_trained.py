@@ -1,8 +1,6 @@
 """Trained models from files of every kind; nothing in a file is executed or resolved."""
 
 import argparse
-import json
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -124,9 +122,7 @@ def test_another_model(tmp_path: Path, weights: Weights) -> None:
 # Checkpoints of this project.
 
 
-@pytest.mark.parametrize(
-    "name", ["", "checkpoints", "checkpoints/best.json", "checkpoints/last.json"]
-)
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/best.pt"])
 def test_checkpoint(folder: Path, name: str) -> None:
     found = open_trained(folder / name)
     state = checkpoint.load(found.path)["state"]
@@ -150,18 +146,28 @@ def test_checkpoint(folder: Path, name: str) -> None:
 def test_checkpoint_of_another_version(folder: Path, tmp_path: Path, change: Any) -> None:
     content = torch.load(checkpoint.find(folder), weights_only=True)
     change(content)
-    torch.save(content, path := tmp_path / "step-00000005.pt")  # without a manifest
+    torch.save(content, path := tmp_path / "step-00000005.pt")
     found = open_trained(path)
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
 
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
-    path = checkpoint.find(folder)
-    manifest = json.loads(path.with_suffix(".json").read_text())
-    copy = Path(shutil.copy(path, tmp_path))
-    copy.with_suffix(".json").write_text(json.dumps(manifest | {"sha256": "0" * 64}))
-    with pytest.raises(CheckpointError, match="damaged: its SHA-256 differs"):
-        open_trained(copy)
+    weights = open_trained(folder).weights["fc.weight"].numpy().tobytes()
+    data = bytearray(checkpoint.find(folder).read_bytes())
+    data[data.index(weights) + 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged: its CRC-32"):
+        open_trained(tmp_path / "damaged.pt")
+
+
+def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
+    """It holds the weights where timm looks for them, and the file has them once."""
+    path, state = checkpoint.find(folder), open_trained(folder).weights
+    assert same(dict(torch.load(path)["state_dict"]), state)
+    timm = pytest.importorskip("timm")
+    assert same(dict(timm.models.load_state_dict(str(path))), state)
+    size = sum(t.nbytes for t in models.weights_in(torch.load(path), origin="").values())
+    assert path.stat().st_size < 4 * size + 100_000
 
 
 def test_size_of_the_training_images_is_fixed(folder: Path) -> None:

@@ -11,13 +11,20 @@ from typing import Any
 
 import pytest
 
-from conf.schema import Config, Data, Run, UserError
+from conf import schema
+from conf.schema import Config, Data, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.identity import FIXED, accepted_changes
-from engine.rundir import RunDirectory
-from tests.engine.plans import ALONE, plan
-from tests.engine.run_dirs import IDENTITY, add_checkpoint, directory, open_run, state_of
+from engine.run import FIXED, Run, accepted_changes
+from tests.engine.plans import ALONE
+from tests.engine.run_dirs import (
+    IDENTITY,
+    add_checkpoint,
+    directory,
+    open_run,
+    resume_with,
+    state_of,
+)
 from tests.processes import HANGS_SECONDS, Started
 from tests.results import tree
 
@@ -36,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_new_folder_with_its_parents(tmp_path: Path) -> None:
     with directory(tmp_path / "a"):
-        assert tree(tmp_path) == {}, "before `open`"
+        assert tree(tmp_path) == {}, "before `resume`"
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "a" / "b" / "run name", tmp_path / "empty"):
         assert open_run(path) is None
@@ -51,17 +58,29 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
     (run / "checkpoints" / "step-00000020.pt").write_bytes(b"partial")
     assert open_run(run) == run / "checkpoints" / "step-00000010.pt"
     (run / "checkpoints" / "step-00000010.pt").write_bytes(b"partial")
-    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+    with pytest.raises(CheckpointError, match="damaged, and so is every checkpoint before it"):
         open_run(run)
 
 
-def test_best_json_is_written_after_a_kill(run: Path) -> None:
-    """The checkpoint says that it is the best; a kill has prevented best.json."""
+def test_best_is_linked_after_a_kill(run: Path) -> None:
+    """The checkpoint says that it is the best; a kill has prevented best.pt."""
     state = {**state_of(30).state_dict(), "best": {"step": 30, "top1": 50.0}}
     content = {"step": 30, "identity": IDENTITY, "config": {}, "plan": {}, "state": state}
     checkpoint.save(run / "checkpoints", content, keep=9)
-    assert open_run(run) == run / "checkpoints" / "step-00000030.pt"
-    assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 30
+    for _ in range(2):
+        assert open_run(run) == run / "checkpoints" / "step-00000030.pt"
+        assert (run / "checkpoints" / "best.pt").samefile(run / "checkpoints" / "step-00000030.pt")
+
+
+def test_run_of_an_earlier_version(run: Path) -> None:
+    """It has manifests, whose SHA-256 no longer counts, and no best.pt."""
+    folder = run / "checkpoints"
+    for name, step in (("last", 20), ("best", 10), ("step-00000010", 10), ("step-00000020", 20)):
+        entry = {"file": f"step-{step:08d}.pt", "step": step, "sha256": "0" * 64}
+        checkpoint.write_json(folder / f"{name}.json", entry)
+    assert checkpoint.find(run) == folder / "step-00000010.pt"
+    assert open_run(run) == folder / "step-00000020.pt"
+    assert not list(folder.glob("*.json"))
 
 
 def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
@@ -113,7 +132,7 @@ REFUSALS = {
     "foreign folder": (r"run\.dir=.*/run: holds files that are not of a run", "auto"),
     "file": (r"run\.dir=.*/run: cannot be used: Not a directory", "auto"),
     "path that is not there": (r"checkpoint\.resume: gone\.pt: .*: No such file", "gone.pt"),
-    "path of a manifest": (r"checkpoint\.resume: .*; give the path of a step", "last.json"),
+    "path of a text": (r"checkpoint\.resume: .*; give the path of a step", "last.json"),
     "path of another training": (r"cannot resume .*: dataset was x, is abc", "other.pt"),
 }
 
@@ -133,7 +152,7 @@ def test_refusals_change_nothing(
         (path / "cat.jpg").write_bytes(b"mine")
     written = add_checkpoint(tmp_path, 10, {**IDENTITY, "dataset": "x"})
     written.rename(tmp_path / "other.pt")
-    written.with_name("last.json").rename(tmp_path / "last.json")
+    (tmp_path / "last.json").write_text('{"file": "step-00000010.pt"}')
     before = tree(tmp_path)
     for resume in ("auto", "never") if given == "auto" else (given,):
         with pytest.raises(UserError, match=message) as error:
@@ -164,11 +183,11 @@ def test_another_training_is_refused_and_nothing_changes(
 
 def test_accepted_changes_are_returned(run: Path) -> None:
     with directory(run, accept_changes=True) as opened:
-        opened.open(state := state_of(), plan(stop_step=100), {**IDENTITY, "dataset": "def"})
+        resume_with(opened, state := state_of(), {**IDENTITY, "dataset": "def"})
     assert opened.resumed == run / "checkpoints" / "step-00000020.pt"
     assert state.history == ["accepted at step 20: dataset was abc, is def"]
     with directory(run, accept_changes=True) as opened, pytest.raises(UserError) as error:
-        opened.open(state_of(), plan(stop_step=20), {**IDENTITY, "dataset": "def"})
+        resume_with(opened, state_of(), {**IDENTITY, "dataset": "def"}, stop_step=20)
     assert "training has ended at step 20: they would have no effect" in str(error.value)
 
 
@@ -206,7 +225,7 @@ def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
         (tmp_path / "new", "auto", (0, {})),
         (tmp_path / "new", str(other), (5, {"pixels": "gpu"})),
     ):
-        assert directory(path, resume).stored() == stored
+        assert directory(path, resume).find() == stored
     assert tree(tmp_path) == before
 
 
@@ -214,7 +233,7 @@ def hold(path: Path, connection: Connection) -> None:
     """Open a run directory in another process, until it is killed."""
     signal.alarm(HANGS_SECONDS)
     run = directory(path)
-    run.open(state_of(), plan(), {})
+    resume_with(run, state_of(), {})
     connection.send("open")
     connection.recv()
 
@@ -240,7 +259,7 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
 def test_lock_is_not_inherited(run: Path) -> None:
     """A child process that outlives the trainer must not keep the lock."""
     with directory(run) as first:
-        first.open(state_of(), plan(stop_step=100), IDENTITY)
+        resume_with(first, state_of())
         waits = ["sh", "-c", "echo ready; read end"]
         with Started(waits, close_fds=False, stdin=PIPE, stdout=PIPE) as child:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -272,7 +291,7 @@ def test_finished_run(
     if text is not None:
         directory(run).write("summary.json", text)
     with directory(run) as opened:
-        opened.open(state_of(), plan(stop_step=stop_step), IDENTITY)
+        resume_with(opened, state_of(), stop_step=stop_step)
     assert opened.finished == finished
     assert ((run / "config.yaml").read_text() == "mine") == (finished is not None)
     assert (run / "summary.json").exists() == (finished is not None)
@@ -293,11 +312,13 @@ def test_folder_inside_a_split(tmp_path: Path, data: Data, given: str, refused: 
         (tmp_path / split / "dots").mkdir(parents=True)
     (tmp_path / "link").symlink_to("val")
     before = tree(tmp_path)
-    config = Config(data=replace(data, root=str(tmp_path)), run=Run(dir=str(tmp_path / given)))
-    run = RunDirectory(config, ALONE)
+    config = Config(
+        data=replace(data, root=str(tmp_path)), run=schema.Run(dir=str(tmp_path / given))
+    )
+    run = Run(config, ALONE)
     if refused:
         with pytest.raises(UserError, match=rf"^run\.dir=.*: .*{refused}"):
-            run.open(state_of(), plan(), IDENTITY)
+            run.find()
     else:
-        run.stored()
+        run.find()
     assert tree(tmp_path) == before

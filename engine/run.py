@@ -1,0 +1,385 @@
+"""One run: its folder, which one process uses at a time, and what must not change when it resumes.
+
+`find` chooses and reads the checkpoint from which this start continues; `resume` refuses another
+training, loads the state and claims the folder; `save` writes checkpoints while training continues.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from conf.compose import to_yaml
+from conf.named import is_name
+from conf.schema import (
+    CHOOSE_SAMPLES,
+    FIELDS,
+    RESULT,
+    Config,
+    UserError,
+    affecting,
+    config_values,
+    show,
+)
+from engine import checkpoint
+from engine.checkpoint import CheckpointError
+from engine.distributed import World
+from engine.plan import Plan
+from engine.state import TrainingError, TrainState, diverged
+from pipeline.build import Datasets
+from pipeline.splits import refuse_inside
+
+logger = logging.getLogger(__name__)
+
+# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
+FIXED = (
+    "model.name",
+    "classes",
+    "parameters",
+    "optim.name",
+    "optim.decay_norms",
+    "optim.args",
+    "model.freeze",
+    "loader.batch_size",
+)
+WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
+UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
+# Keys that decide what a validation measures. If one changes, earlier results are not comparable.
+VALIDATED_ON = {
+    *("data.val", "data.val_size", "data.mean", "data.std", "augment.val"),
+    "data.exif_orientation",
+}
+
+
+class Run(AbstractContextManager["Run"]):
+    """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
+
+    Rank 0 writes the folder, run.dir, and all ranks read the checkpoint to resume.
+
+    Attributes:
+        resumed: the checkpoint from which this start continues; None at step 0. Set by `find`.
+        finished: summary.json of an earlier start that finished this run, or None.
+        identity: what each checkpoint stores as the run's identity.
+        last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
+            step at which this start begins.
+        step_on_disk: step of the newest checkpoint that is known to be on disk, likewise.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.path = Path(config.run.dir)
+        self.checkpoints = self.path / "checkpoints"
+        self.resumed: Path | None = None
+        self.finished: dict[str, Any] | None = None
+        self.identity: dict[str, Any] = {}
+        self.step_on_disk = self.last_saved_step = 0
+        self._found: dict[str, Any] = {}  # content of `resumed`, until it is loaded
+        self._content: dict[str, Any] = {}  # of each checkpoint, besides step, state and identity
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._writing: futures.Future[None] | None = None
+        self._lock: int | None = None
+
+    @property
+    def is_first_start(self) -> bool:
+        """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
+        return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
+
+    def find(self) -> tuple[int, dict[str, Any]]:
+        """Read the checkpoint to resume; return its step and identity; 0, {} if none. Collective.
+
+        Raises UserError if the folder holds something else, or if the checkpoint that
+        checkpoint.resume names is not one or not of this run; CheckpointError if all are damaged.
+        """
+        given = self.config.checkpoint.resume
+        own = self.world.broadcast(self._newest)
+        self.resumed = own or (None if given in ("auto", "never") else Path(given))
+        if self.resumed is None:
+            return 0, {}
+        try:
+            self._found = found = checkpoint.load(self.resumed)
+        except CheckpointError as error:
+            if own is not None:
+                raise
+            raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+        # The same command again resumes the run; the checkpoint with which it began may be gone.
+        same = "auto", found["state"].get("origin"), str(self.resumed.resolve())
+        if own is not None and given not in same and os.path.realpath(given) not in same:
+            raise UserError(
+                f"checkpoint.resume={given}: {self.path} holds a run that has not begun with this "
+                f"checkpoint, or a later one; leave the key out to continue from {own.name}, "
+                "or give another run.name to branch off"
+            )
+        return found["step"], found["identity"]
+
+    def _newest(self) -> Path | None:
+        """Return the newest intact checkpoint of this folder; refuse a folder that is no run."""
+        with _usable(self.path):
+            refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
+            content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+                raise UserError(
+                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
+                    "own"
+                )
+            restarts = self.config.checkpoint.resume == "never"
+            return None if restarts else checkpoint.newest_intact(self.checkpoints)
+
+    def resume(self, state: TrainState, plan: Plan, identity: dict[str, Any]) -> None:
+        """Load what `find` has found, claim the folder and write config.yaml. Collective.
+
+        Raises UserError, before anything is created, if the checkpoint is of another training, or
+        if another process uses the folder. If the run is finished, nothing is written.
+        """
+        self.world.require_same(identity)
+        if self.resumed is not None:
+            accept, stop = self.config.checkpoint.accept_changes, plan.stop_step
+            changes = accepted_changes(
+                self.resumed, self._found, identity, accept=accept, stop_step=stop
+            )
+            _load_state(state, self.resumed, self._found)
+            if self.is_first_start or changes.keys() & VALIDATED_ON:
+                # The best checkpoint is in another folder, or was validated on other images.
+                state.best, state.last = {}, {}
+            if self.is_first_start:
+                state.origin = str(self.resumed.resolve())
+                state.history.append(f"began at step {state.step:,} with {self.resumed}")
+            accepted = f"accepted at step {state.step:,}"
+            state.history += [f"{accepted}: {line}" for line in changes.values()]
+        self._found = {}  # frees the memory
+        self.step_on_disk = self.last_saved_step = state.step
+        self.finished = self.world.broadcast(lambda: self._claim(state, plan.stop_step))
+        values = {**config_values(self.config), "ranks": self.world.size}
+        made_by = self.world.broadcast(checkpoint.provenance)
+        self.identity = identity
+        self._content = {"config": values, "made_by": made_by, "plan": plan.record}
+
+    def _claim(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
+        """Lock the folder and write the config; return the summary if the run is finished."""
+        with _usable(self.path):
+            if self.config.checkpoint.resume == "never" and self.path.exists():
+                os.close(_lock(self.path))  # no other process trains in it
+                _move_aside(self.path)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.path)
+            for each in self.checkpoints.iterdir():
+                if each.suffix in (".tmp", ".json"):  # of a kill; manifests of an earlier version
+                    each.unlink()
+            if state.best:
+                checkpoint.link_best(self.checkpoints, int(state.best["step"]))
+        with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
+            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
+            expected = "finished", state.step, self.config.train.best_by
+            found = tuple(map(summary.get, ("status", "step", "best_by")))
+            if state.step >= stop_step and found == expected:
+                return summary
+        self.write("config.yaml", to_yaml(self.config))
+        self.write("overrides.yaml", to_yaml(self.config.typed))
+        (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
+        return None
+
+    def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
+        """Copy the state and write a checkpoint in a thread, which calls `flush` first. Collective.
+
+        Raises TrainingError or CheckpointError if the previous one had weights that are not finite
+        or was not written.
+        """
+        self.wait()
+        self.world.broadcast_buffers(state.model)
+        stored = state.state_dict()
+        content = {"step": state.step, "state": stored, "identity": self.identity, **self._content}
+        # timm, among others, looks for the weights here. They are in the file only once.
+        content["state_dict"] = stored["ema"] or stored["model"]
+        if self.world.is_main:
+            copied, wait_for_copy = checkpoint.host_copy(content, self.world.device)
+            self._writing = self._thread.submit(self._write, copied, wait_for_copy, flush)
+        self.last_saved_step = state.step
+
+    def _write(
+        self, copied: dict[str, Any], wait_for_copy: Callable[[], None], flush: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint, in the thread."""
+        try:
+            flush()
+            wait_for_copy()
+            weights, best = copied["state"]["model"], copied["state"]["best"]
+            if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                raise diverged(f"the weights are not finite at step {copied['step']}")
+            keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
+            checkpoint.save(self.checkpoints, copied, keep=keep, best_step=best_step)
+        finally:
+            copied.clear()  # frees the memory before the next copy
+
+    def failed(self) -> bool:
+        """Whether the last checkpoint of this rank could not be written. Does not wait."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
+        self.world.broadcast(self._wait)
+        self.step_on_disk = self.last_saved_step
+
+    def _wait(self) -> None:
+        """Wait for the thread on rank 0; raise its error, once."""
+        if self._writing is not None:
+            futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` raises the error
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def write(self, name: str, content: str) -> None:
+        """Replace a file of the folder. After a CheckpointError, the earlier one is intact."""
+        path = self.path / name
+        try:
+            checkpoint.replace_file(path, content)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be written: {error.strerror}; check the disk, and run the same "
+                "command again: checkpoints are intact"
+            ) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until the last checkpoint is on disk, and release the lock.
+
+        If another error ends the run, an error of the checkpoint is logged, not raised; two errors
+        about diverged weights have the same cause, and only the first one is reported.
+        """
+        try:
+            self._wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            if not (kind is TrainingError and isinstance(error, TrainingError)):
+                logger.error("%s", error)
+        finally:
+            self._thread.shutdown()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+
+def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
+    """Return everything that affects the result, name -> value: a resumed run must have the same.
+
+    Some keys are replaced by what follows from them: the folders of the images, which may move, by
+    a fingerprint of the samples; the decoder by the mode of the dataset; and a file of weights by a
+    hash of its content.
+    """
+    replaced = (*CHOOSE_SAMPLES, "loader.decoder")
+    keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    # An optimiser or a dataset that moves to another module stays the same.
+    alike = {name: FIELDS[name].metadata["alike"] for name in keys}
+    keys |= {name: alike[name](value) for name, value in keys.items() if is_name(value)}
+    for name in WEIGHTS:
+        if keys[name] not in (None, "pretrained"):
+            with open(checkpoint.find(Path(keys[name])), "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            keys[name] = f"SHA-256 {digest[:16]}"
+    if config.train.deterministic:  # eager and compiled steps round differently
+        keys["model.compile"] = plan.compile
+    return {
+        "data.train": datasets.train.fingerprint(),
+        "data.val": datasets.val.fingerprint(),
+        **keys,
+        "classes": plan.num_classes,
+        "parameters": plan.parameters,
+        "train.precision": plan.precision,
+        "pixels": plan.modes[0],
+        "fitted_batch": plan.fitted_batch,
+    }
+
+
+def accepted_changes(
+    path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool, stop_step: int
+) -> dict[str, str]:
+    """Return how a checkpoint's identity differs from that of this start, name -> sentence.
+
+    Raises UserError for changes that are not accepted, and at `stop_step`, where training ends:
+    they would have no effect.
+    """
+    # A key that the program did not have then had the effect of its default.
+    defaults = config_values(Config())
+    added = (defaults.keys() & identity.keys()) - content["config"].keys()
+    stored = {**{name: defaults[name] for name in added}, **content["identity"]}
+    changes = {}
+    for name in {**identity, **stored}:
+        if _value(stored, name) != _value(identity, name):
+            before, after = show(stored.get(name, UNUSED)), show(identity.get(name, UNUSED))
+            changes[name] = f"{name} was {before}, is {after}"
+    if "model.compile" not in stored or "model.compile" not in identity:
+        # Only with train.deterministic=true is it part of the identity, and that may be switched.
+        changes.pop("model.compile", None)
+    fixed = [name for name in changes if name in FIXED]
+    ended = content["step"] >= stop_step
+    if not changes or (accept and not fixed and not ended):
+        return changes
+    remedy = (
+        "give run.name=NAME to train in another directory, or start over in this one with "
+        "checkpoint.resume=never (this moves the old run aside)"
+    )
+    if fixed:
+        reason = f"{fixed[0]} cannot change within a run"
+    elif accept:
+        reason = f"training has ended at step {content['step']:,}: they would have no effect"
+    else:
+        reason = "these changes affect the result"
+        remedy += ", or continue from this checkpoint with checkpoint.accept_changes=true"
+    raise UserError(f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {remedy}")
+
+
+def _value(identity: Mapping[str, Any], name: str) -> Any:
+    """Return a value; None also for an empty list or mapping, and for a key that is missing."""
+    value = identity.get(name)
+    return None if isinstance(value, list | dict) and not value else value
+
+
+def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
+    """Load the state of a checkpoint; UserError if it does not fit the model or the optimiser."""
+    try:
+        state.load_state_dict(content["state"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; give the path of another step-*.pt, or start "
+            "over with checkpoint.resume=never"
+        ) from None
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into user errors about run.dir."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.dir={path}: cannot be used: {error.strerror}; give a writable folder"
+        ) from None
+
+
+def _lock(path: Path) -> int:
+    """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(
+            f"run.dir={path}: another process is training in it; give another run.dir or run.name"
+        ) from None
+    return lock
+
+
+def _move_aside(path: Path) -> None:
+    """Rename the folder of an earlier run, and create an empty one."""
+    number = 1
+    folder = path.resolve()  # the path may be a link to another disk
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    folder.mkdir()
+    logger.info("the earlier run is now %s", aside)
