@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.launch import exit_with
 from conf.named import named, split_entry
 from conf.schema import Config
 from engine.checkpoint import find
@@ -41,7 +40,7 @@ from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.run import Run, run_identity
 from engine.scores import class_means, class_values
-from engine.state import MovingAverage, TrainState, check_loss, seed_step, state_bytes
+from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.tune.memory import explain_out_of_memory, fit_memory
@@ -59,7 +58,7 @@ def train(config: Config) -> dict[str, Any]:
 
     Raises:
         UserError: the config or the data is wrong; nothing has been created.
-        LoaderError, CheckpointError, RankError, TrainingError: training failed.
+        LoaderError, CheckpointError, TrainingError: training failed.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -77,8 +76,7 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
         train_on_batch = enter(build_step(plan, state, world))
-        stop = enter(StopSignal(world, run.failed, lambda: state.step != run.step_on_disk))
-        world.set_section("measurement")
+        stop = enter(StopSignal(world, run.failed))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         plan = fit_memory(plan, state, world, train_on_batch, first)
         run.identity["fitted_batch"] = plan.fitted_batch
@@ -89,9 +87,9 @@ def train(config: Config) -> dict[str, Any]:
         if plan.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
             validate(state, plan, feed, world, log, stop)
-            save(state, run, log, stop)
+            save(state, run, log)
 
-        # A signal ends the loop before the same step on all ranks, even if one waits for input.
+        # A signal to one rank ends the loop before the same step on all ranks.
         for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
             values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
@@ -99,13 +97,13 @@ def train(config: Config) -> dict[str, Any]:
             due = plan.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row)  # the newest row: raises if its loss was not finite
-            if due.validate and not stop.poll():
+            if due.validate:
                 validate(state, plan, feed, world, log, stop)
             if due.save:
-                save(state, run, log, stop)
+                save(state, run, log)
         check_loss(log.end_steps())
         if state.step != run.last_saved_step:
-            save(state, run, log, stop)
+            save(state, run, log)
         return log.finish(stop)
 
 
@@ -236,7 +234,7 @@ def validate(
     next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    with log.pause("validation"):
+    with log.pause():
         for network in networks:
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, plan.micro_batches)
@@ -251,15 +249,13 @@ def validate(
             state.last = row
             state.best = row if best else state.best
             log.validated(row, values, rows, best=best)
-    stop.poll()
 
 
-def save(state: TrainState, run: Run, log: RunLog, stop: StopSignal) -> None:
-    """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
-    with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
+def save(state: TrainState, run: Run, log: RunLog) -> None:
+    """Start to write a checkpoint; a thread writes it while training continues."""
+    with log.pause():
         run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
-    stop.poll()
 
 
 def resolve_config(config: Config, world: World) -> Config:
@@ -338,4 +334,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(main, CONFIG))
+    sys.exit(main(CONFIG))

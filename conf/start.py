@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from conf.files import described
-from conf.launch import complain, fail, ranks_of_srun, stop_with_parent
-from conf.schema import Config, UserError
+from conf.launch import complain, fail, stop_with_parent
+from conf.schema import Config
 
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
@@ -40,10 +40,6 @@ def set_up_process() -> None:
 
     After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
     """
-    try:
-        os.environ.update(ranks_of_srun(os.environ))
-    except UserError as error:
-        fail(str(error))
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
         fail(

@@ -186,17 +186,6 @@ def untouched(state: TrainState) -> Iterator[None]:
             state.end_step()
 
 
-def state_bytes(state: TrainState) -> int:
-    """Return the bytes of weights, buffers, the moving average and the optimiser's moments.
-
-    The moments count before the first step, too, in which the optimiser allocates them.
-    """
-    options = state.optimizer.defaults
-    moments = 2 if "betas" in options else int(bool(options.get("momentum")))
-    trained = [tensor for group in state.optimizer.param_groups for tensor in group["params"]]
-    return sum(tensor.nbytes for tensor in state.tensors() + moments * trained)
-
-
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch for a step: dropout and stochastic depth depend on (seed, step, rank) only."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()

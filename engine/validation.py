@@ -113,11 +113,13 @@ def value_names(network: nn.Module, measure: Measure, example: Batch) -> list[st
 
 
 def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:
-    """Yield this rank's batches of the validation split until the end, or until a signal.
+    """Yield this rank's batches of the validation split until its end or a signal. Collective.
 
-    In as many parts as in training, because a whole batch may not fit into the GPU's memory. A rank
-    may end early on its own: then the number of images is too low on all ranks.
+    In as many parts as in training, because a whole batch may not fit into the GPU's memory.
     """
     batches = feed.val.batches(0, feed.val_batches)
-    while (batch := stop.wait_for(lambda: next(batches, None))) is not None:
-        yield from batch.split(parts)
+    for _ in range(int(stop.world.max(torch.tensor(feed.val_batches)))):
+        if stop.poll():
+            return
+        if (batch := next(batches, None)) is not None:  # a rank may have one batch less
+            yield from batch.split(parts)

@@ -12,6 +12,7 @@ Exit status: 0 written, 1 failed, 2 wrong arguments.
 
 import argparse
 import csv
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,6 @@ if __name__ == "__main__":
 from dataclasses import replace
 from functools import partial
 
-from conf.launch import exit_with
 from conf.schema import Config, UserError
 from engine.distributed import join_world
 from pipeline.build import Datasets, build_datasets
@@ -86,4 +86,4 @@ def find(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(exit_status, partial(find, OPTIONS), "suspects.py"))
+    sys.exit(exit_status(partial(find, OPTIONS), "suspects.py"))

@@ -54,7 +54,6 @@ from torch import Tensor, nn
 
 import train
 from conf import strict_json
-from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
@@ -132,7 +131,6 @@ def run(
     images["channels_last"] = trained.channels_last(model, device)
     fed = replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
     began = time.perf_counter()
-    world.set_section("evaluation")
     with (
         open_feed(fed, datasets, world, **images) as feed,
         feed.for_validation(),
@@ -290,4 +288,4 @@ def evaluate_all(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(exit_status, partial(evaluate_all, OPTIONS), "evaluate.py"))
+    sys.exit(exit_status(partial(evaluate_all, OPTIONS), "evaluate.py"))

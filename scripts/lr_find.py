@@ -42,7 +42,6 @@ import numpy as np
 
 import train
 from conf import cli
-from conf.launch import exit_with
 from conf.schema import Config
 from engine.checkpoint import write_json
 from engine.distributed import join_world
@@ -175,4 +174,4 @@ def find(config: Config, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(exit_status, partial(find, CONFIG, OPTIONS), "lr_find.py"))
+    sys.exit(exit_status(partial(find, CONFIG, OPTIONS), "lr_find.py"))

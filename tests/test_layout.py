@@ -15,7 +15,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": (
         *LOW,
         "conf.compose",
-        "conf.launch",
         "conf.signals",
         "conf.strict_json",
         "pipeline",

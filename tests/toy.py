@@ -4,7 +4,6 @@ python tests/toy.py KEY=VALUE ...
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -15,11 +14,10 @@ if __name__ == "__main__":
     CONFIG = start("Train on a toy task.")
 
 import train
-from conf.launch import exit_with
 from tests.batches import toy_loss, toy_values
 
 TASK = {"training_loss": toy_loss, "validation_values": toy_values}
 
 if __name__ == "__main__":
     vars(train).update(TASK)
-    exit_with(partial(train.main, CONFIG))
+    sys.exit(train.main(CONFIG))

@@ -27,7 +27,7 @@ from engine.log.tracker import Tracker
 from engine.plan import Due, Plan
 from engine.run import Run
 from engine.scores import add_values
-from engine.state import TrainState, params_sha256, state_bytes
+from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.tune.verdict import Period, Verdict
@@ -103,13 +103,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an error, others may end while rank 0 still writes.
-        self.world.set_section(None)
         self._stack.close()
 
     def begin_step(self, batch: Batch) -> None:
         """Draw the run's first batch."""
-        self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
         if self.run.is_first_start and batch.step == self._first_step:
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
@@ -151,7 +148,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _end_epoch(self) -> None:
         """Report the verdict of the epoch."""
-        with self.pause("verdict"):
+        with self.pause():
             lines = self._verdict("epoch")
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
@@ -159,13 +156,8 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
     @contextmanager
-    def pause(self, kind: str) -> Iterator[None]:
-        """Leave the block out of images/s and of the time of a step.
-
-        Waits for the current step. `kind` names the block in the message of a rank that waits too
-        long.
-        """
-        self.world.set_section(kind)
+    def pause(self) -> Iterator[None]:
+        """Leave the block out of images/s and of the time of a step. Waits for the current step."""
         self.feed.train.end_step()
         self._pause_began = time.monotonic()
         with self.feed.train.pause():
@@ -242,22 +234,21 @@ class RunLog(AbstractContextManager["RunLog"]):
         written.
         """
         state, plan, run = self.state, self.plan, self.run
-        with stop.saving(run.path, state_bytes(state)):
-            run.wait()
-            stop.poll()
-            summary = {
-                "status": "interrupted" if stop else "finished",
-                "signal": stop.number,  # the exit status follows from it
-                **results(state, plan),
-                "seconds": time.monotonic() - self.started,
-                "images_per_second": self.speed.images_per_second(),
-                "workers": self.feed.train.loader.pool.active,
-                "verdict": self._verdict("run"),
-                "unreadable_images": self._unreadable(),
-            }
-            summary |= self.observers.tell(lambda observer: observer.finish(summary))
-            if self.world.is_main:
-                run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
+        run.wait()
+        stop.poll()
+        summary = {
+            "status": "interrupted" if stop else "finished",
+            "signal": stop.number,  # the exit status follows from it
+            **results(state, plan),
+            "seconds": time.monotonic() - self.started,
+            "images_per_second": self.speed.images_per_second(),
+            "workers": self.feed.train.loader.pool.active,
+            "verdict": self._verdict("run"),
+            "unreadable_images": self._unreadable(),
+        }
+        summary |= self.observers.tell(lambda observer: observer.finish(summary))
+        if self.world.is_main:
+            run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         resumes = plan.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary

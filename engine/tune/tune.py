@@ -292,10 +292,10 @@ class Tuner:
 
     def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
         """Call a function that waits for images; return the results of all ranks."""
-        results = self.world.all_gather(self.stop.wait_for(lambda: (function(),)))
-        if None in results:
+        results = self.world.all_gather(function())
+        if self.stop.poll():
             raise StoppedError
-        return [result[0] for result in results if result is not None]
+        return results
 
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
         """Images/s of the step on a batch that is already on the device."""

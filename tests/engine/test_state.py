@@ -26,7 +26,6 @@ from engine.state import (
     TrainState,
     params_sha256,
     seed_step,
-    state_bytes,
     untouched,
 )
 from models.resnet import resnet_tiny
@@ -269,15 +268,3 @@ def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:
     (moments, *_) = resumed.optimizer.state.values()
     assert {tensor.device.type for tensor in moments.values()} == {"meta"}
     assert [group["capturable"] for group in resumed.optimizer.param_groups] == [True]
-
-
-@pytest.mark.parametrize(
-    ("optim", "ema", "copies"),
-    [(Optim(momentum=0.9), None, 2), (PLAIN_SGD, None, 1), (Optim(name="adamw"), 0.99, 4)],
-)
-def test_state_bytes(optim: Optim, ema: float | None, copies: int) -> None:
-    """The moments count before the first step."""
-    model = nn.Linear(100, 1000)
-    average = MovingAverage(model, ema) if ema is not None else None
-    found = state_bytes(TrainState(model, build_optimizer(model, optim), average))
-    assert abs(found - copies * 4 * 101_000) <= 8  # the average's counter

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import pty
-import re
 import shutil
 import signal
 import sys
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from conf.signals import STOPS
 from engine import checkpoint
@@ -47,54 +45,24 @@ def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ra
     assert stored(tmp_path / "run")["step"] == summary["step"] == logged_steps(tmp_path / "run")
 
 
-def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=4")
+def test_a_killed_rank_ends_the_others(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    start = command(image_root, tmp_path / "run", *ONLY_STEPS)
+    with ranks.running(start, 2) as job:
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[2], KILL)
+        assert job.wait().returncode == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=1")
     with ranks.running(start, 2) as job:
         wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[2], STOP)
         wait_for("the other rank ends", lambda: not is_running(job.pids[1]))
         os.kill(job.pids[2], KILL)
         done = job.wait()
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    named = f"no response for 4 s from rank 1 (process {job.pids[2]} on "
-    assert line.startswith(f"train.py: loader.timeout_seconds=4: {named}")
-    assert re.search(r", while rank 0 \(.+\) waits for it in step \d+; ", line)
-
-
-def test_a_killed_rank_ends_the_others_with_one_line(
-    image_root: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    start = command(image_root, tmp_path / "run", *ONLY_STEPS)
-    with ranks.running(start, 2) as job:
-        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
-        os.kill(job.pids[2], KILL)
-        done = job.wait()
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert re.match(r"train.py: rank 0 .* in step \d+: another rank ended", line)
-
-
-LATE = """
-import sys, time
-import engine.distributed
-engine.distributed.LONGEST_SECONDS = 4
-with engine.distributed.join_world("cpu", 1) as world:
-    for seconds in (2, 7):
-        if world.rank == 1:
-            time.sleep(seconds)
-        print(world.all_gather(world.rank), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_answers_may_take_longer(tmp_path: Path, ranks: Ranks) -> None:
-    """The first wait is longer than loader.timeout_seconds, the second one than LONGEST_SECONDS."""
-    script = tmp_path / "late.py"
-    script.write_text(LATE)
-    done = ranks.run([sys.executable, str(script)], 2)
-    assert done.stdout == 2 * "[0, 1]\n"
-    assert re.search(r"RankError: rank 0 .* in start: timed out, as another", done.stderr)
+    assert done.returncode == 1 and "Timed out waiting 10000ms" in done.stderr
 
 
 # Long: every way.
@@ -154,10 +122,10 @@ OPTIONS = {
 class Running(Started):
     """A job with a terminal."""
 
-    def __init__(self, way: Way, root: Path, folder: Path, *more: str) -> None:
+    def __init__(self, way: Way, root: Path, folder: Path) -> None:
         self.way, self.folder, self.run = way, folder, folder / "run"
         options = [f"checkpoint.every_steps={EVERY_STEPS}", *OPTIONS[way.during]]
-        self.arguments = command(root, self.run, "train.epochs=100000", *options, *more)
+        self.arguments = command(root, self.run, "train.epochs=100000", *options)
         if way.during == "measurement":
             self.arguments = measured(self.arguments, folder)
         start = torchrun(self.arguments, 2) if way.ranks == 2 else self.arguments
@@ -234,11 +202,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @contextlib.contextmanager
-def started(way: Way, root: Path, folder: Path, *more: str) -> Iterator[Running]:
-    """Start a job, with `more` overrides, and wait until it reaches the phase of the way."""
+def started(way: Way, root: Path, folder: Path) -> Iterator[Running]:
+    """Start a job and wait until it reaches the phase of the way."""
     if way.during == "validation":
         root = many_validation_images(root, folder / "images")
-    with Running(way, root, folder, *more) as job:
+    with Running(way, root, folder) as job:
         wait_for(f"the job is in {way.during}", job.reached, job, seconds=3 * HANGS_SECONDS)
         yield job
 
@@ -297,54 +265,3 @@ def test_ways_to_die(
         "ways to die without an orphan, steps lost as promised", len(WAYS) - len(failed), len(WAYS)
     )
     assert not failed, "\n".join(f"{way}: {text}" for way, text in failed.items())
-
-
-SECTIONS = {
-    "start": r"waits for it in start;",
-    "measurement": r"waits for it in measurement;",
-    "training": r"waits for it in (step \d+|verdict);",  # on GPUs, at the end of an epoch
-    "validation": r"waits for it in validation;",
-    "save": r"waits for it in (step \d+|checkpoint);",
-}
-
-
-def check_stopped(during: str, root: Path, folder: Path, *more: str, seconds: int = 5) -> None:
-    """Stop rank 1 of two; check that rank 0 names it, and that nothing is left.
-
-    Args:
-        seconds: loader.timeout_seconds; the ranks may start five times as far apart.
-    """
-    way = Way("rank 1", STOP, during, ranks=2)
-    if during == "training":  # on GPUs, a checkpoint takes as long as many steps
-        more = (*more, "checkpoint.every_steps=100000")
-    with started(way, root, folder, f"loader.timeout_seconds={seconds}", *more) as job:
-        leader = job.rank(0)
-        job.end()
-        wait_for("rank 0 ends", lambda: not is_running(leader))
-        # torchrun kills the stopped rank after 30 s.
-        wait_for("no process is left", lambda: not job.members())
-        assert job.wait() == 1
-    text = (folder / "output").read_text()
-    (line,) = [line for line in text.splitlines() if re.match(r"\w+\.py: .*rank", line)]
-    # In its start, a rank may be stopped before the others know it.
-    assert ("rank 1" in line or during == "start") and re.search(SECTIONS[during], line), line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("during", PHASES)
-def test_a_stopped_rank_is_named_with_the_section(
-    during: str, image_root: Path, tmp_path: Path
-) -> None:
-    needs_linux()
-    check_stopped(during, image_root, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("during", ["training", "validation"])
-def test_a_stopped_rank_is_named_before_nccl_ends_the_others(
-    during: str, image_root: Path, tmp_path: Path
-) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    check_stopped(during, image_root, tmp_path, "train.device=cuda", seconds=20)

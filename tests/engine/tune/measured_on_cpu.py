@@ -8,13 +8,12 @@ fastest.
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import train
 from conf import cli
-from conf.launch import exit_with, stop_with_parent
+from conf.launch import stop_with_parent
 from engine.tune.tune import Tuner
 from tests.engine.tune.tuning import choose, measure_on_cpu
 
@@ -40,4 +39,4 @@ def main(folder: Path, overrides: list[str]) -> int:
 
 if __name__ == "__main__":
     stop_with_parent()
-    exit_with(partial(main, Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
