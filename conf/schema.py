@@ -290,7 +290,8 @@ class Loader:
     prefetch_batches: int = key(4, SPEED, number(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
-    """stop the run, and name the files or the rank, when a batch or a rank takes longer"""
+    """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
+    each other"""
     start_method: str = key(START_METHOD, SPEED, one_of("forkserver", "spawn", "fork"))
     """multiprocessing start method of the workers"""
 

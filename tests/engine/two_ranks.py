@@ -7,10 +7,11 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.tune import memory
+from engine.validation import validation_batches
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
 from tests.engine.plans import plan
@@ -221,6 +223,22 @@ def check_stops(world: World) -> None:
     assert (step, stop.number) == (4, stop.FAILED)
 
 
+def check_validation_stops(world: World) -> None:
+    """Rank 1 has a batch less. A signal to one rank ends the validation of both."""
+    batches = [batch_of(step, label=torch.zeros(2)) for step in range(3 - world.rank)]
+    for stopped_after, found in ((None, len(batches)), (1, 1)):
+        with StopSignal(world) as stop:
+
+            def val(first: int, last: int, after: int | None = stopped_after) -> Iterator[Batch]:
+                for number, batch in enumerate(batches[first:last], 1):
+                    if number == after and world.rank == 1:
+                        signal.raise_signal(signal.SIGTERM)
+                    yield batch
+
+            feed: Any = SimpleNamespace(val=SimpleNamespace(batches=val), val_batches=len(batches))
+            assert len([*validation_batches(feed, stop, parts=2)]) == 2 * found
+
+
 def main() -> None:
     with join_world("cpu") as world:
         place = (world.rank, world.size, world.local_rank, world.local_size, world.device.type)
@@ -233,6 +251,7 @@ def main() -> None:
             check_memory(each)
         check_layers_left_out(world)
         check_stops(world)
+        check_validation_stops(world)
         print(f"rank {world.rank} is done")
 
 
