@@ -164,9 +164,9 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def without_sync(network: nn.Module, *, unless: bool = False) -> Iterator[None]:
-    """Keep the gradients of this rank in the `with` block.
+    """Keep the gradients of this rank in the `with` block, unless told otherwise.
 
-    DDP reads this attribute in the forward pass (its `no_sync` sets it), and `average_gradients`.
+    For any network, it sets the attribute that `no_sync` sets for DDP.
     """
     before = _syncs(network)
     network.require_backward_grad_sync = before and unless  # type: ignore[assignment]
