@@ -92,8 +92,7 @@ class Predictions:
         """Return how well the confidence, the largest probability, predicts the accuracy.
 
         `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
-        the confidence, the number of images and two means in percent; and `error`, the expected
-        calibration error (Naeini 2015; arXiv 1706.04599).
+        the confidence, the number of images and two means in percent.
         """
         place = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
         images = np.bincount(place, minlength=BINS)
@@ -101,9 +100,8 @@ class Predictions:
             np.bincount(place, values, BINS) / np.maximum(images, 1)
             for values in (100 * self.confidences, self.top1)
         )
-        error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
         means = {"confidence": confidence.tolist(), "accuracy": accuracy.tolist()}
-        return {"images": images.tolist(), **means, "error": float(error)}
+        return {"images": images.tolist(), **means}
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""
@@ -155,12 +153,11 @@ class Predictions:
             (f"confidence up to {100 * (i + 1) / BINS:.0f} %", found["accuracy"][i], count)
             for i, count in enumerate(found["images"])
         ]
-        title = f"accuracy by confidence, ECE {found['error']:.2f} %"
         return {
             "val/worst": sheet("largest losses", images, captions),
             "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
             "val/per_class": bars("top-1, the worst classes first", accuracy),
-            "val/reliability": bars(title, confidence),
+            "val/reliability": bars("accuracy by confidence", confidence),
         }
 
 
