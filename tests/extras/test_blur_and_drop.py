@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from conf import cli
 from conf.packages import import_torchvision
 from conf.schema import UserError
 from extras.blur_and_drop import BlurredConv
@@ -77,18 +76,6 @@ def test_weights_are_those_of_the_plain_model(channels: int) -> None:
     model = build(NAME, args=args | more)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert same(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "args"),
-    [
-        ("fast", {"base": "resnet50", "blur_pool": True}),
-        ("a2", {"base": "resnet50", "stochastic_depth_prob": 0.05, "zero_init_residual": True}),
-    ],
-)
-def test_recipes(recipe: str, args: dict[str, Any]) -> None:
-    model = cli.load([f"recipe=imagenet_rn50_{recipe}", "data=fake"]).model
-    assert (model.name, model.args) == (NAME, args)
 
 
 @pytest.mark.parametrize(

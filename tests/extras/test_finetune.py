@@ -17,7 +17,6 @@ from conf import cli
 from conf.schema import config_values
 from engine import checkpoint
 from extras.finetune import completed
-from pipeline.build import build_datasets
 from tests.libraries import timm_module
 from tests.results import same, stored
 
@@ -168,14 +167,6 @@ def test_values_from_the_number_of_images(pretrained: Path) -> None:
         assert values["loader.batch_size"] == batch and values["optim.lr"] == 0.015
         assert values["train.epochs"] == epochs
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
-
-
-def test_photos_are_turned_upright(pretrained: Path, angles: Path) -> None:
-    """By fine-tuning; other recipes take the stored pixels, as their sources do."""
-    for recipe, expected in (("finetune", True), ("imagenet_rn50", False)):
-        overrides = [f"recipe={recipe}", f"data.root={angles}", f"model.weights={pretrained}"]
-        datasets = build_datasets(cli.load(overrides))
-        assert datasets.train.exif_orientation is datasets.val.exif_orientation is expected
 
 
 def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:

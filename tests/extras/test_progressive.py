@@ -17,7 +17,6 @@ import train
 from conf.schema import UserError
 from engine.distributed import World
 from extras.progressive import _start_again, run
-from tests.conf.refused import DATA, offered
 from tests.processes import Started, wait_for
 from tests.results import rows, stored
 from tests.small_run import SMALL_RUN, compose, torchrun
@@ -125,24 +124,3 @@ def test_wrong_sizes_are_refused(sizes: dict[int, int], image_root: Path, tmp_pa
     world = World(0, 1, 0, 1, torch.device("cpu"))
     with pytest.raises(UserError, match=r"before train\.epochs=2$"):
         run(compose(image_root, tmp_path), world, sizes)
-
-
-def test_fast_recipe_is_that_of_its_source() -> None:
-    """FFCV's rn50_16_epochs.yaml: resolution by epoch, and 7/8 of the short side at 256 px."""
-    config = offered(["recipe=imagenet_rn50_fast", DATA])
-    start, end, low, high = 11, 13, 160, 192
-    theirs = {}
-    for epoch in range(16):
-        between = low + (high - low) * (epoch - start) / (end - start)
-        side = low if epoch <= start else high if epoch >= end else round(between / 32) * 32
-        if side not in theirs.values():
-            theirs[epoch] = side
-    assert config.train.prepare == {"extras.progressive:run": {"sizes": theirs}}
-    assert (config.data.image_size, config.data.val_size) == (192, 256)
-    assert config.augment.val[0]["resize"]["crop_ratio"] == 0.875
-    assert (config.loader.batch_size, config.optim.lr) == (8 * 512, 1.7)
-    assert config.train.micro_batch == 512
-    assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 2)
-    assert (config.optim.momentum, config.optim.weight_decay) == (0.9, 1e-4)
-    assert (config.train.epochs, config.train.label_smoothing) == (16, 0.1)
-    assert not config.optim.nesterov
