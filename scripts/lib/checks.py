@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from engine.plan import Plan
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
+from pipeline.sampler import scattered
 
 T = TypeVar("T")
 CHUNK = 1000  # results that wait: a future for each of a million files would take gigabytes
@@ -92,9 +94,7 @@ def few(names: Iterable[Any], count: int = 5) -> str:
     return ", ".join(names[:count]) + more
 
 
-def spread(count: int, number: int | None, seed: int) -> list[int]:
-    """Draw `number` positions below `count`, one from each of `number` equal intervals."""
-    if number is None or number >= count:
-        return list(range(count))
-    edges = np.arange(number + 1) * count // number
-    return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
+def sample(count: int, number: int | None, start: int = 0) -> list[int]:
+    """Return `number` positions below `count`, in order, or all; another `start` gives others."""
+    number = count if number is None else min(number, count)
+    return sorted(islice(scattered(count), start, start + number))

@@ -26,7 +26,7 @@ from scripts.lib.checks import (
     few,
     in_threads,
     ok,
-    spread,
+    sample,
     warn,
 )
 
@@ -85,7 +85,7 @@ def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
-        rows = spread(len(index), case.sample, case.config.train.seed)
+        rows = sample(len(index), case.sample)
         look = partial(examine, index, decode.resolve("auto"))
         files = case.examined[name] = list(in_threads(cores, look, rows))
         count = count_of(case, name)

@@ -26,7 +26,7 @@ from pipeline.containers import Container
 from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
-from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, spread, warn
+from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, sample, warn
 
 GIB = 1 << 30
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
@@ -42,6 +42,8 @@ STEP_SECONDS = 2.0
 def gpu(case: Case) -> Iterator[Row]:
     """Compare driver and PyTorch, and check each GPU; before this process uses one."""
     choice = case.config.train.device
+    if choice not in ("auto", "cpu", "cuda"):
+        raise NotChecked(f"train.device={choice} was not tested")
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         text = f"training will run on the CPU: torch {torch.__version__} {why}"
@@ -52,8 +54,8 @@ def gpu(case: Case) -> Iterator[Row]:
         return
     count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
     names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
-    text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; "
-    text += f"PyTorch for CUDA {torch.version.cuda}"
+    text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used"
+    text += f"; torch {torch.__version__}"
     cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
     try:
@@ -188,7 +190,7 @@ def storage(case: Case) -> Iterator[Row]:
     index, planned = case.splits()["train"], case.planned()
     workers, cores = case.config.loader.workers, machine.cores_for_workers(case.ranks)
     threads = max(1, cores if workers == "auto" else workers) * case.ranks
-    rows = spread(len(index), READ_FILES, case.config.train.seed + 1)
+    rows = sample(len(index), READ_FILES, start=READ_FILES)
     rate, each = read_rate(index, rows, threads)
     reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"
     if planned.device == "cpu":
