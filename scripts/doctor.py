@@ -3,8 +3,8 @@
     python scripts/doctor.py data.root=/imagenet
     python scripts/doctor.py data.root=/imagenet --all --ranks 8 > doctor.txt
 
-Accepts train.py's key=value overrides. Lists every file and decodes 2,000 files of each split, drawn
-at random, or every file with --all. Prints a row for each check: ok, warn or fail, the result,
+Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
+split, or every file with --all. Prints a row for each check: ok, warn or fail, the result,
 the remedy (->), and the files; on a terminal, at most 10 of them. Changes nothing, but fills the
 cache as a run does; a temporary file near run.dir measures the disk. On a GPU, the training step is
 compiled and measured, to compare what it needs with what the storage delivers.
