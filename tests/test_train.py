@@ -242,10 +242,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     weights = checkpoint.load(path)
     second = go("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
-    assert (
-        second["best_top1"] == first["best_top1"]
-        and second["best_checkpoint"] == first["best_checkpoint"]
-    )
+    assert all(second[name] == first[name] for name in ("best_top1", "best_checkpoint"))
     assert checkpoint.find(folder) == path and same(checkpoint.load(path), weights)
     left = {each.name for each in path.parent.iterdir()}
     newest = checkpoint.file_name(second["step"])
