@@ -90,7 +90,7 @@ from scripts.lib.sources.layouts import read, recognise
 
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
-CHUNK = 128  # images that are in memory; usually 15 MB
+CHUNK = 256  # images that are in memory; usually 30 MB
 QUALITY = 90
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
@@ -169,7 +169,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     return Result(outcome, size=len(output))
 
 
-def linked_to(place: Any, target: Path) -> bool:
+def linked_to(place: object, target: Path) -> bool:
     """Make a hard link to a whole file; return False if the file systems do not allow it."""
     if not isinstance(place, Place) or place.size != WHOLE:
         return False
