@@ -169,7 +169,6 @@ def _open_ours(
 ) -> Trained:
     state, plan, given = content["state"], content["plan"], content["config"]
     stored = {name: value for name, value in content.items() if name != "state"}
-    stored["last"] = state.get("last") or {}
     others = {key for key in given if key.partition(".")[0] in SECTIONS} | KEYS
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
