@@ -93,32 +93,27 @@ def test_decoder_and_modes() -> None:
         choose_modes(small("loader.decoder=gpu"), plain)
 
 
-def test_validation_uses_all_workers(image_root: Path) -> None:
-    """No process is started or ended for it."""
-    with opened(image_root, workers=3) as feed:
-        pool = feed.train.loader.pool
-        pool.activate(1)
-        pids = pool.pids
-        assert len(pids) == 3 and pool.active == 1
-        for _ in range(2):
-            with feed.for_validation():
-                assert pool.active == 3
-                validation(feed)
-            assert pool.active == 1 and pool.pids == pids
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_modes_change_between_iterations(image_root: Path, workers: int) -> None:
-    """Also after one that ended early. Every mode makes the same training batches here."""
+    """Also after one that ended early. Every mode makes the same training batches here.
+
+    Validation uses all workers; no process is started or ended for it.
+    """
     with opened(image_root, workers=workers) as plain:
         expected, validated = training(plain), validation(plain)
     with opened(image_root, kind=Late, modes=("late", "cpu"), workers=workers) as feed:
         dataset = feed.train.loader.dataset
         assert isinstance(dataset, Late) and feed.mode == "late"
+        pool = feed.train.loader.pool
+        pool.activate(1)
+        pids = pool.pids
         for mode in ("late", "cpu", "late"):
             next(feed.train.batches(0, 9))
             feed.set_mode(mode)
             before = dataset.made
             assert_equal(training(feed), expected)
             assert dataset.made - before == (9 * 6 if mode == "late" else 0)
-            assert_equal(validation(feed), validated)
+            with feed.for_validation():
+                assert pool.active == max(1, workers)
+                assert_equal(validation(feed), validated)
+            assert pool.active == 1 and pool.pids == pids

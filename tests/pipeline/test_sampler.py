@@ -1,14 +1,12 @@
 """The order of samples is a function of (seed, step, world size)."""
 
 from collections import Counter
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.sampler import TrainSampler, ValSampler, scattered
-from tests.libraries import timm_module
 
 
 def rows(sampler: TrainSampler | ValSampler, steps: range) -> list[tuple[int, int]]:
@@ -65,7 +63,7 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
 @pytest.mark.parametrize("repeats", [2, 3])
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16)])
 def test_repeated_augmentation(num_samples: int, batch_size: int, repeats: int) -> None:
-    """Each epoch uses the first images of its order, and no sample has the augmentation of another.
+    """As timm's: the first images of an epoch's order, and no augmentation comes twice.
 
     The last image may have fewer repetitions.
     """
@@ -87,22 +85,6 @@ def test_repetitions_are_not_neighbours() -> None:
     for step in range(40):
         indices = sampler.samples(step)[:, 1]
         assert (indices != np.roll(indices, 1)).all()
-
-
-def test_repeated_augmentation_is_timms() -> None:
-    """The same images as often, over all ranks, given the same order."""
-    kind = timm_module("data.distributed_sampler").RepeatAugSampler
-    given = {"num_replicas": 4, "num_repeats": 3, "selected_round": 0}
-    theirs = [list(kind(range(96), rank=rank, **given)) for rank in range(4)]
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(0)).numpy()
-    ours = []
-    options = {"num_samples": 96, "batch_size": 32, "seed": 0, "world_size": 4, "repeats": 3}
-    for rank in range(4):
-        sampler = TrainSampler(rank=rank, **options)
-        sampler._order = lambda epoch: order
-        ours.append([index for _, index in rows(sampler, range(3))])
-    assert [len(share) for share in ours] == [len(share) for share in theirs]
-    assert Counter(chain(*ours)) == Counter(chain(*theirs))
 
 
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
