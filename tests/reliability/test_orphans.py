@@ -97,7 +97,7 @@ WAYS = [
     *(Way("group", number) for number in (signal.SIGTERM, signal.SIGINT, KILL)),
     *(Way(target, KILL) for target in ("worker", "forkserver", "tracker")),
     Way("terminal", signal.SIGHUP),
-    *(Way("torchrun", KILL, during, ranks=2) for during in PHASES),
+    *(Way("torchrun", KILL, during, ranks=2) for during in PHASES[1:]),
     *(Way("torchrun", getattr(signal, f"SIG{n}"), ranks=2) for n in ("TERM", "INT", "USR1", "HUP")),
     *(Way(target, KILL, ranks=2) for target in ("rank 0", "rank 1", "worker")),
     *(
