@@ -113,7 +113,6 @@ class Plan:
             "image_dtype": np.dtype(self.fields[IMAGE].dtype).name,
             "channels_last": self.channels_last,
             "rewrites_layers": self.rewrite is not None,
-            "device_type": self.device_type,
         }
 
     def epoch(self, step: int) -> float:

@@ -68,7 +68,6 @@ class Run(AbstractContextManager["Run"]):
         identity: what each checkpoint stores as the run's identity.
         last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
             step at which this start begins.
-        step_on_disk: step of the newest checkpoint that is known to be on disk, likewise.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -78,7 +77,7 @@ class Run(AbstractContextManager["Run"]):
         self.resumed: Path | None = None
         self.finished: dict[str, Any] | None = None
         self.identity: dict[str, Any] = {}
-        self.step_on_disk = self.last_saved_step = 0
+        self.last_saved_step = 0
         self._found: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step, state and identity
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -152,7 +151,7 @@ class Run(AbstractContextManager["Run"]):
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._found = {}  # frees the memory
-        self.step_on_disk = self.last_saved_step = state.step
+        self.last_saved_step = state.step
         self.finished = self.world.broadcast(lambda: self._claim(state, plan.stop_step))
         values = {**config_values(self.config), "ranks": self.world.size}
         made_by = self.world.broadcast(checkpoint.provenance)
@@ -223,7 +222,6 @@ class Run(AbstractContextManager["Run"]):
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.broadcast(self._wait)
-        self.step_on_disk = self.last_saved_step
 
     def _wait(self) -> None:
         """Wait for the thread on rank 0; raise its error, once."""

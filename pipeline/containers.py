@@ -106,14 +106,14 @@ def tar_members(file: BinaryIO, start: int = 0) -> Members:
     return members
 
 
-def csv_rows(path: str | os.PathLike[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the cells of each row of a CSV file that is not empty.
 
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
     with open(path, "rb") as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(text, delimiter=delimiter)
+        rows = csv.reader(text)
         try:
             for cells in rows:
                 if "\0" in "".join(cells):

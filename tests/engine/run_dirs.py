@@ -42,7 +42,7 @@ def open_run(
     with directory(path, resume) as run:
         resume_with(run, state, identity)
     assert state.history == [] or run.is_first_start
-    assert run.step_on_disk == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
+    assert run.last_saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
     return run.resumed
 
 
