@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
 
 def edit_image(folder: Path) -> None:
     path = folder / "images" / "train" / "dots" / "03.jpg"
-    path.write_bytes(path.read_bytes()[:-2] + b"  ")
+    path.write_bytes(path.read_bytes() + b"  ")  # another size
 
 
 SAME = "; give every rank the same command and data"
@@ -45,7 +45,7 @@ MISTAKES = {
         rf"optim\.lr: is 0\.3 on rank 1 and 0\.2 on rank 0{SAME}",
         code="sys.argv.append('optim.lr=0.3')",
     ),
-    "content": Mistake(OTHER_IMAGES, change=edit_image),
+    "size": Mistake(OTHER_IMAGES, change=edit_image),
     "no images": Mistake(
         r"data\.root=images: .*", change=lambda folder: shutil.rmtree(folder / "images")
     ),

@@ -180,14 +180,8 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
     # A test split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
-    for kind, pack in {
-        "": shutil.copytree,
-        ".tar": as_tar,
-        ".csv": as_list,
-    }.items():
+    for kind, pack in {"": shutil.copytree, ".tar": as_tar, ".csv": as_list}.items():
         pack(image_root / "val", flat / f"test{kind}")
-        if kind == ".csv":
-            (flat / "test").rename(flat / "val")
         test = opened(folder, "data.val=test")
         assert evaluate.name_of(test) == f"{test.name},test"  # val is not overwritten
         val = build_val(test.config).val
