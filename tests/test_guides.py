@@ -89,7 +89,7 @@ class Fork:
         folder = self.root / "runs" / "killed"
         overrides = f"run.name=killed checkpoint.every_steps={step}"
         with self.start(command, overrides) as process:
-            saved = folder / "checkpoints" / f"step-{step:08}.json"
+            saved = folder / "checkpoints" / f"step-{step:08}.pt"
             wait_for(f"a checkpoint of step {step}", saved.exists, process, seconds=TRAINS_SECONDS)
             process.kill_all()
         assert not (folder / "summary.json").exists()
