@@ -119,7 +119,7 @@ def windows(
     rates = []
     for _ in range(WINDOWS):
         began, done = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / WINDOWS:
+        while done == 0 or time.perf_counter() - began < seconds / WINDOWS:
             done += step()
         finish()
         rates.append(done / (time.perf_counter() - began))
