@@ -304,6 +304,8 @@ def accepted_changes(
     defaults = config_values(Config())
     added = (defaults.keys() & identity.keys()) - content["config"].keys()
     stored = {**{name: defaults[name] for name in added}, **content["identity"]}
+    for name in {"data.train", "data.val"} & stored.keys():
+        stored[name] = stored[name].partition(", content ")[0]  # of an earlier version
     changes = {}
     for name in {**identity, **stored}:
         if _value(stored, name) != _value(identity, name):

@@ -128,12 +128,13 @@ def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
-    """It had a key and a part of the state that are gone, and null in place of an empty list."""
+    """It had keys, hashes of files and a part of the state that are gone, and null for no list."""
     assert program("train.max_steps=5", "optim=adamw")[0] == 0
     old = {"data.sizes": {}, "model.freeze": None, "optim.layer_decay": None}
 
     def change(read: dict[str, Any]) -> None:
         read["identity"].update(old)
+        read["identity"]["data.train"] += ", content 562e35ec68c7"
         read["state"]["spent"] = {"training": 3.0}
 
     stored_by_another(5, change)
