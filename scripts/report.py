@@ -469,7 +469,9 @@ def run(options: argparse.Namespace) -> int:
         print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-    out.write_text(build(runs), encoding="utf-8")
+    page = build(runs)
+    out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
+    out.write_text(page, encoding="utf-8")
     print(f"written to {out}")
     return 0
 
