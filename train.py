@@ -32,10 +32,11 @@ from conf.named import named, split_entry
 from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import compiled, garbage_collection_paused, set_up_kernels
-from engine.distributed import World, average_gradients, join_world, share_config, without_sync
+from engine.distributed import World, average_gradients, join_world, share_config, sync_gradients
 from engine.log.runlog import RunLog, check_log, introduce
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, build_criterion
+from engine.memory import explain_out_of_memory, fit_memory
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.run import Run, run_identity
@@ -43,8 +44,8 @@ from engine.scores import class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
-from engine.tune.memory import explain_out_of_memory, fit_memory
 from engine.tune.tune import tune
+from engine.tune.verdict import Verdict
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -79,9 +80,10 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(StopSignal(world, run.failed))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         plan = fit_memory(plan, state, world, train_on_batch, first)
-        run.identity["fitted_batch"] = plan.fitted_batch
         enter(explain_out_of_memory(plan, world))
-        verdict = tune(feed, train_on_batch, plan, state, run, stop, tracker)
+        alone = tune(feed, train_on_batch, plan, state, run, stop, tracker)
+        run.identity |= {"fitted_batch": plan.fitted_batch, "pixels": feed.mode}
+        verdict = Verdict(plan, feed, train_on_batch, world, alone)
         log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
         enter(garbage_collection_paused())
         if plan.due(state.step).validate and state.last.get("step") != state.step:
@@ -160,8 +162,8 @@ def train_step(
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     outputs: list[Values] = []
     try:
-        for micro_batch in batch.split(accumulate):
-            with without_sync(network, unless=len(outputs) == accumulate - 1):
+        for number, micro_batch in enumerate(batch.split(accumulate), start=1):
+            with sync_gradients(network, enabled=number == accumulate):
                 mean_loss, values = loss(network, micro_batch)
                 state.scaler.scale(mean_loss / accumulate).backward()
             outputs.append({"loss": mean_loss.detach(), **values})
@@ -175,7 +177,7 @@ def train_step(
     finally:
         # Also after an error: a CUDA graph whose capture failed has not computed the gradients, and
         # the next step would add its own.
-        state.end_step()
+        state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
     means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}

@@ -131,7 +131,7 @@ class World:
 
         DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
         with three or more ranks, the sums then round differently. So that the first step after a
-        restart rounds like any other, and a step `without_sync` waits for no rank, DDP passes
+        restart rounds like any other, and a step without exchange waits for no rank, DDP passes
         over `example` first, a batch. In evaluation mode, this changes no buffer and uses no random
         number.
         """
@@ -163,13 +163,14 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def without_sync(network: nn.Module, *, unless: bool = False) -> Iterator[None]:
-    """Keep the gradients of this rank in the `with` block, unless told otherwise.
+def sync_gradients(network: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Whether the ranks exchange the gradients of backward passes in the `with` block.
 
-    For any network, it sets the attribute that `no_sync` sets for DDP.
+    For any network, it sets the attribute that `no_sync` sets for DDP. Within a block in which it
+    is not enabled, it stays so.
     """
     before = _syncs(network)
-    network.require_backward_grad_sync = before and unless  # type: ignore[assignment]
+    network.require_backward_grad_sync = before and enabled  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -201,7 +202,7 @@ def average_gradients(network: nn.Module) -> None:
         offset += each.numel()
     torch._foreach_copy_(views, gradients)
     if not _syncs(network):
-        pass  # a step that is tried needs the same memory
+        pass  # `fit_memory` tries a step on one rank: the same memory, no exchange
     elif flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
     else:  # gloo has no average

@@ -134,7 +134,7 @@ class TrainState:
             self.ema.n_averaged.copy_(stored["ema_steps"])
         elif self.ema is not None:  # turned on at this resume: it starts from the current weights
             self.ema.module.load_state_dict(stored["model"])
-        if stored.get("loss_scale"):  # empty without fp16; version 0.1 has none
+        if stored.get("loss_scale"):  # empty without fp16
             self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
         # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
         # weight decay, come from the config; `capturable`, which decides on which device the state
@@ -150,7 +150,7 @@ class TrainState:
         self.origin = stored["origin"]
         self.history = list(stored["history"])
 
-    def end_step(self) -> None:
+    def clear_gradients(self) -> None:
         """Free the gradients, and forget an update that an error has interrupted."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():
@@ -183,7 +183,7 @@ def untouched(state: TrainState) -> Iterator[None]:
             for group, chosen in zip(optimizer.param_groups, options, strict=True):
                 group.update(chosen)
             state.scaler.load_state_dict(scale)
-            state.end_step()
+            state.clear_gradients()
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

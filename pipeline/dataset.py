@@ -3,9 +3,10 @@
 Journey of a batch, 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
 worker. The buffers, the copy to the device and the batch of the training step have the same names.
 
-To add a dataset, write a subclass of `Dataset`, a function that builds both splits for the table in
-pipeline/build.py, and conf/data/NAME.yaml. For image files with something else than a class, such
-as a number or a mask, override `fields` and `targets` of `FolderDataset`.
+To add a dataset, write a subclass of `Dataset`, and a function that builds both splits; name it in
+conf/data/NAME.yaml as `source: module:function` (pipeline/build.py has examples). For image files
+with something else than a class, such as a number or a mask, override `fields` and `targets` of
+`FolderDataset`.
 """
 
 import hashlib

@@ -22,8 +22,8 @@ from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned
 
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
-# A worker decodes 15,500 files of this size in bytes per second, so that so many of them keep up
-# with ResNet-18 at 32 px on an H200 (62,000 images/s), and measuring takes longer than it can save.
+# Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
+# ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
 # loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
 PREFETCH_FACTOR = 3
@@ -49,7 +49,6 @@ class Feed:
     cores: int  # number of workers for which this rank has cores
     most: int  # largest number of workers, for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
-    pinned: Pinned | None = None  # the page-locked buffers; None if they are ordinary memory
     mode: str = "cpu"  # of the training samples, one of `modes`
 
     def line(self) -> str:
@@ -78,11 +77,6 @@ class Feed:
             mode=self.mode,
             **loader.ring.worker_ms(),
         )
-
-    @property
-    def page_locked(self) -> bool:
-        """Whether the buffers are page-locked: locking may have failed."""
-        return self.pinned is not None and bool(self.pinned.locked)
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
@@ -158,9 +152,8 @@ def open_feed(
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, max_bad_fraction=limit, **shape), Ring(datasets.val, **shape)
     with ExitStack() as stack:
-        pinned = None
         if loader.pin_memory and on_gpu:
-            pinned = stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
+            stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
         options: Any = {"start_method": loader.start_method, "prefetch_factor": factor}
         seconds = loader.timeout_seconds
         pool = stack.enter_context(Pool(rings, workers=workers, timeout_seconds=seconds, **options))
@@ -172,7 +165,7 @@ def open_feed(
         val = Prefetcher(val_loader, images, depth=depth)
         stack.callback(train.close)
         stack.callback(val.close)
-        feed = Feed(train, val, len(val_sampler), modes, cores, most, measured, pinned)
+        feed = Feed(train, val, len(val_sampler), modes, cores, most, measured)
         feed.set_mode(modes[0])
         yield feed
 

@@ -136,7 +136,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.guard("images", add, self._board)
 
     def record(self, name: str, content: Any) -> None:
-        """Write a JSON file into the run directory; no later start reads it."""
+        """Write a JSON file into the run directory; a failure is one warning."""
         if self.folder is not None:
             text = strict_json.dumps(content, indent=2) + "\n"
             self.guard(name, replace_file, self.folder / name, text)

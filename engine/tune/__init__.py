@@ -1,1 +1,1 @@
-"""Optional: measures decoder and workers for loader.workers=auto, and names the bottleneck."""
+"""Decoder and workers for loader.workers=auto, and the verdict: what limits the speed of a run."""

@@ -31,7 +31,7 @@ from engine.run import Run
 from engine.state import TrainState, untouched
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
-from engine.tune.verdict import Verdict, remedies, verdict
+from engine.tune.verdict import remedies, verdict
 from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe
@@ -77,11 +77,12 @@ def tune(
     run: Run,
     stop: StopSignal,
     tracker: Tracker,
-) -> Verdict:
-    """Set mode and workers of the feed for loader.workers=auto; return what judges the run's speed.
+) -> float:
+    """Set mode and workers of the feed for loader.workers=auto; return images/s of the step alone.
 
     The result is measured, or that of an earlier start of this run on this machine; autotune.json
-    in its folder has it. Raises LoaderError if an image cannot be read.
+    in its folder has it. Returns 0 if nothing was measured. Raises LoaderError if an image cannot
+    be read.
     """
     pool, world, found, lines = feed.train.loader.pool, run.world, dict[str, Any](), list[str]()
     machine = [plan.device, platform.node(), len(pool.workers), world.size, world.local_size]
@@ -108,10 +109,9 @@ def tune(
             tracker.record("autotune.json", {**found, "machine": machine})
         step.reset()
     if feed.measured:
-        run.identity["pixels"] = feed.mode
         tracker.text("autotune", "\n".join(lines))
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-    return Verdict(plan, feed, step, world, found.get("alone", 0.0))
+    return float(found.get("alone", 0.0))
 
 
 def _stored(run: Run, plan: Plan, machine: list[Any]) -> dict[str, Any] | None:
@@ -173,9 +173,8 @@ class Tuner:
             "measured on a batch on the device)",
             f"one worker gives {one.per_worker:,.0f} img/s ({one.cpu_ms:.2f} ms CPU, "
             f"{one.storage_ms:.2f} ms waiting); there are cores for {self.max_workers(mode)}",
-            f"decoder={names.get(mode, mode)} workers={workers} pin_memory="
-            f"{'on' if self.feed.page_locked else 'off'}   with the step {trial.rate:,.0f} img/s, "
-            f"{trial.wait:.1%} waiting",
+            f"decoder={names.get(mode, mode)} workers={workers}   with the step "
+            f"{trial.rate:,.0f} img/s, {trial.wait:.1%} waiting",
             *([f"each decoder, at its best: {', '.join(rates)}"] if len(rates) > 1 else []),
             *verdict([trial], remedies(self.plan, self.feed)),
         ]
@@ -268,8 +267,8 @@ class Tuner:
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
 
-        Whether the thread that waits for the device's decoder needs a core depends on the host.
-        With several ranks it gets one, because all of them wait for a rank that lacks it.
+        On some hosts, the thread that waits for the device's decoder needs a core. With several
+        ranks one is kept for it, because all of them wait for a rank that lacks a core.
         """
         most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)

@@ -2,8 +2,9 @@
 
 Five causes within a rank (input, copies, CPU cores, kernel launches, the step) and two between
 ranks (a straggler, the exchange of gradients). Each is a share of the time; the largest is named.
-The steps of all ranks end together, because they average gradients: the rank that loses most is the
-one that the others wait for. The same thresholds serve `loader.workers=auto`.
+If none reaches WAITS, the step itself limits, unless the host delays it. The steps of all ranks end
+together, because they average gradients: the rank that loses most is the one that the others wait
+for. `loader.workers=auto` prints the same verdict; its search in tune.py has its own thresholds.
 """
 
 import math

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conf.schema import UserError
+from engine import memory
 from engine.distributed import World, average_gradients, join_world
 from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
-from engine.tune import memory
 from engine.validation import validation_batches
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
+from engine import memory
 from engine.distributed import World, join_world
+from engine.memory import explain_out_of_memory, fit_memory
 from engine.plan import Plan, make_plan
 from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
-from engine.tune import memory
-from engine.tune.memory import explain_out_of_memory, fit_memory
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.ring import LoaderError
@@ -178,6 +178,6 @@ def train_on_a_full_gpu(compiled: str) -> None:
 @pytest.mark.parametrize("compiled", ["off", pytest.param("default", marks=pytest.mark.slow)])
 def test_on_a_gpu(compiled: str) -> None:
     """In a process of its own: what other tests hold would count as memory of this run."""
-    code = f"from tests.engine.tune.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
+    code = f"from tests.engine.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
     done = run_python("-c", code, seconds=300)  # it compiles again for each size
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from engine.compute import OUT_OF_MEMORY
-from engine.distributed import World, without_sync
+from engine.distributed import World, sync_gradients
 from engine.plan import Plan, micro_batches
 from engine.state import TrainingError, TrainState, untouched
 from engine.step_graph import StepGraph
@@ -57,7 +57,11 @@ def fit_memory(
 
 def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
     """Take a step on this rank alone and undo it; return whether the memory was enough."""
-    with suppress(torch.OutOfMemoryError), untouched(state), without_sync(step.network):
+    with (
+        suppress(torch.OutOfMemoryError),
+        untouched(state),
+        sync_gradients(step.network, enabled=False),
+    ):
         step.before(batch.step)
         step.step(batch, accumulate=parts)
         return True
