@@ -62,7 +62,6 @@ class HostBatch:
     # which the fields are those of an earlier batch
     samples: Tensor
     step: int  # of the sampler
-    slot: int  # position in the ring
     release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 

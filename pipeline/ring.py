@@ -97,10 +97,10 @@ class Ring:
 
     def __post_init__(self) -> None:
         rows = self.slots, self.batch_size
-        self.stated = dict(self.dataset.fields)
-        self.fields = {  # name -> [slots, B, *shape]
+        self.fields = dict(self.dataset.fields)
+        self.memory = {  # name of a field -> [slots, B, *shape]
             name: SharedArray((*rows, *each.shape), each.dtype)
-            for name, each in self.stated.items()
+            for name, each in self.fields.items()
         }
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
@@ -109,10 +109,10 @@ class Ring:
 
     @property
     def buffers(self) -> list[SharedArray]:
-        return [*self.fields.values(), self.samples]
+        return [*self.memory.values(), self.samples]
 
-    def current(self, task: Task) -> str:
-        """Return the name of the sample that the worker of a task is making."""
+    def sample_in_progress(self, task: Task) -> str:
+        """Return the name of the first sample of a task that is not yet complete."""
         rows = self.samples.array[task.slot, task.row : task.row + len(task.samples)]
         position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
         return self.dataset.name(int(task.samples[position, 1]))
@@ -140,15 +140,12 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     skipped: list[tuple[int, str]] = []
     # The views of a batch are made once for a task: they take longer than a copy of an image.
-    batch = {name: memory.array[task.slot] for name, memory in ring.fields.items()}
+    batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     try:
         for done, (epoch, index) in enumerate(task.samples.tolist()):
             if pipe is not None:
-                if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
-                    tasks.append(pipe.recv())
-                same = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
-                ring.dataset.read_ahead(same[done : done + READ_AHEAD, 1].tolist())
+                _read_ahead(ring, tasks, done, pipe)
             write = partial(_write_sample, ring, batch, task.row + done, epoch)
             unreadable, found = _first_readable(ring, write, index)
             ring.samples.array[task.slot, task.row + done] = epoch, found  # last: it is complete
@@ -160,6 +157,15 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
     seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
     return Reply(len(task.samples), seconds, computing, waiting, skipped)
+
+
+def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: Any) -> None:
+    """Begin to read the next files of the first task, near its end also those of the next one."""
+    task = tasks[0]
+    if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
+        tasks.append(pipe.recv())
+    following = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
+    ring.dataset.read_ahead(following[done : done + READ_AHEAD, 1].tolist())
 
 
 def _first_readable(
@@ -198,13 +204,13 @@ def _write_sample(
     sample = ring.dataset.load(epoch, index)
     for name, rows in batch.items():
         if name not in sample:
-            if ring.stated[name].partial:
+            if ring.fields[name].partial:
                 continue
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
         value, shape = np.asarray(sample[name]), rows.shape[1:]
         place: Any = row
         fits = value.shape == shape
-        if not fits and ring.stated[name].partial and value.ndim:  # perhaps it has fewer rows
+        if not fits and ring.fields[name].partial and value.ndim:  # perhaps it has fewer rows
             place = row, slice(len(value))
             fits = value.shape == rows[place].shape
         is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
@@ -225,14 +231,14 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
-        waits, mean, tasks = False, 0.0, list[Task]()
+        reads_ahead, mean_excess, tasks = False, 0.0, list[Task]()
         while True:
-            tasks = tasks[1:] or [pipe.recv()]
-            pipe.send(reply := run_task(tasks, rings, pipe if waits else None))
+            tasks = tasks[1:] or [pipe.recv()]  # `run_task` may have received the next one
+            pipe.send(reply := run_task(tasks, rings, pipe if reads_ahead else None))
             storage = reply.seconds - reply.cpu_seconds - reply.core_seconds
-            longer = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
-            mean += (longer - mean) / 10
-            waits = waits or mean > WAIT_SECONDS
+            excess = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
+            mean_excess += (excess - mean_excess) / 10
+            reads_ahead = reads_ahead or mean_excess > WAIT_SECONDS
 
 
 def _exit_with_parent() -> None:
@@ -455,7 +461,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     def _current(self, worker: Worker) -> str:
         task = worker.tasks[0]
-        return self.rings[task.ring].current(task)
+        return self.rings[task.ring].sample_in_progress(task)
 
     def _death(self, worker: Worker) -> LoaderError:
         """Say that a worker died, why and at which sample."""
@@ -500,10 +506,9 @@ class Loader:
             self.pool.wait(tasks)
             slot = step % self.ring.slots
             yield HostBatch(
-                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.fields.items()},
+                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.memory.items()},
                 torch.from_numpy(self.ring.samples.array[slot]),
                 step,
-                slot,
                 partial(self._copied.__setitem__, slot),
             )
 
@@ -527,7 +532,7 @@ class Loader:
 
         Raises LoaderError if an image cannot be read, and names it.
         """
-        task = Task(self.number, batch.slot, 0, self.samples(batch.step))
+        task = Task(self.number, batch.step % self.ring.slots, 0, self.samples(batch.step))
         self.pool.accept(run_task([task], self.pool.rings), self.ring)
 
 

@@ -159,7 +159,7 @@ def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
 
     dataset = Short(8, only("image")(SIDE) | PARTIAL)
     with open_loader(dataset, workers=0, slots=2) as loader:
-        for rows in loader.ring.fields.values():
+        for rows in loader.ring.memory.values():
             rows.array[:] = 77
         for batch in loader.batches(0, 2):
             for row, (_, index) in enumerate(batch.samples.tolist()):

@@ -201,9 +201,9 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
     assert [worker.pipe.recv().rows for _ in range(3)] == [8, 8, 8]
     worker.process.kill()
     worker.process.join()
-    ahead = ring.fields["label"].array.ravel().tolist()
+    ahead = ring.memory["label"].array.ravel().tolist()
     assert ahead == 8 * [0] + 8 * [READ_AHEAD - 1] + [7, 6, 5, 4, 3, 2, 1, 0]
-    for index, image in enumerate(ring.fields["image"].array.reshape(24, SIZE, SIZE, 3)):
+    for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
         assert np.array_equal(image, plain.load(5, index)["image"])
 
 
