@@ -132,31 +132,45 @@ def open_feed(
     cores = machine.cores_for_workers(world.local_size)
     measured = is_measured(config, datasets.train, world.device, cores)
     modes = modes if measured else modes[:1]
+    active = started = most = loader.workers
     if loader.workers == "auto":
         # All cores validate, even if few workers are enough for training. Measured workers may wait
         # for storage, and need no core then.
-        active, workers = datasets.train.workers_in(modes[0], cores), cores
-        most = max(workers, 2 * active if measured else 0)
-    else:
-        active = workers = most = loader.workers
+        active, started = datasets.train.workers_in(modes[0], cores), cores
+        most = max(started, 2 * active if measured else 0)
     factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
-    order = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     train_sampler = TrainSampler(
-        num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **order
+        num_samples=len(datasets.train),
+        batch_size=loader.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.train.seed,
+        repeats=data.repeats,
     )
-    val_sampler = ValSampler(num_samples=len(datasets.val), **order)
+    val_sampler = ValSampler(
+        num_samples=len(datasets.val),
+        batch_size=loader.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     depth, share = loader.prefetch_batches, loader.batch_size // world.size
-    shape: Any = {"batch_size": share, "slots": slots_needed(share, most, factor, depth)}
+    slots = slots_needed(share, most, factor, depth)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    rings = Ring(datasets.train, max_bad_fraction=limit, **shape), Ring(datasets.val, **shape)
+    rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
     with ExitStack() as stack:
         if loader.pin_memory and on_gpu:
             stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
-        options: Any = {"start_method": loader.start_method, "prefetch_factor": factor}
-        seconds = loader.timeout_seconds
-        pool = stack.enter_context(Pool(rings, workers=workers, timeout_seconds=seconds, **options))
+        pool = stack.enter_context(
+            Pool(
+                rings,
+                workers=started,
+                prefetch_factor=factor,
+                timeout_seconds=loader.timeout_seconds,
+                start_method=loader.start_method,
+            )
+        )
         pool.activate(active)
         train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
