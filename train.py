@@ -242,7 +242,7 @@ def validate(
         batches = validation_batches(feed, stop, plan.micro_batches)
         with plan.autocast(), feed.for_validation():
             found, *raw = evaluate(networks, validation_values, batches, world)
-        if found.images == plan.val_images:
+        if found.images == plan.val_images:  # fewer after a signal
             values, rows = found.gather(world)
             row = {"step": state.step, "epoch": plan.epoch(state.step), **values}
             for each in raw:
