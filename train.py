@@ -243,14 +243,14 @@ def validate(
         with plan.autocast(), feed.for_validation():
             found, *raw = evaluate(networks, validation_values, batches, world)
         if found.images == plan.val_images:  # fewer after a signal
-            values, rows = found.gather(world)
+            values = found.values(world)
             row = {"step": state.step, "epoch": plan.epoch(state.step), **values}
             for each in raw:
-                row |= {f"{name}_raw": value for name, value in each.gather(world)[0].items()}
+                row |= {f"{name}_raw": value for name, value in each.values(world).items()}
             best = plan.best_by.prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, rows, best=best)
+            log.validated(row, values, found.rows, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:

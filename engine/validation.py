@@ -1,7 +1,7 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,37 +21,21 @@ Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The values of one network."""
+class Validation(NamedTuple):
+    """What all samples have shown about one network."""
 
     images: int  # number of samples over all ranks
     means: dict[str, float]  # of each floating value over these
-    batches: list[dict[str, Tensor]]  # what `Measure` has returned on this rank
-    valid: list[Tensor]  # bool [B], for each batch
+    rows: Rows  # on the CPU; on rank 0 only
 
-    def gather(self, world: World) -> tuple[dict[str, float], Rows]:
-        """Return the means and what rank 0 judges of all rows; and these rows. Collective.
-
-        The rows, [N, ...] on the CPU in the order of the split, are on rank 0 only.
-        """
-        own = {}
-        for name in self.batches[0] if self.batches else ():
-            pairs = zip(self.batches, self.valid, strict=True)
-            own[name] = torch.cat([batch[name][valid] for batch, valid in pairs]).cpu()
-        shares = [share for share in world.gather(own) if share]
-        rows: Rows = {}
-        for name in shares[0] if shares else ():
-            columns = [share[name] for share in shares]
-            rows[name] = columns[0].new_empty(sum(map(len, columns)), *columns[0].shape[1:])
-            for rank, column in enumerate(columns):  # as pipeline.sampler.ValSampler deals them
-                rows[name][rank :: world.size] = column
+    def values(self, world: World) -> dict[str, float]:
+        """Return the means, and what rank 0 judges of the rows. Collective."""
         return self.means | world.broadcast(
             lambda: {
-                name: float(judge(*(rows[row] for row in VALUES[name].rows)))
-                for name, judge in judged(rows).items()
+                name: float(judge(*(self.rows[row] for row in VALUES[name].rows)))
+                for name, judge in judged(self.rows).items()
             }
-        ), rows
+        )
 
 
 @torch.no_grad()
@@ -67,7 +51,7 @@ def evaluate(
     modes = [network.training for network in networks]
     for network in networks:
         network.eval()
-    found: list[list[dict[str, Tensor]]] = [[] for _ in networks]
+    found: list[list[Rows]] = [[] for _ in networks]
     masks = []
     for batch in batches:
         masks.append(batch.valid)  # a new tensor, not a view of the samples
@@ -76,22 +60,31 @@ def evaluate(
             rows.append({name: value.clone() for name, value in measure(network, batch).items()})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
-    return [summed_up(rows, masks, world) for rows in found]
+    return [collect(rows, masks, world) for rows in found]
 
 
-def summed_up(rows: list[dict[str, Tensor]], masks: list[Tensor], world: World) -> Validation:
-    """Count the samples of all ranks and average their values. Collective."""
-    names = world.broadcast(lambda: averaged(rows[0]) if rows else [])  # a rank may have no batch
+def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> Validation:
+    """Average the values of all ranks and gather their rows, those in `masks`. Collective."""
+    names = world.broadcast(lambda: averaged(batches[0]) if batches else [])  # a rank may have none
     sums = torch.zeros(1 + len(names), dtype=longest_float(world.device), device=world.device)
-    for values, valid in zip(rows, masks, strict=True):
+    columns: dict[str, list[Tensor]] = {}
+    for values, valid in zip(batches, masks, strict=True):
         own = [values[name].float().where(valid, 0).sum() for name in names]
         sums += torch.stack([valid.sum(), *own])
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value[valid])
     images, *totals = world.sum(sums).tolist()
     means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
-    return Validation(int(images), means, rows, masks)
+    rows: Rows = {}
+    for rank, share in enumerate(world.gather({k: torch.cat(v).cpu() for k, v in columns.items()})):
+        for name, column in share.items():
+            if name not in rows:
+                rows[name] = column.new_empty(int(images), *column.shape[1:])
+            rows[name][rank :: world.size] = column  # as pipeline.sampler.ValSampler deals them
+    return Validation(int(images), means, rows)
 
 
-def averaged(values: Mapping[str, Tensor]) -> list[str]:
+def averaged(values: Rows) -> list[str]:
     """Return the names of the values of which a validation computes the mean."""
     floats = [name for name, v in values.items() if v.ndim == 1 and v.is_floating_point()]
     return [name for name in floats if name not in rows_only()]

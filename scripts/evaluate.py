@@ -139,7 +139,7 @@ def run(
         parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([network], train.validation_values, batches, world)
-    values, rows = found.gather(world)
+    values, rows = found.values(world), found.rows
     seconds = time.perf_counter() - began
     summary = {
         "checkpoint": str(trained.path),

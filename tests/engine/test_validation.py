@@ -61,7 +61,7 @@ def test_result_does_not_depend_on_the_batch_size(
     loss = nn.functional.cross_entropy(logits, labels).item()
     assert means["loss"] == pytest.approx(loss, rel=1e-5)
     assert 0 < means["top1"] < means["top5"] < 100
-    rows = found.gather(ALONE)[1]
+    rows = found.rows
     assert torch.equal(rows["label"], labels)
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
@@ -76,7 +76,7 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
             yield reused
 
     (found,) = evaluate([model], measure, batches(), ALONE)
-    assert torch.equal(found.gather(ALONE)[1]["label"], data[1])
+    assert torch.equal(found.rows["label"], data[1])
 
 
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
@@ -96,7 +96,7 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
     for both, network in zip(found, (model, other), strict=True):
         (alone,) = evaluate([network], measure, batches(), ALONE)
         assert (both.images, both.means) == (alone.images, alone.means)
-        rows, expected = (one.gather(ALONE)[1] for one in (both, alone))
+        rows, expected = both.rows, alone.rows
         assert all(torch.equal(rows[name], expected[name]) for name in ("label", "loss"))
         assert len(rows["loss"]) == IMAGES
     assert found[0].means["loss"] != found[1].means["loss"]

@@ -46,7 +46,7 @@ def recorded(logits: Tensor, labels: Tensor) -> Predictions:
     """The images are the logits."""
     batch = batch_of(image=logits, label=labels)
     (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
-    found = Predictions.of(validation.gather(ALONE)[1])
+    found = Predictions.of(validation.rows)
     assert found is not None
     return found
 
