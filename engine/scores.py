@@ -69,16 +69,14 @@ def rows_only() -> set[str]:
     return {"confidence", "score", *rows} - VALUES.keys()
 
 
+def value_of(name: str) -> Value:
+    """Return the entry of a value, or the default. With a slash, one per layer, it is not shown."""
+    return VALUES.get(name, Value(console="/" not in name))
+
+
 def shown(name: str, number: float) -> str:
     """Return a value as text, such as `top1 76.13 %`."""
-    value = VALUES.get(name, Value())
-    return f"{name} {number:{value.form}}{value.unit}"
-
-
-def on_console(name: str) -> bool:
-    """Whether the console shows a value. Those with a slash, one per layer, would be too many."""
-    value = VALUES.get(name)
-    return "/" not in name if value is None else value.console
+    return f"{name} {number:{value_of(name).form}}{value_of(name).unit}"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 from conf.schema import UserError
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
-from engine.scores import VALUES, BestBy, Value, shown
+from engine.scores import BestBy, shown, value_of
 
 GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
@@ -136,7 +136,7 @@ class Expectation(Observer):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)
-        most = 100.0 if VALUES.get(self._value.name, Value()).unit == " %" else math.inf
+        most = 100.0 if value_of(self._value.name).unit == " %" else math.inf
         return mean, max(0.0, mean - width), min(most, mean + width)
 
 

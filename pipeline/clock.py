@@ -199,9 +199,7 @@ class StepClock:
                 self.parts.append((own, computed.elapsed_time(averaged)))
         return marks.end
 
-    def shares(
-        self, steps: int | None = None, *, skip: int = 0, again: bool = False
-    ) -> Shares | None:
+    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
         """Return the shares of the oldest unread steps, and count these steps as read.
 
         Waits until the device has finished them. Returns None when there are no such steps.
@@ -209,12 +207,11 @@ class StepClock:
         Args:
             steps: how many, at most those that have ended; None for all of them.
             skip: leave as many of them out of the figures, but not the last one.
-            again: keep them as unread.
         """
         marks = list(self._unread)[:steps]
         if not marks:
             return None
-        for _ in () if again else marks:
+        for _ in marks:
             self._unread.popleft()
         marks[-1].end.synchronize()
         marks = marks[min(skip, len(marks) - 1) :]

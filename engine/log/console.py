@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.scores import VALUES, BestBy, Value, on_console, shown
+from engine.scores import BestBy, shown, value_of
 
 
 def header(by: BestBy) -> str:
@@ -17,7 +17,7 @@ def header(by: BestBy) -> str:
 
 
 def _title(by: BestBy) -> str:
-    return by.name + " %" * (VALUES.get(by.name, Value()).unit == " %")
+    return by.name + " %" * (value_of(by.name).unit == " %")
 
 
 def print_lines(*lines: str) -> None:
@@ -30,8 +30,8 @@ def train_line(
 ) -> str:
     """Return the line of a log row; values of `train_step` without a column are at its end."""
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
-    followed = [key for key in values if key not in ("loss", "top5", by.name) and on_console(key)]
-    others = [f"  {shown(key, values[key])}" for key in followed]  # without top5, to be short
+    followed = _visible(key for key in values if key not in ("top5", by.name))  # short, so no top5
+    others = [f"  {shown(key, values[key])}" for key in followed]
     return (
         f"{_progress(row, by, epochs)} {row['images_per_second']:>8,.0f} {100 * waited:>6.1f} "
         f"{row['lr']:>9.3g} {duration(row['seconds_left']):>8}{''.join(others)}"
@@ -42,7 +42,7 @@ def val_line(
     row: Mapping[str, Any], names: Iterable[str], by: BestBy, epochs: float, *, best: bool
 ) -> str:
     """Return the line of a validation. Names in _raw are of the model without averaging."""
-    visible = [name for name in names if name != "loss" and on_console(name)]
+    visible = _visible(names)
     parts = [shown(name, row[name]) for name in visible if name != by.name]
     parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
     raw = [shown(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
@@ -50,9 +50,14 @@ def val_line(
     return f"{_progress(row, by, epochs)} validation: {text}{'  best so far' if best else ''}"
 
 
+def _visible(names: Iterable[str]) -> list[str]:
+    """Return the names of the values that a line shows without a column."""
+    return [name for name in names if name != "loss" and value_of(name).console]
+
+
 def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
     """Return the columns of both kinds of lines. A task may have no `loss` in its validation."""
-    width, form = max(7, len(_title(by))), VALUES.get(by.name, Value()).form
+    width, form = max(7, len(_title(by))), value_of(by.name).form
     loss = f"{row['loss']:.4f}" if "loss" in row else ""
     value = f"{row[by.name]:{form}}" if by.name in row else ""
     return f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {loss:>8} {value:>{width}}"
@@ -93,8 +98,8 @@ def _result(summary: Mapping[str, Any]) -> str:
     values, by = summary["values"], summary["best_by"].removeprefix("-")
     if not values:
         return "not validated"
-    visible = [name for name in values if name == by or (name != "loss" and on_console(name))]
-    text = ", ".join(shown(name, summary[name]) for name in visible)
+    visible = {by, *_visible(values)}
+    text = ", ".join(shown(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
         text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
     raw = f"; raw model: {shown(by, summary[f'{by}_raw'])}" if f"{by}_raw" in summary else ""

@@ -1,7 +1,6 @@
 """What is measured in the steps of a run: the means of their values, and their speed."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from engine.compute import longest_float, peak_rate
 from engine.distributed import World
 from engine.plan import Plan
 from engine.state import TrainState
-from pipeline.clock import Shares, StepClock
+from pipeline.clock import Shares, StepClock, mean_of
 
 # Name in a log row, and in TensorBoard's group `time` -> in Shares.
 TIME = {
@@ -55,10 +54,6 @@ class Meter:
         self._names = list(values)
         self.steps += 1
 
-    def means(self) -> dict[str, float]:
-        """Return the means of this rank since the last `send`; waits for the device."""
-        return dict(zip(self._names, (self._total / self.steps).tolist(), strict=True))
-
     def send(self, step: int) -> None:
         """End an interval with step `step`: start the copy of its sums to the host."""
         on_gpu = self.world.device.type == "cuda"
@@ -82,7 +77,7 @@ class Meter:
 
 def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
     """Return the log row of an interval, without the figures of the GPU and the memory."""
-    step, rate = interval.step, shares.steps * plan.batch_size / shares.seconds
+    step, rate = interval.step, shares.rate * plan.world_size
     row = {
         "step": step,
         "epoch": plan.epoch(step),
@@ -108,46 +103,25 @@ class Speed:
     """
 
     def __init__(self) -> None:
-        self._kind = (True, True)  # of the intervals that count: first steps, first epoch
-        self._images, self._seconds = 0, 0.0
+        self._rows: dict[tuple[bool, bool], list[Shares]] = {}  # the kind that counts is the last
 
     def add(self, interval: Interval, shares: Shares, plan: Plan, *, starting: bool) -> None:
         """Add an interval; `starting`: of the first steps of a start only."""
         before = interval.step - interval.steps
         kind = (starting, before * plan.batch_size < plan.train_images)
-        if kind != self._kind:
-            self._kind, self._images, self._seconds = kind, 0, 0.0
-        self._images += shares.steps * plan.batch_size
-        self._seconds += shares.seconds
+        self._rows.setdefault(kind, []).append(shares)
 
     def images_per_second(self) -> float:
-        return self._images / self._seconds if self._seconds else 0.0
+        """Return the rate of this rank."""
+        return mean_of([*self._rows.values()][-1]).rate if self._rows else 0.0
 
 
-@contextmanager
-def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
-    """In each step of the `with` block, mark when gradients have been computed and averaged.
+def mark_parts(state: TrainState, clock: StepClock) -> None:
+    """Mark in each step when gradients have been computed and averaged.
 
-    A backward pass ends with the last gradient; the update follows the averaging. Only the last
-    gradient is marked: a CUDA graph would record an event for each of hundreds. A step that leaves
-    out a parameter is not marked.
+    A backward pass ends at the input, so the gradient of the first parameter is one of the last.
+    Hooks on all of them would record hundreds of events in a CUDA graph.
     """
-    parameters = [each for each in state.model.parameters() if each.requires_grad]
-    done = 0
-
-    def computed(_: Tensor) -> None:
-        nonlocal done
-        done += 1
-        if done % len(parameters) == 0:  # once for each micro-batch
-            clock.mark("computed")
-
-    def averaged(*_: object) -> None:
-        nonlocal done
-        done = 0
-        clock.mark("averaged")
-
-    with ExitStack() as hooks:
-        for each in parameters:
-            hooks.callback(each.register_post_accumulate_grad_hook(computed).remove)
-        hooks.callback(state.optimizer.register_step_pre_hook(averaged).remove)
-        yield
+    first = next(each for each in state.model.parameters() if each.requires_grad)
+    first.register_post_accumulate_grad_hook(lambda _: clock.mark("computed"))
+    state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged"))

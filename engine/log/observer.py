@@ -1,7 +1,6 @@
 """What `log.observers` names: objects that are told what a run does, and that it does not need."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -72,26 +71,3 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
             raise UserError(f"{key}: {name}: {error}") from None
         found.append((name, observer, parameters))
     return found
-
-
-class Observers:
-    """Those of a run, on rank 0. No error of them stops it, except a UserError of their start."""
-
-    def __init__(self, log: Any) -> None:
-        self._tracker = log.tracker
-        self._started: list[tuple[str, Observer]] = []
-        log.world.broadcast(lambda: self._start(log))
-
-    def _start(self, log: Any) -> None:
-        for name, observer, parameters in named_observers(log.plan.config):
-            started = self._tracker.guard(name, partial(observer, log, **parameters))
-            if started is not None:
-                self._started.append((name, started))
-                self._tracker.at_exit(name, started.close)  # when no signal waits for an answer
-
-    def tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
-        """Call a method of each observer; return what they add, all together."""
-        found: dict[str, Any] = {}
-        for name, observer in self._started:
-            found.update(self._tracker.guard(name, event, observer) or {})
-        return found

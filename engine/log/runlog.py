@@ -5,8 +5,8 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.console import header, outcome, print_lines, train_line, val_line
-from engine.log.meter import Interval, Meter, Speed, step_points, train_row
-from engine.log.observer import Observers, named_observers
+from engine.log.meter import Meter, Speed, mark_parts, train_row
+from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
@@ -30,12 +30,12 @@ from engine.scores import add_values
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
-from engine.tune.verdict import Period, Verdict
+from engine.tune.verdict import Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.feed import Feed
 
-FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
+FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
 
 
@@ -68,7 +68,7 @@ def introduce(plan: Plan, run: Run, state: TrainState) -> None:
 
 
 @dataclass(eq=False)
-class RunLog(AbstractContextManager["RunLog"]):
+class RunLog(ExitStack):
     """Reports a run while the loop trains, from the first step to the last."""
 
     plan: Plan
@@ -80,30 +80,37 @@ class RunLog(AbstractContextManager["RunLog"]):
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.world = self.run.world
-        self.meter = Meter(self.world)
-        self.speed = Speed()
+        self.meter, self.speed = Meter(self.world), Speed()
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = self.started  # time.monotonic() of the newest `pause`
-        self.monitor = GpuMonitor(self.world.device)
         self._first_step = self.state.step
-        self._row_due = math.inf  # time.monotonic() of the console's first row, if none was before
-        self._stack = ExitStack()
-        self.observers = Observers(self)
-
-    def __enter__(self) -> "RunLog":
-        self._stack.enter_context(self.monitor)
+        self._observers: list[tuple[str, Observer]] = []
+        self.world.broadcast(self._start_observers)
+        self.monitor = self.enter_context(GpuMonitor(self.world.device))
         if self.world.size > 1:
-            self._stack.enter_context(step_points(self.state, self.feed.train.clock))
+            mark_parts(self.state, self.feed.train.clock)
         if self.run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
         self.tracker.print(header(self.plan.best_by))
-        if self.world.is_main:
-            self._row_due = time.monotonic() + FIRST_ROW_SECONDS
-        return self
+        # time.monotonic() at which the console says that training goes on, if no row has
+        self._line_due = time.monotonic() + FIRST_LINE_SECONDS
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def _start_observers(self) -> None:
+        for name, observer, parameters in named_observers(self.plan.config):
+            started = self.tracker.guard(name, partial(observer, self, **parameters))
+            if started is not None:
+                self._observers.append((name, started))
+                # Called when no signal waits for an answer.
+                self.tracker.callback(self.tracker.guard, name, started.close)
+
+    def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
+        """Call a method of each observer; return what they add, all together."""
+        found: dict[str, Any] = {}
+        for name, observer in self._observers:
+            found.update(self.tracker.guard(name, event, observer) or {})
+        return found
 
     def begin_step(self, batch: Batch) -> None:
         """Draw the run's first batch."""
@@ -112,7 +119,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             draw = partial(draw_batch, batch, train.format, self.plan.classes)
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
-        self.observers.tell(lambda observer: observer.begin_step(batch.step))
+        self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
@@ -123,19 +130,18 @@ class RunLog(AbstractContextManager["RunLog"]):
         step = self.state.step
         self._report()  # of an earlier step: its values have arrived while this one was launched
         self.meter.add(values)
-        # Not after one step that compiled: it does not tell how long the others will take.
-        compiled = self.meter.steps == 1 and self.plan.compile != "off"
-        if time.monotonic() >= self._row_due and not due.log and not compiled:
-            with self.feed.train.pause():
-                self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
         if due.log:
             self.meter.send(step)
-        self.observers.tell(lambda observer: observer.end_step(step))
+        elif time.monotonic() >= self._line_due:
+            self._line_due = math.inf
+            every = self.plan.config.log.every_steps
+            self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
+        self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.end_step()
             self._report()
         if due.epoch:
-            self._end_epoch()
+            self._judge_epoch()
         return self.row
 
     def end_steps(self) -> dict[str, Any]:
@@ -146,10 +152,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report()
         return self.row
 
-    def _end_epoch(self) -> None:
-        """Report the verdict of the epoch."""
+    def _judge_epoch(self) -> None:
         with self.pause():
-            lines = self._verdict("epoch")
+            lines = self.verdict.sentences("epoch", slowdowns=self.monitor.slowdowns())
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(self.state.step), 4)
@@ -172,8 +177,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
-        if not self.world.is_main:
-            return
         epochs, by = self.plan.config.train.epochs, self.plan.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
         guessing = math.log(max(2, self.plan.num_classes))
@@ -182,37 +185,31 @@ class RunLog(AbstractContextManager["RunLog"]):
                 f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
                 "which guessing gives; lower optim.lr, or train for more steps"
             )
-        row |= self.observers.tell(lambda observer: observer.validated(row, rows))
-        self._write(row)
+        self._write(row | self._tell(lambda observer: observer.validated(row, rows)))
 
     def _report(self) -> None:
-        """Write a log row if an interval of steps was sent and not yet read."""
+        """Write the row of an interval of steps, if one was sent and not yet read."""
         interval = self.meter.read()
-        if interval is not None:
-            self.row = self._row(interval)
-
-    def _row(self, interval: Interval, *, preview: bool = False) -> dict[str, Any]:
-        """Print the row of an interval, and add it to everything else unless it is a preview."""
-        self._row_due = math.inf
+        if interval is None:
+            return
         plan, loader = self.plan, self.feed.train.loader
         before = interval.step - interval.steps
         first_steps = FIRST_STEPS if plan.device_type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
-        shares = self.feed.shares(interval.steps, skip=skip, again=preview)
+        shares = self.feed.shares(interval.steps, skip=skip)
         assert shares is not None, "every step of an interval has been ended"
+        starting = skip >= interval.steps
+        self.speed.add(interval, shares, plan, starting=starting)
+        if not starting:
+            self.verdict.add(shares)
         row = train_row(interval, shares, plan)
-        if not preview:
-            starting = skip >= interval.steps
-            self.speed.add(interval, shares, plan, starting=starting)
-            if not starting:
-                self.verdict.add(shares)
-            row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
-            if plan.config.data.on_error == "skip":
-                row["data/unreadable_images"] = self._unreadable()
-            self._write(row)
+        row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
+        if plan.config.data.on_error == "skip":
+            row["data/unreadable_images"] = self._unreadable()
+        self._write(row)
         epochs = plan.config.train.epochs
         self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
-        return row
+        self.row, self._line_due = row, math.inf
 
     def _unreadable(self) -> int:
         """Return how many training images the ranks could not read in this start. Collective."""
@@ -221,11 +218,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
-        self.observers.tell(lambda observer: observer.logged(row))
-
-    def _verdict(self, period: Period) -> list[str]:
-        """Return what limits the speed, in an epoch or in this start. Collective."""
-        return self.verdict.sentences(period, slowdowns=self.monitor.slowdowns(period))
+        self._tell(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -241,12 +234,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             "signal": stop.number,  # the exit status follows from it
             **results(state, plan),
             "seconds": time.monotonic() - self.started,
-            "images_per_second": self.speed.images_per_second(),
+            "images_per_second": self.speed.images_per_second() * self.world.size,
             "workers": self.feed.train.loader.pool.active,
-            "verdict": self._verdict("run"),
+            "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
             "unreadable_images": self._unreadable(),
         }
-        summary |= self.observers.tell(lambda observer: observer.finish(summary))
+        summary |= self._tell(lambda observer: observer.finish(summary))
         if self.world.is_main:
             run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         resumes = plan.config.checkpoint.resume == "auto"

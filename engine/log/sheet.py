@@ -21,12 +21,10 @@ def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
     Of several frames, the first; of channels that are not RGB, the first as grey.
     """
-    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0] * (255 / Field(pixels.dtype).highest)
     if pixels.shape[-1] != 3:
         pixels = pixels[..., :1].repeat(3, axis=-1)
-    if pixels.dtype == np.uint8:
-        return pixels
-    return (pixels * (255 / Field(pixels.dtype).highest)).round().clip(0, 255).astype(np.uint8)
+    return pixels.round().clip(0, 255).astype(np.uint8)
 
 
 def sheet(title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
@@ -48,15 +46,10 @@ def sheet(title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[str
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
     """Draw the first images of a batch, without normalisation; waits for the device."""
     levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    images = (levels / format.highest).movedim(-3, -1).cpu().numpy()
-    columns = {k: v[: len(images)].tolist() for k, v in batch.fields.items() if v.ndim == 1}
-
-    def line(name: str, number: Any) -> str:
-        is_class = name == "label" and isinstance(number, int)
-        return readable(classes[number]) if is_class else shown(name, number)
-
-    captions = [
-        "\n".join(line(name, column[i]) for name, column in columns.items())
-        for i in range(len(images))
-    ]
-    return {"train/images": sheet("input of the first step", list(images), captions)}
+    images = list((levels / format.highest).movedim(-3, -1).cpu().numpy())
+    captions = [""] * len(images)
+    for name, column in batch.fields.items():
+        for i, value in enumerate(column[: len(images)].tolist() if column.ndim == 1 else ()):
+            is_class = name == "label" and isinstance(value, int)
+            captions[i] += f"{readable(classes[value]) if is_class else shown(name, value)}\n"
+    return {"train/images": sheet("input of the first step", images, captions)}

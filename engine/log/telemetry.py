@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -63,8 +63,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        # Samples by reason, and all of them, of the current epoch and of this start.
-        self._slow = {"epoch": Counter[str](), "run": Counter[str]()}
+        self._slow, self._asked = Counter[str](), 0  # samples by reason, and all of them
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
 
@@ -93,8 +92,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
                 with self._lock:
                     if tag == THROTTLED:
                         reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
-                        for counts in self._slow.values():
-                            counts.update(["all", *reasons])
+                        self._slow.update(reasons)
+                        self._asked += 1
                         value = float(bool(reasons))
                     self._samples.setdefault(tag, []).append(value)
 
@@ -104,18 +103,16 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
             samples, self._samples = self._samples, {}
         return {tag: fmean(values) for tag, values in samples.items()}
 
-    def slowdowns(self, period: Literal["epoch", "run"]) -> str:
-        """Return why clocks were reduced since the start, or since the last call for an epoch.
+    def slowdowns(self) -> str:
+        """Return why clocks were reduced in this start.
 
         Reasons of at most 5 % of the time are left out, and the power limit, normal at full load.
         """
         with self._lock:
-            counts = self._slow[period].copy()
-            self._slow["epoch"].clear()
-        samples = counts.pop("all", 0)
+            counts, samples = self._slow.most_common(), self._asked
         return ", ".join(
             f"{reason}, {100 * count / samples:.0f} % of the time"
-            for reason, count in counts.most_common()
+            for reason, count in counts
             if reason != "power limit" and count > samples / 20
         )
 

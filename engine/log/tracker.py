@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
     return {"learning": {name: ["Multiline", [tags]] for name, tags in curves.items()}}
 
 
-class Tracker(AbstractContextManager["Tracker"]):
+class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
     Args:
@@ -56,37 +56,36 @@ class Tracker(AbstractContextManager["Tracker"]):
     """
 
     def __init__(self, folder: Path | None, config: Config, *, start_step: int = 0) -> None:
-        self.folder = folder
+        super().__init__()
+        self.folder, self._start_step = folder, start_step
         self._failed: set[str] = set()  # outputs that are not written any more
-        self._rows: Any = None
-        self._board: Any = None  # SummaryWriter
-        self._open = ExitStack()
-        self._best_by = BestBy.of(config.train.best_by)
-        if folder is None:
-            return
-        self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
-        if config.log.trackers:
-            self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
+        self._rows = self._board = None
+        if folder is not None:
+            self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
+            if config.log.trackers:
+                by = BestBy.of(config.train.best_by)
+                self._board = self.guard("TensorBoard", self._open_board, folder, layout(by))
 
-    def _open_rows(self, path: Path, start_step: int) -> None:
+    def _open_rows(self, path: Path) -> Any:
         if path.exists():
             kept = []
             for line in read_text(path, errors="replace").splitlines():
                 with suppress(ValueError):  # a killed process leaves an incomplete line
-                    if json.loads(line)["step"] <= start_step:
+                    if json.loads(line)["step"] <= self._start_step:
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
-        self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by __exit__
-        self._open.callback(self.guard, "metrics.jsonl", self._rows.close)
+        file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
+        self.callback(self.guard, "metrics.jsonl", file.close)
+        return file
 
-    def _open_board(self, folder: Path, start_step: int) -> None:
+    def _open_board(self, folder: Path, charts: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = start_step + 1 if start_step else 0
-        board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
-        board.add_custom_scalars(layout(self._best_by))
-        self._open.callback(self.guard, "TensorBoard", board.close)
-        self._board = board
+        purge_step = self._start_step + 1 if self._start_step else 0
+        board: Any = SummaryWriter(folder / "tensorboard", purge_step=purge_step, flush_secs=10)
+        self.callback(self.guard, "TensorBoard", board.close)
+        board.add_custom_scalars(charts)
+        return board
 
     def print(self, *lines: str) -> None:
         """Print lines."""
@@ -95,22 +94,22 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row, to metrics.jsonl with _ in place of / in its keys."""
+
+        def add_curves(board: Any) -> None:
+            for tag, value in curves(row).items():
+                board.add_scalar(tag, value, row["step"])
+
         if self._rows is not None:
             rounded = {
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in row.items()
             }
             self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
-
-        def add_curves(board: Any) -> None:
-            for tag, value in curves(row).items():
-                board.add_scalar(tag, value, row["step"])
-
-        self._to_board(add_curves)
+        self.board("TensorBoard", add_curves)
 
     def text(self, tag: str, text: str) -> None:
         """Write a text for TensorBoard."""
-        self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
+        self.board("TensorBoard", lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
     def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
@@ -123,17 +122,12 @@ class Tracker(AbstractContextManager["Tracker"]):
                 file = io.BytesIO()
                 # A tenth of the size and time of PNG. Text is legible without chroma subsampling.
                 picture.save(file, "JPEG", quality=90, subsampling=0)
-                content = Summary.Image(
-                    height=picture.height,
-                    width=picture.width,
-                    colorspace=3,
-                    encoded_image_string=file.getvalue(),
-                )
-                summary = Summary(value=[Summary.Value(tag=tag, image=content)])
+                size = {"height": picture.height, "width": picture.width}
+                image = Summary.Image(**size, colorspace=3, encoded_image_string=file.getvalue())
+                summary = Summary(value=[Summary.Value(tag=tag, image=image)])
                 board.file_writer.add_summary(summary, step)
 
-        if self._board is not None:
-            self.guard("images", add, self._board)
+        self.board("images", add)
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; a failure is one warning."""
@@ -143,11 +137,12 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
-        self._to_board(lambda board: board.flush())
+        self.board("TensorBoard", lambda board: board.flush())
 
-    def at_exit(self, name: str, call: Callable[[], Any]) -> None:
-        """Call a writer when the tracker is left, before its own files are closed."""
-        self._open.callback(self.guard, name, call)
+    def board(self, name: str, call: Callable[[Any], None]) -> None:
+        """Call a writer with TensorBoard's SummaryWriter, if there is one."""
+        if self._board is not None:
+            self.guard(name, call, self._board)
 
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again.
@@ -163,17 +158,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name
             remedy = f"; pip install {missing}" if missing else ""
-            what = f"{type(error).__name__}: {error}"
-            text = "%s: %s; training continues without it%s"
+            what = f"{type(error).__name__}: {error}; training continues without it{remedy}"
             is_bug = not (missing or isinstance(error, OSError))
-            logger.warning(text, name, what, remedy, exc_info=is_bug)
+            logger.warning("%s: %s", name, what, exc_info=is_bug)
         self._failed.add(name)
         return None
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def _to_board(self, call: Callable[[Any], None]) -> None:
-        """Call a function with the SummaryWriter, if there is one."""
-        if self._board is not None:
-            self.guard("TensorBoard", call, self._board)

@@ -11,7 +11,7 @@ import train
 from conf import cli
 from engine.compute import dtype_of
 from engine.distributed import World, join_world
-from engine.log.meter import step_points
+from engine.log.meter import mark_parts
 from engine.plan import Plan, make_plan
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
@@ -150,7 +150,8 @@ def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.Mo
     plan, state, step = build(world, "model=resnet_tiny")
     clock = StepClock(cuda=True)
     clock.start()
-    with step_points(state, clock), step:
+    mark_parts(state, clock)
+    with step:
         for number in range(STEPS):
             batch = random_batch(plan, number)
             clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))

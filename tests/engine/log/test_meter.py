@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.log.meter import Interval, Meter, Speed, step_points, train_row
+from engine.log.meter import Interval, Meter, Speed, mark_parts, train_row
 from engine.state import TrainState
 from pipeline.clock import StepClock
 from tests.engine.plans import ALONE
@@ -26,7 +26,6 @@ def test_an_interval_is_read_one_step_late() -> None:
     meter.add(values(loss=2.0, top1=50.0))
     meter.send(2)
     meter.add(values(loss=1000.0, top1=0.0))
-    assert meter.means() == {"loss": 1000.0, "top1": 0.0}
     assert meter.read() == Interval(2, 2, {"loss": 1.5, "top1": 37.5})
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
@@ -44,35 +43,35 @@ def test_sums_of_many_steps_stay_exact() -> None:
 
 
 def test_points_follow_the_gradients_and_precede_the_update() -> None:
-    """A step that leaves out a layer has no point `computed`."""
+    """A step without the first layer has no point `computed`."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
     model[0].weight.requires_grad_(False)  # as with model.freeze
     trained = [each for each in model.parameters() if each.requires_grad]
     points: list[str] = []
 
-    def step(*networks: nn.Module) -> list[str]:
+    def step(*images: Tensor, first: int = 0) -> list[str]:
         before = [each.detach().clone() for each in trained]
 
         def mark(point: str) -> None:
             assert all(map(torch.equal, before, trained))
+            assert point != "computed" or all(each.grad is not None for each in trained)
             points.append(point)
 
         clock.mark = mark
         points.clear()
         state.optimizer.zero_grad()
-        for network in networks:
-            network(torch.ones(2, 4)).sum().backward()
+        for each in images:
+            model[first:](each).sum().backward()
         state.optimizer.step()
         return list(points)
 
     clock = SimpleNamespace()
-    with step_points(state, cast("StepClock", clock)):
-        assert step(model[:1]) == ["averaged"]
-        assert step(model) == ["computed", "averaged"]
-        assert step(model, model) == ["computed", "computed", "averaged"]  # the last one counts
-        assert step(model[:1]) == ["averaged"]
-    assert step(model) == []  # the marks end with the block
+    mark_parts(state, cast("StepClock", clock))
+    one = torch.ones(2, 4)
+    assert step(one) == ["computed", "averaged"]
+    assert step(one, one) == ["computed", "computed", "averaged"]  # the last one counts
+    assert step(one[:, :3], first=2) == ["averaged"]
 
 
 def plan(ranks: int = 1, device: str = "cpu") -> Any:
@@ -91,13 +90,14 @@ def plan(ranks: int = 1, device: str = "cpu") -> Any:
 
 
 def test_row_of_an_interval() -> None:
-    row = train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), WAITED, plan())
+    timing = WAITED._replace(rate=4 * 16 / 2)
+    row = train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), timing, plan())
     assert row["images_per_second"] == 4 * 16 / 2 and row["seconds_left"] == 96 * 16 / 32
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 3.0)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
     assert not row.keys() & {"mfu", "ranks_wait_fraction"}
-    timing = WAITED._replace(ranks=0.04)
+    timing = timing._replace(ranks=0.04, rate=32 / 2)
     row = train_row(Interval(4, 4, {"loss": 2.5}), timing, plan(ranks=2, device="NVIDIA H200"))
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)
@@ -107,7 +107,7 @@ def test_speed_without_the_first_epoch_and_the_first_steps() -> None:
     """The first epoch ends with step 3. The second start is at 4."""
 
     def rate(step: int, seconds: float, starting: bool = False) -> float:
-        shares = WAITED._replace(steps=1, seconds=seconds)
+        shares = WAITED._replace(steps=1, seconds=seconds, rate=16 / seconds)
         speed.add(Interval(step, 1, {}), shares, plan(), starting=starting)
         return speed.images_per_second()
 

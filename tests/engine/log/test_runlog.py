@@ -1,4 +1,4 @@
-"""What slow and bad runs say: a row within seconds, a verdict of one log row, and warnings."""
+"""What slow and bad runs say: a line within seconds, a verdict of one log row, and warnings."""
 
 import json
 import shutil
@@ -22,18 +22,19 @@ def test_a_run_with_one_log_row(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The early row is for the console; the figures leave out the first step."""
-    monkeypatch.setattr(runlog, "FIRST_ROW_SECONDS", 0)
+    """A line says that training goes on; the figures leave out the first step."""
+    monkeypatch.setattr(runlog, "FIRST_LINE_SECONDS", 0)
     run(image_root, tmp_path / "short", *ONE_ROW, "train.max_steps=1")
     shown = [line.split() for line in capfd.readouterr().out.splitlines() if "/2  " in line]
-    assert len(shown) == 2 and "validation:" in shown[1], "the step has a log row, and no early one"
+    assert len(shown) == 2 and "validation:" in shown[1]
     monkeypatch.setitem(verdict.SHORT, "run", 0.0)
     summary = run(image_root, tmp_path / "run", *ONE_ROW, "optim.lr=30")
     out = capfd.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     shown = [line for line in lines if len(line) > 7 and line[0].endswith("/2")]
-    assert [line[1] for line in shown] == ["1", "9", "9"]
-    assert all(line[7].count(":") == 1 for line in shown[:-1]), "the time left"
+    assert [line[1] for line in shown] == ["9", "9"]
+    assert out.count("\nstep 1: training; a row follows every 100 steps\n") == 1
+    assert shown[0][7].count(":") == 1, "the time left"
     assert "validation:" in shown[-1]
     assert "\nwarning  the validation loss " in out and " is far above 1.099, which guess" in out
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]

@@ -89,7 +89,7 @@ def test_without_nvml(
     install(nvml)  # None is like a missing package
     with caplog.at_level(logging.INFO), GpuMonitor(device) as monitor:
         wait_for("the end of the thread", lambda: threads() == [])
-        assert monitor.read() == {} and monitor.slowdowns("run") == ""
+        assert monitor.read() == {} and monitor.slowdowns() == ""
     expected = [] if warning is None else ["WARNING"]
     assert [record.levelname for record in caplog.records] == expected
     assert warning is None or warning in caplog.text
@@ -143,13 +143,12 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
     with GpuMonitor(CUDA) as monitor:
         wait_for("24 samples", lambda: nvml.calls.count(query) == 25)
         assert monitor.read()["gpu/throttled_fraction"] == 13 / 24
-        text, driver = monitor.slowdowns("epoch"), "thermal throttling by the driver"
+        text, driver = monitor.slowdowns(), "thermal throttling by the driver"
         assert text.startswith(f"{driver}, 25 % ") and "limit" not in text and "sync" not in text
         others = ("thermal throttling by the hardware", "hardware slowdown")
         assert all(f"{other}, 12 % of the time" in text for other in others)
         release.set()
         wait_for_samples(nvml)
-        assert monitor.slowdowns("epoch") == "" != monitor.slowdowns("run")
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 

@@ -195,7 +195,7 @@ def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             tracker.images(drawn("train/images"), 0)
             for step in range(1000, 1100, 10):
                 tracker.row(train_row(step))
-            tracker.__exit__()
+            tracker.close()
     assert 1 <= len(caplog.records) <= 3
     assert "metrics.jsonl: OSError" in caplog.text and "File too large" in caplog.text
     start(tmp_path, 10, [20])  # the next start keeps the complete rows
