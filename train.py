@@ -286,7 +286,7 @@ def prepare(config: Config, run: Run, world: World) -> tuple[Datasets, Plan, Tra
     state = world.on_all_ranks(lambda: build_state(plan, world))
     with plan.autocast():
         example = Batch.zeros(plan.fields, world.device)
-        plan.best_by.check(value_names(state.model, validation_values, example))
+        plan.best_by.check(value_names(state.model, validation_values, example, world))
     world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
     return datasets, plan, state
 

@@ -9,6 +9,7 @@ names more such entries.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,10 +64,20 @@ def add_values(tables: Iterable[str]) -> None:
         VALUES.update(named(name, "log.values"))
 
 
-def rows_only() -> set[str]:
-    """Return the rows that are not averaged: a `judge`, perhaps of log.values, takes them."""
-    rows = (row for value in VALUES.values() for row in value.rows)
-    return {"confidence", "score", *rows} - VALUES.keys()
+def averaged(rows: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the rows whose mean is a value: not those that only a `judge` takes."""
+    taken = {"confidence", "score", *(row for value in VALUES.values() for row in value.rows)}
+    floats = [name for name, row in rows.items() if row.ndim == 1 and row.is_floating_point()]
+    return [name for name in floats if name in VALUES or name not in taken]
+
+
+def judged(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
+    """Return what computes the values that have a `judge` and all of its rows, by name."""
+    return {
+        name: partial(value.judge, *(rows[row] for row in value.rows))
+        for name, value in VALUES.items()
+        if value.judge and rows.keys() >= set(value.rows)
+    }
 
 
 def value_of(name: str) -> Value:

@@ -1,6 +1,6 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import models
 from engine.compute import longest_float
 from engine.distributed import World
-from engine.scores import VALUES, rows_only
+from engine.scores import averaged, judged
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.feed import Feed
@@ -31,10 +31,7 @@ class Validation(NamedTuple):
     def values(self, world: World) -> dict[str, float]:
         """Return the means, and what rank 0 judges of the rows. Collective."""
         return self.means | world.broadcast(
-            lambda: {
-                name: float(judge(*(self.rows[row] for row in VALUES[name].rows)))
-                for name, judge in judged(self.rows).items()
-            }
+            lambda: {name: float(judge()) for name, judge in judged(self.rows).items()}
         )
 
 
@@ -84,25 +81,10 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
     return Validation(int(images), means, rows)
 
 
-def averaged(values: Rows) -> list[str]:
-    """Return the names of the values of which a validation computes the mean."""
-    floats = [name for name, v in values.items() if v.ndim == 1 and v.is_floating_point()]
-    return [name for name in floats if name not in rows_only()]
-
-
-def judged(rows: Collection[str]) -> dict[str, Callable[..., float]]:
-    """Return the functions of VALUES that take only these rows, by name."""
-    fits = {name: value for name, value in VALUES.items() if set(value.rows) <= set(rows)}
-    return {name: value.judge for name, value in fits.items() if value.judge}
-
-
-def value_names(network: nn.Module, measure: Measure, example: Batch) -> list[str]:
-    """Return the names of the values of a validation, by measuring an example."""
-    mode = network.training
-    with torch.no_grad():
-        rows = measure(network.eval(), example)
-    models.train_mode(network, mode)
-    return list(dict.fromkeys([*averaged(rows), *judged(rows)]))
+def value_names(network: nn.Module, measure: Measure, example: Batch, world: World) -> list[str]:
+    """Return the names of the values of a validation, by measuring an example. Collective."""
+    (found,) = evaluate([network], measure, [example], world)
+    return world.broadcast(lambda: list(dict.fromkeys([*found.means, *judged(found.rows)])))
 
 
 def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:
