@@ -195,7 +195,7 @@ class StepClock:
             marks.end.synchronize()  # the next replay of a CUDA graph records the points again
             computed, averaged = self._points["computed"], self._points["averaged"]
             own = marks.ready.elapsed_time(computed)
-            if own > 0:  # else the gradient of some parameter was not computed in this step
+            if own > 0:  # else the gradient of the first parameter was not computed in this step
                 self.parts.append((own, computed.elapsed_time(averaged)))
         return marks.end
 

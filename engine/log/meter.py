@@ -1,4 +1,4 @@
-"""What is measured in the steps of a run: the means of their values, and their speed."""
+"""What is measured in the steps of a run: the means of their values, and the points within."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.compute import longest_float, peak_rate
 from engine.distributed import World
 from engine.plan import Plan
 from engine.state import TrainState
-from pipeline.clock import Shares, StepClock, mean_of
+from pipeline.clock import Shares, StepClock
 
 # Name in a log row, and in TensorBoard's group `time` -> in Shares.
 TIME = {
@@ -94,26 +94,6 @@ def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
     if peak:
         row["mfu"] = rate / (peak * plan.world_size)
     return row
-
-
-class Speed:
-    """Images/s of a start, without the first epoch, which reads cold files, and the first steps.
-
-    If no other steps remain, those of the first epoch count; if these are none, the first steps.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[bool, bool], list[Shares]] = {}  # the kind that counts is the last
-
-    def add(self, interval: Interval, shares: Shares, plan: Plan, *, starting: bool) -> None:
-        """Add an interval; `starting`: of the first steps of a start only."""
-        before = interval.step - interval.steps
-        kind = (starting, before * plan.batch_size < plan.train_images)
-        self._rows.setdefault(kind, []).append(shares)
-
-    def images_per_second(self) -> float:
-        """Return the rate of this rank."""
-        return mean_of([*self._rows.values()][-1]).rate if self._rows else 0.0
 
 
 def mark_parts(state: TrainState, clock: StepClock) -> None:

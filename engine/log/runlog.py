@@ -19,7 +19,7 @@ from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.log.console import header, outcome, print_lines, train_line, val_line
-from engine.log.meter import Meter, Speed, mark_parts, train_row
+from engine.log.meter import Meter, mark_parts, train_row
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -33,6 +33,7 @@ from engine.stop_signal import StopSignal
 from engine.tune.verdict import Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
+from pipeline.clock import Shares, mean_of
 from pipeline.feed import Feed
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
@@ -82,7 +83,9 @@ class RunLog(ExitStack):
     def __post_init__(self) -> None:
         super().__init__()
         self.world = self.run.world
-        self.meter, self.speed = Meter(self.world), Speed()
+        self.meter = Meter(self.world)
+        # By whether they are of the first steps of this start, and of the first epoch.
+        self._shares: dict[tuple[bool, bool], list[Shares]] = {}
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = self.started  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
@@ -199,7 +202,8 @@ class RunLog(ExitStack):
         shares = self.feed.shares(interval.steps, skip=skip)
         assert shares is not None, "every step of an interval has been ended"
         starting = skip >= interval.steps
-        self.speed.add(interval, shares, plan, starting=starting)
+        cold = before * plan.batch_size < plan.train_images
+        self._shares.setdefault((starting, cold), []).append(shares)
         if not starting:
             self.verdict.add(shares)
         row = train_row(interval, shares, plan)
@@ -220,6 +224,13 @@ class RunLog(ExitStack):
         self.tracker.row(row)
         self._tell(lambda observer: observer.logged(row))
 
+    def _images_per_second(self) -> float:
+        """Return the speed without the first steps, and the first epoch, which reads cold files.
+
+        If no other steps remain, those of the first epoch count; if these are none, the first ones.
+        """
+        return mean_of([*self._shares.values()][-1]).rate * self.world.size if self._shares else 0.0
+
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
@@ -234,7 +245,7 @@ class RunLog(ExitStack):
             "signal": stop.number,  # the exit status follows from it
             **results(state, plan),
             "seconds": time.monotonic() - self.started,
-            "images_per_second": self.speed.images_per_second() * self.world.size,
+            "images_per_second": self._images_per_second(),
             "workers": self.feed.train.loader.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
             "unreadable_images": self._unreadable(),

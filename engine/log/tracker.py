@@ -39,12 +39,6 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def layout(by: BestBy) -> dict[str, dict[str, list[Any]]]:
-    """Return CUSTOM SCALARS: charts of training and validation, of the loss and of `by`."""
-    curves = {name: rf"(train|val)/(\w+_)?{re.escape(name)}(_\w+)?$" for name in ("loss", by.name)}
-    return {"learning": {name: ["Multiline", [tags]] for name, tags in curves.items()}}
-
-
 class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
@@ -64,7 +58,7 @@ class Tracker(ExitStack):
             self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
             if config.log.trackers:
                 by = BestBy.of(config.train.best_by)
-                self._board = self.guard("TensorBoard", self._open_board, folder, layout(by))
+                self._board = self.guard("TensorBoard", self._open_board, folder, by.name)
 
     def _open_rows(self, path: Path) -> Any:
         if path.exists():
@@ -78,13 +72,16 @@ class Tracker(ExitStack):
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path, charts: Any) -> Any:
+    def _open_board(self, folder: Path, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = self._start_step + 1 if self._start_step else 0
         board: Any = SummaryWriter(folder / "tensorboard", purge_step=purge_step, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
-        board.add_custom_scalars(charts)
+        tags = r"(train|val)/(\w+_)?{}(_\w+)?$"  # a chart has the curves of training and validation
+        names = "loss", best_by
+        charts = {name: ["Multiline", [tags.format(re.escape(name))]] for name in names}
+        board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:

@@ -1,4 +1,4 @@
-"""Values of the steps read one step late, the points within a step, and the speed."""
+"""Values of the steps read one step late, and the points within a step."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.log.meter import Interval, Meter, Speed, mark_parts, train_row
+from engine.log.meter import Interval, Meter, mark_parts, train_row
 from engine.state import TrainState
 from pipeline.clock import StepClock
 from tests.engine.plans import ALONE
@@ -101,23 +101,3 @@ def test_row_of_an_interval() -> None:
     row = train_row(Interval(4, 4, {"loss": 2.5}), timing, plan(ranks=2, device="NVIDIA H200"))
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)
-
-
-def test_speed_without_the_first_epoch_and_the_first_steps() -> None:
-    """The first epoch ends with step 3. The second start is at 4."""
-
-    def rate(step: int, seconds: float, starting: bool = False) -> float:
-        shares = WAITED._replace(steps=1, seconds=seconds, rate=16 / seconds)
-        speed.add(Interval(step, 1, {}), shares, plan(), starting=starting)
-        return speed.images_per_second()
-
-    speed = Speed()
-    assert speed.images_per_second() == 0
-    assert rate(1, 8.0, starting=True) == 16 / 8  # compiles
-    assert rate(2, 3.0) == 16 / 3  # reads cold files
-    assert rate(3, 5.0) == 32 / 8
-    assert rate(4, 2.0) == 16 / 2
-    speed = Speed()
-    assert rate(5, 9.0, starting=True) == 16 / 9
-    assert rate(6, 2.0) == 16 / 2
-    assert rate(7, 6.0) == 32 / 8

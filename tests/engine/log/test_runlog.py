@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from statistics import harmonic_mean
 
 import pytest
 
@@ -24,7 +25,8 @@ def test_a_run_with_one_log_row(
 ) -> None:
     """A line says that training goes on; the figures leave out the first step."""
     monkeypatch.setattr(runlog, "FIRST_LINE_SECONDS", 0)
-    run(image_root, tmp_path / "short", *ONE_ROW, "train.max_steps=1")
+    summary = run(image_root, tmp_path / "short", *ONE_ROW, "train.max_steps=1")
+    assert summary["images_per_second"] > 0
     shown = [line.split() for line in capfd.readouterr().out.splitlines() if "/2  " in line]
     assert len(shown) == 2 and "validation:" in shown[1]
     monkeypatch.setitem(verdict.SHORT, "run", 0.0)
@@ -39,6 +41,13 @@ def test_a_run_with_one_log_row(
     assert "\nwarning  the validation loss " in out and " is far above 1.099, which guess" in out
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]
     assert summary["verdict"][0].split()[0] in ("input-bound", "core-bound:", "compute-bound:")
+
+
+def test_speed_within_the_first_epoch(image_root: Path, tmp_path: Path) -> None:
+    """The first step of a start counts only if there is no other one."""
+    summary = run(image_root, tmp_path, "loader.workers=0", "train.max_steps=3")
+    speed = harmonic_mean(row["images_per_second"] for row in rows(tmp_path, "train")[1:])
+    assert summary["images_per_second"] == pytest.approx(speed, rel=1e-4)
 
 
 def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
