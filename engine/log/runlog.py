@@ -48,24 +48,21 @@ def check_log(config: Config, world: World) -> None:
 
 def introduce(plan: Plan, run: Run, state: TrainState) -> None:
     """Print what the run will do, or the summary of an earlier start that finished it."""
-    if not run.world.is_main:
-        return
     resumed = ""
     if run.resumed is not None:
         resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
-    print_lines(
-        *plan.lines(),
-        f"run      {run.path}{resumed}",
-        *(f"history  {line}" for line in state.history),
-    )
+    lines = [*plan.lines(), f"run      {run.path}{resumed}"]
+    lines += [f"history  {line}" for line in state.history]
     if run.finished is not None:
         more = "a larger train.max_steps to continue, "
-        print_lines(
+        lines += [
             f"this run is finished after {state.step:,} steps: give "
             f"{more if state.step < plan.schedule_steps else ''}another run.name to train again, "
             "or checkpoint.resume=never to start over in this directory",
             *outcome(run.path, run.finished, resumes=False),
-        )
+        ]
+    if run.world.is_main:
+        print_lines(*lines)
 
 
 @dataclass(eq=False)
