@@ -58,7 +58,7 @@ from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
-from engine.plan import check_batch, micro_batches
+from engine.schedule import Schedule, check_batch
 from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
@@ -136,7 +136,7 @@ def run(
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
+        parts = Schedule(config, len(datasets.train), world.size).micro_batches
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([network], train.validation_values, batches, world)
     values, rows = found.gather(world)

@@ -11,7 +11,8 @@ import torch
 
 import train
 from conf import cli
-from engine import checkpoint, plan
+from engine import checkpoint
+from pipeline import build
 from tests.results import stored
 from tests.small_run import SMALL_RUN
 
@@ -142,24 +143,29 @@ def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
     assert "data.sizes was {0: 16}, is unused" in program("train.max_steps=7", "optim=adamw")[2]
 
 
-def test_decoder_with_other_pixels_is_refused(
+def test_what_a_start_chooses_follows_from_the_checkpoint(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The choice of loader.decoder=auto knows the stored mode."""
+    """loader.decoder=auto knows the stored mode, model.compile=auto the steps that are left."""
     program("train.max_steps=2")
     stored_by_another(2, lambda content: content["identity"].update(pixels="hybrid"))
     asked: list[Any] = []
-    choose = plan.choose_modes
 
-    def recorded(*arguments: Any) -> tuple[str, ...]:
-        asked.append(arguments[2])
-        return choose(*arguments)
+    def record(module: Any, name: str, place: int) -> None:
+        choose = getattr(module, name)
 
-    monkeypatch.setattr(plan, "choose_modes", recorded)
+        def recorded(*arguments: Any) -> Any:
+            asked.append(arguments[place])
+            return choose(*arguments)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    record(build, "choose_modes", 2)
+    record(train, "choose_compute", 3)
     status, _, err = program("train.max_steps=4")
     assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
     program("run.name=two", "train.max_steps=1")
-    assert asked == ["hybrid", None]
+    assert asked == ["hybrid", 2, None, 1]
 
 
 def test_compile_mode_is_kept_for_deterministic_runs(

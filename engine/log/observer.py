@@ -83,7 +83,7 @@ class Observers:
         log.world.broadcast(lambda: self._start(log))
 
     def _start(self, log: Any) -> None:
-        for name, observer, parameters in named_observers(log.plan.config):
+        for name, observer, parameters in named_observers(log.run.config):
             started = self._tracker.guard(name, partial(observer, log, **parameters))
             if started is not None:
                 self._started.append((name, started))

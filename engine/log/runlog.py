@@ -17,22 +17,24 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.schema import Config
 from engine.checkpoint import file_name
+from engine.compute import Compute
 from engine.distributed import World
-from engine.log.console import header, outcome, print_lines, train_line, val_line
+from engine.log.console import header, outcome, train_line, val_line
 from engine.log.meter import Interval, Meter, Speed, step_points, train_row
 from engine.log.observer import Observers, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
-from engine.plan import Due, Plan
 from engine.run import Run
-from engine.scores import add_values
+from engine.schedule import Due, Schedule
+from engine.scores import BestBy, add_values
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.tune.verdict import Period, Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
+from pipeline.build import Datasets
 from pipeline.feed import Feed
 
 FIRST_ROW_SECONDS = 10  # after which the console shows a row, also before the first log row
@@ -45,33 +47,13 @@ def check_log(config: Config, world: World) -> None:
     world.broadcast(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
-def introduce(plan: Plan, run: Run, state: TrainState) -> None:
-    """Print what the run will do, or the summary of an earlier start that finished it."""
-    if not run.world.is_main:
-        return
-    resumed = ""
-    if run.resumed is not None:
-        resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
-    print_lines(
-        *plan.lines(),
-        f"run      {run.path}{resumed}",
-        *(f"history  {line}" for line in state.history),
-    )
-    if run.finished is not None:
-        more = "a larger train.max_steps to continue, "
-        print_lines(
-            f"this run is finished after {state.step:,} steps: give "
-            f"{more if state.step < plan.schedule_steps else ''}another run.name to train again, "
-            "or checkpoint.resume=never to start over in this directory",
-            *outcome(run.path, run.finished, resumes=False),
-        )
-
-
 @dataclass(eq=False)
 class RunLog(AbstractContextManager["RunLog"]):
     """Reports a run while the loop trains, from the first step to the last."""
 
-    plan: Plan
+    datasets: Datasets
+    schedule: Schedule
+    compute: Compute
     run: Run
     state: TrainState
     feed: Feed
@@ -80,7 +62,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
-        self.world = self.run.world
+        self.world, self.config = self.run.world, self.run.config
+        self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
         self.speed = Speed()
         self.row: dict[str, Any] = {}  # the newest row of training steps
@@ -96,8 +79,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self.world.size > 1:
             self._stack.enter_context(step_points(self.state, self.feed.train.clock))
         if self.run.is_first_start:
-            self.tracker.text("config", to_yaml(self.plan.config))
-        self.tracker.print(header(self.plan.best_by))
+            self.tracker.text("config", to_yaml(self.config))
+        self.tracker.print(header(self.best_by))
         if self.world.is_main:
             self._row_due = time.monotonic() + FIRST_ROW_SECONDS
         return self
@@ -109,7 +92,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Draw the run's first batch."""
         train = self.feed.train
         if self.run.is_first_start and batch.step == self._first_step:
-            draw = partial(draw_batch, batch, train.format, self.plan.classes)
+            draw = partial(draw_batch, batch, train.format, self.datasets.classes)
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
         self.observers.tell(lambda observer: observer.begin_step(batch.step))
@@ -124,7 +107,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report()  # of an earlier step: its values have arrived while this one was launched
         self.meter.add(values)
         # Not after one step that compiled: it does not tell how long the others will take.
-        compiled = self.meter.steps == 1 and self.plan.compile != "off"
+        compiled = self.meter.steps == 1 and self.compute.compile != "off"
         if time.monotonic() >= self._row_due and not due.log and not compiled:
             with self.feed.train.pause():
                 self._row(Interval(step, self.meter.steps, self.meter.means()), preview=True)
@@ -152,7 +135,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             lines = self._verdict("epoch")
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
-                epoch = round(self.plan.epoch(self.state.step), 4)
+                epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
     @contextmanager
@@ -171,12 +154,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         `rows`: of all samples, on rank 0.
         """
         seconds = time.monotonic() - self._pause_began
-        row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
+        row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}
         if not self.world.is_main:
             return
-        epochs, by = self.plan.config.train.epochs, self.plan.best_by
+        epochs, by = self.config.train.epochs, self.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
-        guessing = math.log(max(2, self.plan.num_classes))
+        guessing = math.log(max(2, len(self.datasets.classes)))
         if "top1" in row and row["loss"] > GUESSING * guessing:
             self.tracker.print(
                 f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
@@ -194,24 +177,24 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _row(self, interval: Interval, *, preview: bool = False) -> dict[str, Any]:
         """Print the row of an interval, and add it to everything else unless it is a preview."""
         self._row_due = math.inf
-        plan, loader = self.plan, self.feed.train.loader
+        loader = self.feed.train.loader
         before = interval.step - interval.steps
-        first_steps = FIRST_STEPS if plan.device_type == "cuda" else 1
+        first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         shares = self.feed.shares(interval.steps, skip=skip, again=preview)
         assert shares is not None, "every step of an interval has been ended"
-        row = train_row(interval, shares, plan)
+        row = train_row(interval, shares, self.schedule, self.compute)
         if not preview:
             starting = skip >= interval.steps
-            self.speed.add(interval, shares, plan, starting=starting)
+            self.speed.add(interval, shares, self.schedule, starting=starting)
             if not starting:
                 self.verdict.add(shares)
             row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
-            if plan.config.data.on_error == "skip":
+            if self.config.data.on_error == "skip":
                 row["data/unreadable_images"] = self._unreadable()
             self._write(row)
-        epochs = plan.config.train.epochs
-        self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
+        epochs = self.config.train.epochs
+        self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
         return row
 
     def _unreadable(self) -> int:
@@ -233,13 +216,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
         written.
         """
-        state, plan, run = self.state, self.plan, self.run
+        run = self.run
         run.wait()
         stop.poll()
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
-            **results(state, plan),
+            **results(self.state, self.schedule),
             "seconds": time.monotonic() - self.started,
             "images_per_second": self.speed.images_per_second(),
             "workers": self.feed.train.loader.pool.active,
@@ -249,23 +232,24 @@ class RunLog(AbstractContextManager["RunLog"]):
         summary |= self.observers.tell(lambda observer: observer.finish(summary))
         if self.world.is_main:
             run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        resumes = plan.config.checkpoint.resume == "auto"
+        resumes = self.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
 
 
-def results(state: TrainState, plan: Plan) -> dict[str, Any]:
+def results(state: TrainState, schedule: Schedule) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
-    last, best_step, by = state.last, int(state.best.get("step", 0)), plan.best_by
+    by = BestBy.of(schedule.config.train.best_by)
+    last, best_step = state.last, int(state.best.get("step", 0))
     values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
     return {
         "step": state.step,
-        "epoch": round(plan.epoch(state.step), 4),
+        "epoch": round(schedule.epoch(state.step), 4),
         **values,
         "values": [name for name in values if not name.endswith("_raw")],
-        "best_by": plan.config.train.best_by,
+        "best_by": schedule.config.train.best_by,
         f"best_{by.name}": state.best.get(by.name),
-        "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
+        "best_epoch": round(schedule.epoch(best_step), 4) if best_step else None,
         "best_checkpoint": file_name(best_step) if best_step else None,
         "history": state.history,
         "params_sha256": params_sha256(state.model),
