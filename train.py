@@ -45,7 +45,7 @@ from engine.log.tracker import Tracker
 from engine.losses import Criterion, build_criterion, class_weights
 from engine.optim import build_optimizer
 from engine.run import Run, model_facts, run_identity
-from engine.schedule import Schedule, check_batch
+from engine.schedule import Schedule, make_schedule
 from engine.scores import BestBy, class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
@@ -299,24 +299,20 @@ def prepare(
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
 
-    def plan() -> tuple[Datasets, Schedule, Compute]:
-        mode = stored.get("pixels", "cpu") if stored else None
-        datasets = build_datasets(config, world.device, mode)
-        check_batch(config, len(datasets.train), world)
-        build_criterion(config.train, class_weights(config.train, datasets))
-        fitted = stored.get("fitted_batch") if config.train.micro_batch is None else None
-        schedule = Schedule(config, len(datasets.train), world.size, fitted)
-        steps = schedule.stop_step - first_step
-        return datasets, schedule, choose_compute(config, datasets, world.device, steps, stored)
-
-    datasets, schedule, compute = world.on_all_ranks(plan)
+    each = world.on_all_ranks  # they raise the error of any of them
+    mode = stored.get("pixels", "cpu") if stored else None
+    datasets = each(lambda: build_datasets(config, world.device, mode))
+    each(lambda: build_criterion(config.train, class_weights(config.train, datasets)))
+    schedule = each(lambda: make_schedule(config, len(datasets.train), world, stored))
+    steps_left = schedule.stop_step - first_step
+    compute = each(lambda: choose_compute(config, datasets, world.device, steps_left, stored))
     set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-    state = world.on_all_ranks(lambda: build_state(config, datasets, compute, world))
+    state = each(lambda: build_state(config, datasets, compute, world))
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         names = value_names(state.model, validation_values, example)
     BestBy.of(config.train.best_by).check(names)
-    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
+    each(datasets.prepare)  # creates images that are missing, if it can
     return datasets, schedule, compute, state
 
 

@@ -5,8 +5,9 @@ conf/schedule/NAME.yaml.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -136,8 +137,14 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
 """Name -> learning rate of a step after the warm-up."""
 
 
-def check_batch(config: Config, images: int, world: World) -> None:
-    """Refuse a batch that does not fit the training images or the ranks, and odd micro-batches."""
+def make_schedule(
+    config: Config, images: int, world: World, stored: Mapping[str, Any] | None = None
+) -> Schedule:
+    """Return the schedule for some training images.
+
+    `stored`: identity of the checkpoint to resume. Raises UserError for a batch that does not fit
+    the images or the ranks, and for micro-batches much smaller than the given ones.
+    """
     size, ranks = config.loader.batch_size, world.size
     if size > images:
         raise UserError(
@@ -159,6 +166,8 @@ def check_batch(config: Config, images: int, world: World) -> None:
         raise UserError(
             "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
+    fitted = (stored or {}).get("fitted_batch") if config.train.micro_batch is None else None
+    return Schedule(config, images, ranks, fitted)
 
 
 def micro_batches(images: int, most: int | None) -> int:

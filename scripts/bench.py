@@ -45,7 +45,7 @@ from engine import checkpoint
 from engine.compute import Compute, choose_compute
 from engine.distributed import World, join_world
 from engine.log.meter import Meter
-from engine.schedule import Schedule, check_batch
+from engine.schedule import Schedule, make_schedule
 from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -75,7 +75,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         config = measured_config(train.resolve_config(config, world), world.device)
         datasets = build_datasets(config, world.device)
         datasets.prepare()
-        check_batch(config, len(datasets.train), world)
+        schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps_left=0)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         found: list[Stage] = []
@@ -90,7 +90,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(datasets, config.loader.batch_size, world.device, seconds))
         if "step" in only or "train" in only:
-            stepper = Stepper(config, datasets, compute, world)
+            stepper = Stepper(datasets, schedule, compute, world)
             with open_feed(config, datasets, world, **compute.images) as feed:
                 stages = stepper.alone(feed, seconds), stepper.fed(feed, seconds)
             found += [stage for stage in stages if stage.name in only]
@@ -205,11 +205,12 @@ def measure_copy(datasets: Datasets, batch_size: int, gpu: torch.device, seconds
 class Stepper:
     """train.py's optimiser step, compiled once for both of its measurements."""
 
-    def __init__(self, config: Config, datasets: Datasets, compute: Compute, world: World) -> None:
-        self.schedule = Schedule(config, len(datasets.train), world.size)
-        self.compute, self.world = compute, world
-        self.state = train.build_state(config, datasets, compute, world)
-        self.train_step = train.build_step(datasets, self.schedule, compute, self.state, world)
+    def __init__(
+        self, datasets: Datasets, schedule: Schedule, compute: Compute, world: World
+    ) -> None:
+        self.schedule, self.compute, self.world = schedule, compute, world
+        self.state = train.build_state(schedule.config, datasets, compute, world)
+        self.train_step = train.build_step(datasets, schedule, compute, self.state, world)
         self.meter = Meter(world)
 
     def step(self, batch: Batch) -> int:

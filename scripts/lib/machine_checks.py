@@ -21,7 +21,7 @@ from engine.compute import choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.losses import build_criterion, class_weights
-from engine.schedule import Schedule, check_batch, setup_notes
+from engine.schedule import make_schedule, setup_notes
 from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.containers import Container
@@ -118,9 +118,8 @@ def plan(case: Case) -> Iterator[Row]:
     if config.train.prepare is not None:  # it may have changed the size of the images
         case.datasets = build_datasets(config)
     datasets, world = case.datasets, World(0, case.ranks, 0, case.ranks, device)
-    check_batch(config, len(datasets.train), world)
     build_criterion(config.train, class_weights(config.train, datasets))
-    schedule = Schedule(config, len(datasets.train), case.ranks)
+    schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
     for note in setup_notes(config, datasets, world):
         yield warn(note, "training still starts")

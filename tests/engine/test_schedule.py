@@ -11,7 +11,7 @@ import torch
 from conf import schema
 from conf.schema import Model, Train, UserError, group_names
 from engine.distributed import World
-from engine.schedule import SCHEDULES, Schedule, check_batch, few_steps, micro_batches
+from engine.schedule import SCHEDULES, Schedule, few_steps, make_schedule
 from tests.engine.plans import config, schedule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -157,16 +157,15 @@ def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | i
     """Equal parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=Train(micro_batch=micro_batch))
     with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
-        check_batch(given, 100, World(0, ranks, 0, ranks, CPU))
-        assert micro_batches(batch // ranks, micro_batch) == found
+        assert make_schedule(given, 100, World(0, ranks, 0, ranks, CPU)).micro_batches == found
 
 
 def test_sync_bn_on_cpus_is_refused() -> None:
     given = dataclasses.replace(config(12), model=Model(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
-        check_batch(given, 99, World(0, 2, 0, 2, CPU))
-    check_batch(given, 99, World(0, 1, 0, 1, CPU))
-    check_batch(given, 99, World(0, 2, 0, 2, CUDA))
+        make_schedule(given, 99, World(0, 2, 0, 2, CPU))
+    make_schedule(given, 99, World(0, 1, 0, 1, CPU))
+    make_schedule(given, 99, World(0, 2, 0, 2, CUDA))
 
 
 @pytest.mark.parametrize(
