@@ -295,7 +295,7 @@ def prepare(
     Raises UserError for something that the user must change; nothing has been created.
     """
     check_log(config, world)
-    first_step, stored = run.find()  # step and identity of the checkpoint to resume
+    _, stored = run.find()  # identity of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
 
@@ -304,8 +304,8 @@ def prepare(
     datasets = each(lambda: build_datasets(config, world.device, mode))
     each(lambda: build_criterion(config.train, class_weights(config.train, datasets)))
     schedule = each(lambda: make_schedule(config, len(datasets.train), world, stored))
-    steps_left = schedule.stop_step - first_step
-    compute = each(lambda: choose_compute(config, datasets, world.device, steps_left, stored))
+    steps = schedule.stop_step
+    compute = each(lambda: choose_compute(config, datasets, world.device, steps))
     set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
     state = each(lambda: build_state(config, datasets, compute, world))
     with compute.autocast():

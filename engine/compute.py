@@ -4,7 +4,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -88,17 +88,10 @@ class Compute:
         return peak / (3 * self.flops)
 
 
-def choose_compute(
-    config: Config,
-    datasets: Datasets,
-    device: torch.device,
-    steps_left: int,
-    stored: Mapping[str, Any] | None = None,
-) -> Compute:
+def choose_compute(config: Config, datasets: Datasets, device: torch.device, steps: int) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
-    `stored`: identity of the checkpoint to resume. Raises UserError if the model does not take the
-    images.
+    `steps`: of the run. Raises UserError if the model does not take the images.
     """
     shape = datasets.train.fields[IMAGE].on_device
     with torch.device("meta"):
@@ -115,7 +108,7 @@ def choose_compute(
         count_flops(model, shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
-    mode, reason = resolve_compile(config, device, steps_left, stored or {})
+    mode, reason = resolve_compile(config.model.compile, device, steps)
     rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
     return Compute(
         device=device,
@@ -186,24 +179,19 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
-def resolve_compile(
-    config: Config, device: torch.device, steps_left: int, stored: Mapping[str, Any]
-) -> tuple[str, str]:
+def resolve_compile(choice: str, device: torch.device, steps: int) -> tuple[str, str]:
     """Resolve model.compile=auto; return the mode and why it was chosen.
 
-    The reason is empty if the mode was given, or on a CPU. With train.deterministic=true, a resumed
-    run keeps the mode in its checkpoint, because another mode rounds differently. `stored`: the
-    identity of that checkpoint, which names the mode if train.deterministic was true.
+    The reason is empty if the mode was given, or on a CPU. `steps`: of the whole run, so that a
+    resumed run, which has fewer left, keeps its mode: another one rounds differently.
     """
-    if config.model.compile != "auto":
-        return config.model.compile, ""
-    if config.train.deterministic and "model.compile" in stored:
-        return stored["model.compile"], "as in the checkpoint"
+    if choice != "auto":
+        return choice, ""
     if device.type != "cuda":
         return "off", ""
-    if steps_left > MANY_STEPS:
-        return "default", f"more than {MANY_STEPS:,} steps left"
-    return "off", f"at most {MANY_STEPS:,} steps left"
+    if steps > MANY_STEPS:
+        return "default", f"more than {MANY_STEPS:,} steps"
+    return "off", f"at most {MANY_STEPS:,} steps"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:

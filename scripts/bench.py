@@ -76,7 +76,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         datasets = build_datasets(config, world.device)
         datasets.prepare()
         schedule = make_schedule(config, len(datasets.train), world)
-        compute = choose_compute(config, datasets, world.device, steps_left=0)
+        compute = choose_compute(config, datasets, world.device, steps=0)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         found: list[Stage] = []
         if hasattr(datasets.train, "read"):

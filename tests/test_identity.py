@@ -143,49 +143,21 @@ def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
     assert "data.sizes was {0: 16}, is unused" in program("train.max_steps=7", "optim=adamw")[2]
 
 
-def test_what_a_start_chooses_follows_from_the_checkpoint(
+def test_decoder_with_other_pixels_is_refused(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """loader.decoder=auto knows the stored mode, model.compile=auto the steps that are left."""
+    """The choice of loader.decoder=auto knows the stored mode."""
     program("train.max_steps=2")
     stored_by_another(2, lambda content: content["identity"].update(pixels="hybrid"))
     asked: list[Any] = []
+    choose = build.choose_modes
 
-    def record(module: Any, name: str, place: int) -> None:
-        choose = getattr(module, name)
+    def recorded(*arguments: Any) -> tuple[str, ...]:
+        asked.append(arguments[2])
+        return choose(*arguments)
 
-        def recorded(*arguments: Any) -> Any:
-            asked.append(arguments[place])
-            return choose(*arguments)
-
-        monkeypatch.setattr(module, name, recorded)
-
-    record(build, "choose_modes", 2)
-    record(train, "choose_compute", 3)
+    monkeypatch.setattr(build, "choose_modes", recorded)
     status, _, err = program("train.max_steps=4")
     assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
     program("run.name=two", "train.max_steps=1")
-    assert asked == ["hybrid", 2, None, 1]
-
-
-def test_compile_mode_is_kept_for_deterministic_runs(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a resumed run would compute other bits. Here, the stored mode is another machine's."""
-    program("train.deterministic=true", "train.max_steps=2")
-    read = checkpoint.load(Path("runs/one/checkpoints/step-00000002.pt"))
-    assert read["identity"]["model.compile"] == "off"
-    stored_by_another(2, lambda content: content["identity"].update({"model.compile": "default"}))
-    modes = []
-
-    def recorded(function: Any, mode: str) -> Any:
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr(train, "compiled", recorded)
-    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
-    assert status == 0 and set(modes) == {"default"}
-    assert "compile default (as in the checkpoint)" in out
-    typed = "model.compile=max-autotune-no-cudagraphs"
-    status, _, err = program("train.deterministic=true", "train.max_steps=4", typed)
-    assert status == 2 and "model.compile was default, is max-autotune-no-cudagraphs; th" in err
+    assert asked == ["hybrid", None]

@@ -1,6 +1,5 @@
 """How a device computes a model: precision, FLOPs, torch.compile."""
 
-import dataclasses
 import shutil
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import Model, Train, UserError
+from conf.schema import UserError
 from engine.compute import choose_precision, compiled, count_flops, longest_float, resolve_compile
-from tests.engine.plans import compute, config
+from tests.engine.plans import compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -81,41 +80,19 @@ def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps_left", "found"),
+    ("choice", "device", "steps", "found"),
     [
-        (0, ("off", "at most 2,000 steps left")),  # the run is finished
-        (2_000, ("off", "at most 2,000 steps left")),
-        (2_001, ("default", "more than 2,000 steps left")),
+        ("auto", CPU, 9_999, ("off", "")),
+        ("default", CPU, 10, ("default", "")),
+        ("off", CUDA, 9_999, ("off", "")),
+        ("auto", CUDA, 2_000, ("off", "at most 2,000 steps")),
+        ("auto", CUDA, 2_001, ("default", "more than 2,000 steps")),
     ],
 )
-def test_compile_mode_on_a_gpu(steps_left: int, found: tuple[str, str]) -> None:
-    assert resolve_compile(config(), CUDA, steps_left, {}) == found
-
-
-@pytest.mark.parametrize(
-    ("choice", "deterministic", "device", "stored", "found"),
-    [
-        ("auto", False, CPU, {}, ("off", "")),
-        ("default", False, CPU, {}, ("default", "")),
-        ("auto", False, CPU, {"model.compile": "default"}, ("off", "")),
-        ("auto", True, CPU, {}, ("off", "")),
-        ("auto", True, CPU, {"pixels": "cpu"}, ("off", "")),  # train.deterministic was off
-        ("auto", True, CPU, {"model.compile": "default"}, ("default", "as in the checkpoint")),
-        ("auto", True, CUDA, {"model.compile": "off"}, ("off", "as in the checkpoint")),
-        ("off", True, CPU, {"model.compile": "default"}, ("off", "")),  # refused by the identity
-    ],
-)
-def test_compile_mode_of_a_resumed_run(
-    choice: str,
-    deterministic: bool,
-    device: torch.device,
-    stored: dict[str, str],
-    found: tuple[str, str],
+def test_compile_mode(
+    choice: str, device: torch.device, steps: int, found: tuple[str, str]
 ) -> None:
-    given = dataclasses.replace(
-        config(), model=Model(compile=choice), train=Train(deterministic=deterministic)
-    )
-    assert found == resolve_compile(given, device, 1_000_000, stored)
+    assert resolve_compile(choice, device, steps) == found
 
 
 def test_published_flops() -> None:
