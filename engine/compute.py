@@ -102,6 +102,7 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
             in_channels=shape[-3],
             args=config.model.args,
         )
+    models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
     if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
         shape = datasets.val.fields[IMAGE].on_device
