@@ -31,16 +31,23 @@ from conf import cli
 from conf.named import named, split_entry
 from conf.schema import Config
 from engine.checkpoint import find
-from engine.compute import compiled, garbage_collection_paused, set_up_kernels
+from engine.compute import (
+    Compute,
+    choose_compute,
+    compiled,
+    garbage_collection_paused,
+    set_up_kernels,
+)
 from engine.distributed import World, average_gradients, join_world, share_config, sync_gradients
-from engine.log.runlog import RunLog, check_log, introduce
+from engine.log.introduction import introduce
+from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
-from engine.losses import Criterion, build_criterion
+from engine.losses import Criterion, build_criterion, class_weights
 from engine.memory import explain_out_of_memory, fit_memory
 from engine.optim import build_optimizer
-from engine.plan import Plan, make_plan
-from engine.run import Run, run_identity
-from engine.scores import class_means, class_values
+from engine.run import Run, model_facts, run_identity
+from engine.schedule import Schedule, make_schedule
+from engine.scores import BestBy, class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
@@ -49,7 +56,7 @@ from engine.tune.verdict import Verdict
 from engine.validation import evaluate, validation_batches, value_names
 from pipeline.batch import IMAGE, TARGET, Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.feed import Feed
+from pipeline.feed import Feed, open_feed
 from pipeline.machine import reached_limit
 from pipeline.ring import start_forkserver
 
@@ -67,40 +74,47 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        run.resume(state, plan, run_identity(config, datasets, plan))
-        introduce(plan, run, state)
+        datasets, schedule, compute, state = prepare(config, run, world)  # nearly all user errors
+        run.resume(
+            state,
+            run_identity(datasets, schedule, compute),
+            model_facts(datasets, compute),
+            schedule.stop_step,
+        )
+        introduce(datasets, schedule, compute, state, run)
         if run.finished is not None:
             return run.finished
 
-        feed = enter(plan.open_feed(datasets, world))
+        feed = enter(open_feed(config, datasets, world, **compute.images))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
-        train_on_batch = enter(build_step(plan, state, world))
+        train_on_batch = enter(build_step(datasets, schedule, compute, state, world))
         stop = enter(StopSignal(world, run.failed))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        plan = fit_memory(plan, state, world, train_on_batch, first)
-        enter(explain_out_of_memory(plan, world))
-        alone = tune(feed, train_on_batch, plan, state, run, stop, tracker)
-        run.identity |= {"fitted_batch": plan.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(plan, feed, train_on_batch, world, alone)
-        log = enter(RunLog(plan, run, state, feed, tracker, verdict, started=started))
+        schedule = fit_memory(schedule, state, world, train_on_batch, first)
+        enter(explain_out_of_memory(schedule, world))
+        alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
+        run.identity |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
+        verdict = Verdict(compute, feed, train_on_batch, world, alone)
+        log = enter(
+            RunLog(datasets, schedule, compute, run, state, feed, tracker, verdict, started)
+        )
         enter(garbage_collection_paused())
-        if plan.due(state.step).validate and state.last.get("step") != state.step:
+        if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
-            validate(state, plan, feed, world, log, stop)
+            validate(state, schedule, compute, feed, world, log, stop)
             save(state, run, log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
-        for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
+        for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
             values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
-            due = plan.due(state.step)  # log, epoch, validate, save
+            due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row)  # the newest row: raises if its loss was not finite
             if due.validate:
-                validate(state, plan, feed, world, log, stop)
+                validate(state, schedule, compute, feed, world, log, stop)
             if due.save:
                 save(state, run, log)
         check_loss(log.end_steps())
@@ -109,13 +123,15 @@ def train(config: Config) -> dict[str, Any]:
         return log.finish(stop)
 
 
-def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
+def build_step(
+    datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, world: World
+) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
-    config, on_gpu = plan.config, world.device.type == "cuda"
-    network = world.wrap(state.model, Batch.zeros(plan.fields, world.device)[IMAGE])
-    weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
-    criterion = build_criterion(config.train, weights)
-    loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
+    config, on_gpu = schedule.config, world.device.type == "cuda"
+    network = world.wrap(state.model, Batch.zeros(datasets.train.fields, world.device)[IMAGE])
+    criterion = build_criterion(config.train, class_weights(config.train, datasets, world.device))
+    loss = compute.autocast()(compiled(training_loss, compute.compile))
+    loss = partial(loss, criterion=criterion)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
@@ -123,10 +139,10 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
 
     def before(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
-        lr.fill_(plan.curve.at(step))
+        lr.fill_(schedule.lr(step))
 
     return StepGraph(
-        partial(step, lr=lr, accumulate=plan.micro_batches),
+        partial(step, lr=lr, accumulate=schedule.micro_batches),
         before=before,
         network=network,
         disabled_reason=None if on_gpu else "it is only for CUDA",
@@ -227,7 +243,13 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(
-    state: TrainState, plan: Plan, feed: Feed, world: World, log: RunLog, stop: StopSignal
+    state: TrainState,
+    schedule: Schedule,
+    compute: Compute,
+    feed: Feed,
+    world: World,
+    log: RunLog,
+    stop: StopSignal,
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -239,15 +261,15 @@ def validate(
     with log.pause():
         for network in networks:
             world.broadcast_buffers(network)
-        batches = validation_batches(feed, stop, plan.micro_batches)
-        with plan.autocast(), feed.for_validation():
+        batches = validation_batches(feed, stop, schedule.micro_batches)
+        with compute.autocast(), feed.for_validation():
             found, *raw = evaluate(networks, validation_values, batches, world)
-        if found.images == plan.val_images:  # fewer after a signal
+        if found.images == len(feed.val.loader.dataset):  # fewer after a signal
             values = found.values(world)
-            row = {"step": state.step, "epoch": plan.epoch(state.step), **values}
+            row = {"step": state.step, "epoch": schedule.epoch(state.step), **values}
             for each in raw:
                 row |= {f"{name}_raw": value for name, value in each.values(world).items()}
-            best = plan.best_by.prefers(row, state.best)
+            best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best
             log.validated(row, values, found.rows, best=best)
@@ -271,56 +293,65 @@ def resolve_config(config: Config, world: World) -> Config:
     return share_config(config, world)
 
 
-def prepare(config: Config, run: Run, world: World) -> tuple[Datasets, Plan, TrainState]:
-    """Find the images, plan the run and build the model.
+def prepare(
+    config: Config, run: Run, world: World
+) -> tuple[Datasets, Schedule, Compute, TrainState]:
+    """Find the images and the checkpoint to resume, plan the run and build the model.
 
     Raises UserError for something that the user must change; nothing has been created.
     """
     check_log(config, world)
-    resumed = run.find()  # step and identity of the checkpoint to resume
+    _, stored = run.find()  # identity of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-    datasets = world.on_all_ranks(lambda: build_datasets(config, world.device))
-    plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
-    set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    state = world.on_all_ranks(lambda: build_state(plan, world))
-    with plan.autocast():
-        example = Batch.zeros(plan.fields, world.device)
-        plan.best_by.check(value_names(state.model, validation_values, example, world))
-    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
-    return datasets, plan, state
+
+    each = world.on_all_ranks  # they raise the error of any of them
+    mode = stored.get("pixels", "cpu") if stored else None
+    datasets = each(lambda: build_datasets(config, world.device, mode))
+    each(lambda: build_criterion(config.train, class_weights(config.train, datasets)))
+    schedule = each(lambda: make_schedule(config, len(datasets.train), world, stored))
+    steps = schedule.stop_step
+    compute = each(lambda: choose_compute(config, datasets, world.device, steps))
+    set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
+    state = each(lambda: build_state(config, datasets, compute, world))
+    with compute.autocast():
+        example = Batch.zeros(datasets.train.fields, world.device)
+        names = value_names(state.model, validation_values, example, world)
+    BestBy.of(config.train.best_by).check(names)
+    each(datasets.prepare)  # creates images that are missing, if it can
+    return datasets, schedule, compute, state
 
 
-def build_state(plan: Plan, world: World) -> TrainState:
+def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:
     """Build model, optimiser and moving average on the device.
 
     Every rank and every kind of device gets the same initial weights. Raises UserError if the
     weights to start from are missing or do not fit.
     """
-    config, weights = plan.config, plan.config.model.weights
+    weights = config.model.weights
     torch.manual_seed(config.train.seed)
     model = models.build(
         config.model.name,
-        num_classes=plan.num_classes,
-        image_size=plan.image_size,
-        in_channels=plan.image_shape[-3],
+        num_classes=len(datasets.classes),
+        image_size=datasets.train_size,
+        in_channels=datasets.train.fields[IMAGE].on_device[-3],
         pretrained=weights == "pretrained",
         args=config.model.args,
     )
     if weights and weights != "pretrained":
-        models.load_weights(model, find(weights), plan.classes)
+        models.load_weights(model, find(weights), datasets.classes)
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     models.freeze(model, config.model.freeze)
     model = model.to(world.device)
-    if plan.channels_last:
+    if compute.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if plan.rewrite is not None:
-        named(plan.rewrite, "model.rewrite")(model, channels_last=plan.channels_last)
+    if compute.rewrite is not None:
+        named(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     optimizer = build_optimizer(model, config.optim)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
     return TrainState(model, optimizer, ema, scaler=scaler)
 
 

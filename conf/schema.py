@@ -323,7 +323,7 @@ class Model:
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", SPEED, COMPILE)
-    """torch.compile mode: auto is default on a GPU if more than 2,000 steps remain, else off; tuned
+    """torch.compile mode: auto is default on a GPU for more than 2,000 steps, else off; tuned
     searches the block sizes of every kernel, which takes minutes; recompute needs less memory,
     because the backward pass computes activations again"""
 

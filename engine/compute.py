@@ -4,16 +4,20 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from conf.schema import Config, UserError
+from pipeline.batch import IMAGE
+from pipeline.build import Datasets
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,16 +54,78 @@ TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 SWITCH_SECONDS = 1e-4
 
 
-def peak_rate(device: str, *, precision: str, flops_per_image: int) -> float | None:
-    """Return the images/s of training at the peak rate of a GPU, or None if it is not known.
+@dataclass(frozen=True)
+class Compute:
+    """How the device computes the model of a run."""
 
-    `device` is the name of the GPU. A step takes three times the operations of a forward pass: the
-    backward pass takes two.
+    device: torch.device
+    name: str  # of the GPU; "cpu" on a CPU
+    precision: str
+    channels_last: bool
+    compile: str
+    compile_reason: str  # why model.compile=auto chose this mode; empty if the user set it
+    rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
+    parameters: int
+    flops: int  # operations of a forward pass for a training image
+
+    @property
+    def images(self) -> dict[str, Any]:
+        """Options of `open_feed`; two bytes per value halve what the first layer reads."""
+        return {"dtype": dtype_of(self.precision), "channels_last": self.channels_last}
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of every forward pass."""
+        return autocast(self.device.type, self.precision)
+
+    def peak_rate(self) -> float | None:
+        """Return the images/s of training at the peak rate of the GPU, or None if it is not known.
+
+        A step takes three times the operations of a forward pass: the backward pass takes two.
+        """
+        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in self.name), None)
+        if peak is None or dtype_of(self.precision) == torch.float32:
+            return None
+        return peak / (3 * self.flops)
+
+
+def choose_compute(config: Config, datasets: Datasets, device: torch.device, steps: int) -> Compute:
+    """Choose what the config leaves open, from a model on the meta device, which takes no memory.
+
+    `steps`: of the run. Raises UserError if the model does not take the images.
     """
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
-    if peak is None or dtype_of(precision) == torch.float32:
-        return None
-    return peak / (3 * flops_per_image)
+    shape = datasets.train.fields[IMAGE].on_device
+    with torch.device("meta"):
+        model = models.build(
+            config.model.name,
+            num_classes=len(datasets.classes),
+            image_size=datasets.train_size,
+            in_channels=shape[-3],
+            args=config.model.args,
+        )
+    models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
+    flops = count_flops(model, shape)
+    if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
+        shape = datasets.val.fields[IMAGE].on_device
+        count_flops(model, shape, key="data.val_size, augment.val")
+    on_gpu = device.type == "cuda"
+    precision = choose_precision(config.train.precision, device)
+    mode, reason = resolve_compile(config.model.compile, device, steps)
+    rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
+    return Compute(
+        device=device,
+        name=torch.cuda.get_device_name(device) if on_gpu else device.type,
+        precision=precision,
+        channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
+        compile=mode,
+        compile_reason=reason,
+        rewrite=config.model.rewrite if rewritten else None,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=flops,
+    )
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:
@@ -84,21 +150,18 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     return int(counter.get_total_flops())
 
 
-def fast_precision(device: torch.device) -> str:
-    """Return what the tensor cores of a device compute in: bf16, or fp16 on a T4, V100, RTX 20xx.
+def choose_precision(choice: str, device: torch.device) -> str:
+    """Resolve train.precision=auto to what the tensor cores of a device compute in.
 
-    fp32 on a CPU, and on older GPUs, which have none.
+    bf16, or fp16 on a T4, V100, RTX 20xx; fp32 on a CPU, and on older GPUs, which have none.
     """
+    if choice != "auto":
+        return choice
     if device.type != "cuda":
         return "fp32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
     return "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
-
-
-def choose_precision(choice: str, device: torch.device) -> str:
-    """Resolve train.precision=auto."""
-    return fast_precision(device) if choice == "auto" else choice
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -117,26 +180,19 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
-def resolve_compile(
-    config: Config, device: torch.device, resumed: tuple[int, Mapping[str, Any]], stop_step: int
-) -> tuple[str, str]:
+def resolve_compile(choice: str, device: torch.device, steps: int) -> tuple[str, str]:
     """Resolve model.compile=auto; return the mode and why it was chosen.
 
-    The reason is empty if the mode was given, or on a CPU. With train.deterministic=true, a resumed
-    run keeps the mode in its checkpoint, because another mode rounds differently. `resumed`: step
-    and identity of the checkpoint to resume. The identity names the mode if the checkpoint was
-    written with train.deterministic=true.
+    The reason is empty if the mode was given, or on a CPU. `steps`: of the whole run, so that a
+    resumed run, which has fewer left, keeps its mode: another one rounds differently.
     """
-    first_step, stored = resumed
-    if config.model.compile != "auto":
-        return config.model.compile, ""
-    if config.train.deterministic and "model.compile" in stored:
-        return stored["model.compile"], "as in the checkpoint"
+    if choice != "auto":
+        return choice, ""
     if device.type != "cuda":
         return "off", ""
-    if stop_step - first_step > MANY_STEPS:
-        return "default", f"more than {MANY_STEPS:,} steps left"
-    return "off", f"at most {MANY_STEPS:,} steps left"
+    if steps > MANY_STEPS:
+        return "default", f"more than {MANY_STEPS:,} steps"
+    return "off", f"at most {MANY_STEPS:,} steps"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:

@@ -4,13 +4,15 @@ To add a loss, add a function to LOSSES. It takes the keys of `train` that are a
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conf.schema import Train, UserError, show
+from conf.schema import Train, UserError, did_you_mean, show
+from pipeline.build import Datasets
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
@@ -40,12 +42,28 @@ def keys_of(loss: str) -> set[str]:
     return inspect.signature(LOSSES[loss]).parameters.keys() & vars(Train()).keys()
 
 
-def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
-    """Weights of the classes in inverse proportion to their images; the mean over all images is 1.
+def class_weights(
+    config: Train, datasets: Datasets, device: torch.device | None = None
+) -> Tensor | None:
+    """Return the weight of each class, float32 [classes]; None: all count alike.
 
-    They are scikit-learn's `balanced`: images / (classes * images of the class).
+    The balanced ones are scikit-learn's: images / (classes * images of the class), with a mean of 1
+    over all images. Raises UserError if a name is not that of a class.
     """
-    return tuple(sum(class_counts) / (len(class_counts) * max(1, n)) for n in class_counts)
+    given, classes = config.class_weights, datasets.classes
+    if given is None:
+        return None
+    if given == "balanced":
+        counts = datasets.train.class_counts(len(classes))
+        balanced = [sum(counts) / (len(classes) * max(1, n)) for n in counts]
+        return torch.tensor(balanced, device=device)
+    weights = {str(name): float(weight) for name, weight in given.items()}
+    if unknown := [name for name in weights if name not in classes]:
+        advice = did_you_mean(unknown[0], classes) or f"; give names such as {classes[0]}"
+        raise UserError(
+            f"train.class_weights={show(given)}: there is no class {unknown[0]}{advice}"
+        )
+    return torch.tensor([weights.get(name, 1.0) for name in classes], device=device)
 
 
 def cross_entropy(

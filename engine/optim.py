@@ -1,20 +1,17 @@
-"""The optimisers, and the learning rate as a function of the step.
+"""The optimisers.
 
 An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it in
-conf/optim/NAME.yaml as module:function. To add a schedule, add a function to SCHEDULES and a file
-conf/schedule/NAME.yaml.
+conf/optim/NAME.yaml as module:function.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conf.named import named
-from conf.schema import Optim, Schedule, UserError, show
+from conf.schema import Optim, UserError, show
 
 Groups = list[dict[str, Any]]
 
@@ -86,53 +83,3 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
             found |= {module.in_proj_weight, module.q_proj_weight}
             found |= {module.k_proj_weight, module.v_proj_weight}
     return {weight for weight in found if weight is not None}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The learning rate of every step."""
-
-    config: Schedule
-    peak: float  # learning rate at the end of the warm-up
-    warmup_steps: int  # steps of linear increase from zero
-    total_steps: int  # step at which cosine and linear reach `config.final_lr`
-    steps_per_epoch: float
-
-    def at(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        return SCHEDULES[self.config.name](self, step)
-
-    def progress(self, step: int) -> float:
-        """The fraction of the steps after the warm-up that is done, in [0, 1]."""
-        return min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-
-
-def constant(curve: Curve, step: int) -> float:
-    return curve.peak
-
-
-def step_decay(curve: Curve, step: int) -> float:
-    # 1e-9 keeps rounding from delaying by one step a drop that falls on a whole step.
-    drops = math.floor(step / (curve.steps_per_epoch * curve.config.step_epochs) + 1e-9)
-    return curve.peak * curve.config.step_gamma**drops
-
-
-def cosine(curve: Curve, step: int) -> float:
-    final = curve.config.final_lr
-    return final + (curve.peak - final) * ((1 + math.cos(math.pi * curve.progress(step))) / 2)
-
-
-def linear(curve: Curve, step: int) -> float:
-    final = curve.config.final_lr
-    return final + (curve.peak - final) * (1 - curve.progress(step))
-
-
-SCHEDULES: dict[str, Callable[[Curve, int], float]] = {
-    "constant": constant,
-    "step": step_decay,
-    "cosine": cosine,
-    "linear": linear,
-}
-"""Name -> learning rate of a step after the warm-up."""

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conf.compose import to_yaml
 from conf.named import is_name
 from conf.schema import (
@@ -29,9 +31,11 @@ from conf.schema import (
 )
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
+from engine.compute import Compute
 from engine.distributed import World
-from engine.plan import Plan
+from engine.schedule import Schedule
 from engine.state import TrainingError, TrainState, diverged
+from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 from pipeline.splits import refuse_inside
 
@@ -68,6 +72,7 @@ class Run(AbstractContextManager["Run"]):
         identity: what each checkpoint stores as the run's identity.
         last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
             step at which this start begins.
+        stop_step: step at which training ends.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -77,7 +82,7 @@ class Run(AbstractContextManager["Run"]):
         self.resumed: Path | None = None
         self.finished: dict[str, Any] | None = None
         self.identity: dict[str, Any] = {}
-        self.last_saved_step = 0
+        self.last_saved_step = self.stop_step = 0
         self._found: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step, state and identity
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -129,17 +134,21 @@ class Run(AbstractContextManager["Run"]):
             restarts = self.config.checkpoint.resume == "never"
             return None if restarts else checkpoint.newest_intact(self.checkpoints)
 
-    def resume(self, state: TrainState, plan: Plan, identity: dict[str, Any]) -> None:
+    def resume(
+        self, state: TrainState, identity: dict[str, Any], facts: dict[str, Any], stop_step: int
+    ) -> None:
         """Load what `find` has found, claim the folder and write config.yaml. Collective.
+
+        `identity`: of `run_identity`; `facts`: of `model_facts`; training ends at `stop_step`.
 
         Raises UserError, before anything is created, if the checkpoint is of another training, or
         if another process uses the folder. If the run is finished, nothing is written.
         """
         self.world.require_same(identity)
         if self.resumed is not None:
-            accept, stop = self.config.checkpoint.accept_changes, plan.stop_step
+            accept = self.config.checkpoint.accept_changes
             changes = accepted_changes(
-                self.resumed, self._found, identity, accept=accept, stop_step=stop
+                self.resumed, self._found, identity, accept=accept, stop_step=stop_step
             )
             _load_state(state, self.resumed, self._found)
             if self.is_first_start or changes.keys() & VALIDATED_ON:
@@ -151,14 +160,14 @@ class Run(AbstractContextManager["Run"]):
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._found = {}  # frees the memory
-        self.last_saved_step = state.step
-        self.finished = self.world.broadcast(lambda: self._claim(state, plan.stop_step))
+        self.last_saved_step, self.stop_step = state.step, stop_step
+        self.finished = self.world.broadcast(lambda: self._claim(state))
         values = {**config_values(self.config), "ranks": self.world.size}
         made_by = self.world.broadcast(checkpoint.provenance)
         self.identity = identity
-        self._content = {"config": values, "made_by": made_by, "plan": plan.record}
+        self._content = {"config": values, "made_by": made_by, "plan": facts}
 
-    def _claim(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
+    def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder and write the config; return the summary if the run is finished."""
         with _usable(self.path):
             if self.config.checkpoint.resume == "never" and self.path.exists():
@@ -175,7 +184,7 @@ class Run(AbstractContextManager["Run"]):
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             expected = "finished", state.step, self.config.train.best_by
             found = tuple(map(summary.get, ("status", "step", "best_by")))
-            if state.step >= stop_step and found == expected:
+            if state.step >= self.stop_step and found == expected:
                 return summary
         self.write("config.yaml", to_yaml(self.config))
         self.write("overrides.yaml", to_yaml(self.config.typed))
@@ -261,14 +270,27 @@ class Run(AbstractContextManager["Run"]):
                 self._lock = None
 
 
-def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
+def model_facts(datasets: Datasets, compute: Compute) -> dict[str, Any]:
+    """Return what a checkpoint stores in addition to the config, so that its model can be used."""
+    image = datasets.train.fields[IMAGE]
+    return {
+        "classes": list(datasets.classes),
+        "image_size": datasets.train_size,
+        "image_shape": list(image.on_device),
+        "image_dtype": np.dtype(image.dtype).name,
+        "channels_last": compute.channels_last,
+        "rewrites_layers": compute.rewrite is not None,
+    }
+
+
+def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
     """Return everything that affects the result, name -> value: a resumed run must have the same.
 
     Some keys are replaced by what follows from them: the folders of the images, which may move, by
     a fingerprint of the samples; the decoder by the mode of the dataset; and a file of weights by a
     hash of its content.
     """
-    replaced = (*CHOOSE_SAMPLES, "loader.decoder")
+    config, replaced = schedule.config, (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
     # An optimiser or a dataset that moves to another module stays the same.
     alike = {name: FIELDS[name].metadata["alike"] for name in keys}
@@ -279,16 +301,16 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             keys[name] = f"SHA-256 {digest[:16]}"
     if config.train.deterministic:  # eager and compiled steps round differently
-        keys["model.compile"] = plan.compile
+        keys["model.compile"] = compute.compile
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
         **keys,
-        "classes": plan.num_classes,
-        "parameters": plan.parameters,
-        "train.precision": plan.precision,
-        "pixels": plan.modes[0],
-        "fitted_batch": plan.fitted_batch,
+        "classes": len(datasets.classes),
+        "parameters": compute.parameters,
+        "train.precision": compute.precision,
+        "pixels": datasets.modes[0],
+        "fitted_batch": schedule.fitted_batch,
     }
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import UserError
+from engine.compute import has_batch_norm
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.scores import BestBy, shown, value_of
@@ -52,19 +53,19 @@ class Expectation(Observer):
 
     def __init__(self, log: RunLog) -> None:
         self.log = log
-        plan, expect = log.plan, log.plan.config.expect
+        datasets, expect = log.datasets, log.run.config.expect
         if expect is None:
             expect = dict.fromkeys(FACTS)
         if missing := [name for name in FACTS if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.
-        self._value = plan.best_by if plan.best_by.name in expect else BestBy.of("top1")
-        self._plan, self._changed = plan, plan.config.changed
+        self._value = log.best_by if log.best_by.name in expect else BestBy.of("top1")
+        self._schedule, self._changed = log.schedule, log.run.config.changed
         image = log.feed.train.loader.dataset.name(0).lower()
         format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
-        data = plan.num_classes, plan.train_images, plan.val_images, format
+        data = len(datasets.classes), len(datasets.train), len(datasets.val), format
         same_data = data == tuple(expect[name] for name in DATA)
-        same_norm = plan.fitted_batch is None or not plan.has_batch_norm
+        same_norm = log.schedule.fitted_batch is None or not has_batch_norm(log.state.model)
         same_run = same_data and same_norm and not log.state.history and self._value.name in expect
         tuned = all(key.startswith(OPTIMISER) for key in self._changed)
         self._curve = expect.get("reference", {}) if same_run and tuned else {}
@@ -91,7 +92,7 @@ class Expectation(Observer):
         if self._warned or not worse or not all(worse):
             return columns
         self._warned = True
-        epoch = self._plan.epochs_ended(row["step"])
+        epoch = self._schedule.epochs_ended(row["step"])
         changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
         check = f"the labels and what differs from the recipe ({changed})"
         if not changed:
@@ -111,7 +112,7 @@ class Expectation(Observer):
         The last validation may be that of an earlier epoch than the last one.
         """
         row = self._last
-        if self._final is None or row.get("step") != self._plan.schedule_steps:
+        if self._final is None or row.get("step") != self._schedule.steps:
             return {"expectation": None}
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
         expected, difference = self._final[name], round(row[name] - self._final[name], 4)
@@ -131,8 +132,8 @@ class Expectation(Observer):
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
         """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""
-        epoch, means = self._plan.epochs_ended(step), self._curve.get(self._value.name, [])
-        if not self._plan.due(step).epoch or not 1 <= epoch <= len(means):
+        epoch, means = self._schedule.epochs_ended(step), self._curve.get(self._value.name, [])
+        if not self._schedule.due(step).epoch or not 1 <= epoch <= len(means):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)

@@ -16,7 +16,7 @@ from conf.compose import load
 from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
 from engine import checkpoint
 from engine.distributed import World
-from engine.plan import suited_batch
+from engine.schedule import suited_batch
 from pipeline.build import build_datasets
 from scripts.lib.published import exported, published, published_model, stored_name
 

@@ -38,7 +38,7 @@ class Pictures(Observer):
 
     def validated(self, row: Any, rows: Rows) -> None:
         if (found := Predictions.of(rows)) is not None:
-            step, classes, tracker = row["step"], self.log.plan.classes, self.log.tracker
+            step, classes, tracker = row["step"], self.log.datasets.classes, self.log.tracker
             tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
             dataset = self.log.feed.val.loader.dataset
             tracker.images(partial(found.draw, classes, dataset), step)

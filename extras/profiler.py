@@ -22,7 +22,7 @@ class Profiler(Observer):
     """
 
     def __init__(self, log: RunLog, *, first: int = 100, last: int = 110) -> None:
-        steps = log.plan.stop_step
+        steps = log.schedule.stop_step
         if not 0 <= first <= last or first >= steps:
             raise UserError(
                 f"log.observers: {__name__}:Profiler: first={first}, last={last}: the run has the "

@@ -27,7 +27,7 @@ class Board(Observer):
     def __init__(self, log: RunLog) -> None:
         from wandb import Settings, init, setup  # without it, there is a warning
 
-        folder, config = log.run.path, log.plan.config
+        folder, config = log.run.path, log.run.config
         path = folder / "wandb" / "id"
         path.parent.mkdir(exist_ok=True)
         if not path.exists():

@@ -12,7 +12,7 @@ from conf.named import named, split_entry
 from conf.schema import Config, Data, UserError
 from pipeline import augment
 from pipeline.augment import Compose
-from pipeline.batch import LABEL
+from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture, describe
@@ -30,6 +30,8 @@ class Datasets:
     classes: tuple[str, ...]  # their names; a label is a position in it
     train_size: int  # side of the images after the transforms, pixels
     val_size: int
+    # Of the training split: the values of `Dataset.modes` to compare, the first one to begin with
+    modes: tuple[str, ...] = ("cpu",)
 
     def prepare(self) -> None:
         """Create missing files, such as images that are drawn."""
@@ -37,10 +39,14 @@ class Datasets:
         self.val.prepare()
 
 
-def build_datasets(config: Config, device: torch.device | None = None) -> Datasets:
+def build_datasets(
+    config: Config, device: torch.device | None = None, stored_mode: str | None = None
+) -> Datasets:
     """Build the transforms and the sample tables of both splits; write only the index cache.
 
-    `device`: of the training, for data.on_device; None leaves everything to the workers.
+    Args:
+        device: of the training, for data.on_device; None leaves everything to the workers.
+        stored_mode: that of the checkpoint to resume; None without a checkpoint.
 
     Raises UserError if a transform, a folder or its content is wrong.
     """
@@ -58,7 +64,36 @@ def build_datasets(config: Config, device: torch.device | None = None) -> Datase
         name, parameters = split_entry(entry, "data.on_device")
         extend = named(name, "data.on_device")
         train_split = extend(train_split, config, device, **parameters)
-    return Datasets(train_split, val_split, classes, train.image_size, val.image_size)
+    check_channels(data, train_split.fields[IMAGE].on_device[-3])
+    modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
+    return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
+
+
+def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) -> tuple[str, ...]:
+    """Resolve loader.decoder to modes of a dataset, the first one to begin with.
+
+    `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
+    checkpoint. Raises UserError if there is no such decoder.
+    """
+    name, modes = config.loader.decoder, tuple(dataset.modes)
+    if name == "auto" and stored is None:
+        return modes
+    if (mode := stored if name == "auto" else name) in modes:
+        return (mode,)
+    if name in ("auto", *DECODERS):  # the identity check refuses a stored mode that is gone
+        return modes[:1]
+    choice = ", ".join(("auto", *DECODERS, *modes[1:]))
+    raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+
+
+def check_channels(data: Data, channels: int) -> None:
+    """Refuse data.mean or data.std for another number of channels; one value is for all."""
+    for key, values in {"mean": data.mean, "std": data.std}.items():
+        if len(values) not in (1, channels):
+            raise UserError(
+                f"data.{key}: has {len(values)} values, the images have {channels} channels; give "
+                "one value per channel"
+            )
 
 
 def build_val(config: Config) -> Datasets:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from conf.schema import Config, UserError
-from pipeline import augment, decode, machine
+from pipeline import augment, machine
 from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
@@ -42,6 +42,7 @@ class RankInfo(Protocol):
 class Feed:
     """Batches on the device for both splits, which share one pool of workers."""
 
+    config: Config
     train: Prefetcher
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
@@ -88,23 +89,6 @@ class Feed:
         pool.activate(before)
 
 
-def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) -> tuple[str, ...]:
-    """Resolve loader.decoder to modes of a dataset, the first one to begin with.
-
-    `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
-    checkpoint. Raises UserError if there is no such decoder.
-    """
-    name, modes = config.loader.decoder, tuple(dataset.modes)
-    if name == "auto" and stored is None:
-        return modes
-    if (mode := stored if name == "auto" else name) in modes:
-        return (mode,)
-    if name in ("auto", *decode.DECODERS):  # the identity check refuses a stored mode that is gone
-        return modes[:1]
-    choice = ", ".join(("auto", *decode.DECODERS, *modes[1:]))
-    raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
-
-
 def is_measured(config: Config, dataset: Dataset, device: torch.device, cores: int) -> bool:
     """Whether loader.workers=auto is measured; otherwise it takes all workers for its cores."""
     is_short = len(dataset) < FEWEST_BATCHES * config.loader.batch_size
@@ -118,7 +102,6 @@ def open_feed(
     config: Config,
     datasets: Datasets,
     world: RankInfo,
-    modes: Sequence[str] = ("cpu",),
     *,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
@@ -126,12 +109,12 @@ def open_feed(
     """Allocate the batch buffers and start the workers; end them on exit.
 
     The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
-    `modes`: from `choose_modes`; `dtype` and `channels_last`: of the images on the device.
+    `dtype` and `channels_last`: of the images on the device.
     """
     loader, data, on_gpu = config.loader, config.data, world.device.type == "cuda"
     cores = machine.cores_for_workers(world.local_size)
     measured = is_measured(config, datasets.train, world.device, cores)
-    modes = modes if measured else modes[:1]
+    modes = datasets.modes if measured else datasets.modes[:1]
     active = started = most = loader.workers
     if loader.workers == "auto":
         # All cores validate, even if few workers are enough for training. Measured workers may wait
@@ -179,7 +162,7 @@ def open_feed(
         val = Prefetcher(val_loader, images, depth=depth)
         stack.callback(train.close)
         stack.callback(val.close)
-        feed = Feed(train, val, len(val_sampler), modes, cores, most, measured)
+        feed = Feed(config, train, val, len(val_sampler), modes, cores, most, measured)
         feed.set_mode(modes[0])
         yield feed
 

@@ -39,16 +39,16 @@ import numpy as np
 import torch
 
 import train
-from conf import cli
-from conf.schema import Config, Schedule, UserError
+from conf import cli, schema
+from conf.schema import Config, UserError
 from engine import checkpoint
+from engine.compute import Compute, choose_compute
 from engine.distributed import World, join_world
 from engine.log.meter import Meter
-from engine.optim import Curve
-from engine.plan import Plan, make_plan
+from engine.schedule import Schedule, make_schedule
 from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.feed import Feed
+from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
@@ -72,38 +72,40 @@ class Stage:
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
     """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
     with join_world(config.train.device) as world:
-        config = train.resolve_config(config, world)
+        config = measured_config(train.resolve_config(config, world), world.device)
         datasets = build_datasets(config, world.device)
         datasets.prepare()
-        plan = plan_of(config, datasets, world)
-        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
+        schedule = make_schedule(config, len(datasets.train), world)
+        compute = choose_compute(config, datasets, world.device, steps=0)
+        train.set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         found: list[Stage] = []
         if hasattr(datasets.train, "read"):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
-                found.append(measure_decode(datasets.train, seconds, plan))
+                found.append(measure_decode(datasets, seconds))
         if "loader" in only:
-            with plan.open_feed(datasets, world) as feed:
-                found.append(measure_loader(feed, plan, seconds))
+            with open_feed(config, datasets, world, **compute.images) as feed:
+                found.append(measure_loader(feed, config.loader.batch_size, seconds))
         if "copy" in only and world.device.type == "cuda":
-            found.append(measure_copy(plan, world.device, seconds))
+            found.append(measure_copy(datasets, config.loader.batch_size, world.device, seconds))
         if "step" in only or "train" in only:
-            stepper = Stepper(plan, world)
-            with plan.open_feed(datasets, world) as feed:
+            stepper = Stepper(datasets, schedule, compute, world)
+            with open_feed(config, datasets, world, **compute.images) as feed:
                 stages = stepper.alone(feed, seconds), stepper.fed(feed, seconds)
             found += [stage for stage in stages if stage.name in only]
     return found
 
 
-def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
-    """Plan the training.
+def measured_config(config: Config, device: torch.device) -> Config:
+    """Return a config with a small learning rate, with which no number of steps diverges.
 
     On a GPU, model.compile=auto is `default`, whatever the length of the run.
     """
-    if config.model.compile == "auto" and world.device.type == "cuda":
+    if config.model.compile == "auto" and device.type == "cuda":
         config = replace(config, model=replace(config.model, compile="default"))
-    return make_plan(config, datasets, world)
+    constant = schema.Schedule("constant")
+    return replace(config, schedule=constant, optim=replace(config.optim, lr=1e-3))
 
 
 def windows(
@@ -141,8 +143,9 @@ def measure_read(dataset: Any, seconds: float) -> Stage:
     return Stage("read", rates, f"one process, {speed}")
 
 
-def measure_decode(dataset: Any, seconds: float, plan: Plan) -> Stage:
+def measure_decode(datasets: Datasets, seconds: float) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
+    dataset: Any = datasets.train
     places = scattered(len(dataset))
 
     def decode() -> int:
@@ -155,11 +158,11 @@ def measure_decode(dataset: Any, seconds: float, plan: Plan) -> Stage:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    note = f"one core, decoder {dataset.decoder}, to {plan.image_size} px"
+    note = f"one core, decoder {dataset.decoder}, to {datasets.train_size} px"
     return Stage("decode", rates, note)
 
 
-def measure_loader(feed: Feed, plan: Plan, seconds: float) -> Stage:
+def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
     """Take complete batches in host memory as fast as the loader delivers them."""
     batches = feed.train.loader.batches(0, FOREVER)
 
@@ -171,7 +174,7 @@ def measure_loader(feed: Feed, plan: Plan, seconds: float) -> Stage:
     warm_up(take, feed)
     rates = windows(take, seconds)
     workers = feed.train.loader.pool.active
-    return Stage("loader", rates, f"{workers} workers, batch {plan.batch_size}")
+    return Stage("loader", rates, f"{workers} workers, batch {batch_size}")
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
@@ -180,10 +183,10 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
         take()
 
 
-def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
+def measure_copy(datasets: Datasets, batch_size: int, gpu: torch.device, seconds: float) -> Stage:
     """Copy the bytes of a batch from page-locked memory to the GPU, as the prefetcher does."""
-    fields = plan.fields.values()
-    shape = plan.batch_size, sum(np.zeros(each.shape, each.dtype).nbytes for each in fields)
+    fields = datasets.train.fields.values()
+    shape = batch_size, sum(np.zeros(each.shape, each.dtype).nbytes for each in fields)
     source = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(shape, dtype=torch.uint8, device=gpu)
 
@@ -202,11 +205,12 @@ def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
 class Stepper:
     """train.py's optimiser step, compiled once for both of its measurements."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
-        curve = Curve(Schedule("constant"), 1e-3, 0, plan.schedule_steps, plan.steps_per_epoch)
-        self.plan, self.world = replace(plan, curve=curve), world
-        self.state = train.build_state(plan, world)
-        self.train_step = train.build_step(self.plan, self.state, world)
+    def __init__(
+        self, datasets: Datasets, schedule: Schedule, compute: Compute, world: World
+    ) -> None:
+        self.schedule, self.compute, self.world = schedule, compute, world
+        self.state = train.build_state(schedule.config, datasets, compute, world)
+        self.train_step = train.build_step(datasets, schedule, compute, self.state, world)
         self.meter = Meter(world)
 
     def step(self, batch: Batch) -> int:
@@ -220,13 +224,15 @@ class Stepper:
     def alone(self, feed: Feed, seconds: float) -> Stage:
         """Measure with four batches that stay on the device."""
         batches = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        plan = train.fit_memory(self.plan, self.state, self.world, self.train_step, [next(batches)])
+        first = [next(batches)]
+        train.fit_memory(self.schedule, self.state, self.world, self.train_step, first)
         for _ in range(20 if self.world.device.type == "cuda" else 2):
             self.step(next(batches))
         self.finish()
         rates = windows(lambda: self.step(next(batches)), seconds, self.finish)
-        note = f"{plan.config.model.name}, batch {plan.batch_size}, {plan.precision}, "
-        note += f"compile {plan.compile}, batch already on the device"
+        name, size = self.schedule.config.model.name, self.schedule.batch_size
+        note = f"{name}, batch {size}, {self.compute.precision}, "
+        note += f"compile {self.compute.compile}, batch already on the device"
         return Stage("step", rates, note)
 
     def fed(self, feed: Feed, seconds: float) -> Stage:

@@ -58,7 +58,7 @@ from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, dtype_of
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
-from engine.plan import check_batch, micro_batches
+from engine.schedule import make_schedule
 from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
@@ -115,7 +115,7 @@ def run(
     """
     config, device = trained.config, world.device
     add_values(config.log.values)
-    check_batch(config, config.loader.batch_size, world)
+    parts = make_schedule(config, config.loader.batch_size, world).micro_batches
     precision = trained.precision(device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
@@ -136,7 +136,6 @@ def run(
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        parts = micro_batches(config.loader.batch_size // world.size, config.train.micro_batch)
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([network], train.validation_values, batches, world)
     values, rows = found.values(world), found.rows

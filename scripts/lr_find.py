@@ -45,9 +45,10 @@ from conf import cli
 from conf.schema import Config
 from engine.checkpoint import write_json
 from engine.distributed import join_world
-from engine.optim import Curve
 from engine.run import Run
+from engine.schedule import Schedule
 from engine.state import TrainingError
+from pipeline.feed import open_feed
 from scripts.lib.trained import exit_status
 
 DIVERGED = 4.0  # multiple of the lowest loss at which the test ends, as in fastai
@@ -58,13 +59,15 @@ LINES, WIDTH = 20, 60  # of the curve that is printed
 
 
 @dataclass(frozen=True)
-class Rise(Curve):
-    """A learning rate that rises exponentially from `lowest` to `peak` in `total_steps` steps."""
+class Rise(Schedule):
+    """A learning rate that rises exponentially from `lowest` to `highest` in `length` steps."""
 
+    length: int = 0
     lowest: float = 0.0
+    highest: float = 0.0
 
-    def at(self, step: int) -> float:
-        return self.lowest * (self.peak / self.lowest) ** (step / (self.total_steps - 1))
+    def lr(self, step: int) -> float:
+        return self.lowest * (self.highest / self.lowest) ** (step / (self.length - 1))
 
 
 def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> list[float]:
@@ -80,11 +83,12 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device, config.loader.timeout_seconds))
         config = train.resolve_config(config, world)
-        datasets, plan, state = train.prepare(config, Run(config, world), world)
-        curve = Rise(config.schedule, highest, 0, steps, plan.steps_per_epoch, lowest)
-        feed = stack.enter_context(plan.open_feed(datasets, world))
-        step = stack.enter_context(train.build_step(replace(plan, curve=curve), state, world))
-        train.fit_memory(plan, state, world, step, feed.train.batches(0, 1))
+        datasets, usual, compute, state = train.prepare(config, Run(config, world), world)
+        schedule = Rise(config, usual.images, usual.ranks, None, steps, lowest, highest)
+        feed = stack.enter_context(open_feed(config, datasets, world, **compute.images))
+        built = train.build_step(datasets, schedule, compute, state, world)
+        step = stack.enter_context(built)
+        train.fit_memory(schedule, state, world, step, feed.train.batches(0, 1))
         for batch in feed.train.batches(0, steps):
             loss = step(batch)["loss"].clone()  # the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)

@@ -11,7 +11,8 @@ import torch
 
 import train
 from conf import cli
-from engine import checkpoint, plan
+from engine import checkpoint
+from pipeline import build
 from tests.results import stored
 from tests.small_run import SMALL_RUN
 
@@ -150,37 +151,14 @@ def test_decoder_with_other_pixels_is_refused(
     program("train.max_steps=2")
     stored_by_another(2, lambda content: content["identity"].update(pixels="hybrid"))
     asked: list[Any] = []
-    choose = plan.choose_modes
+    choose = build.choose_modes
 
     def recorded(*arguments: Any) -> tuple[str, ...]:
         asked.append(arguments[2])
         return choose(*arguments)
 
-    monkeypatch.setattr(plan, "choose_modes", recorded)
+    monkeypatch.setattr(build, "choose_modes", recorded)
     status, _, err = program("train.max_steps=4")
     assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
     program("run.name=two", "train.max_steps=1")
     assert asked == ["hybrid", None]
-
-
-def test_compile_mode_is_kept_for_deterministic_runs(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a resumed run would compute other bits. Here, the stored mode is another machine's."""
-    program("train.deterministic=true", "train.max_steps=2")
-    read = checkpoint.load(Path("runs/one/checkpoints/step-00000002.pt"))
-    assert read["identity"]["model.compile"] == "off"
-    stored_by_another(2, lambda content: content["identity"].update({"model.compile": "default"}))
-    modes = []
-
-    def recorded(function: Any, mode: str) -> Any:
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr(train, "compiled", recorded)
-    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
-    assert status == 0 and set(modes) == {"default"}
-    assert "compile default (as in the checkpoint)" in out
-    typed = "model.compile=max-autotune-no-cudagraphs"
-    status, _, err = program("train.deterministic=true", "train.max_steps=4", typed)
-    assert status == 2 and "model.compile was default, is max-autotune-no-cudagraphs; th" in err

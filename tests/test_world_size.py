@@ -77,8 +77,9 @@ import json, sys
 from conf import cli
 from engine.distributed import join_world
 from engine.validation import evaluate
-from engine.plan import make_plan
+from engine.compute import choose_compute
 from pipeline.build import build_datasets
+from pipeline.feed import open_feed
 from tests.batches import toy_values as validation_values
 from train import build_state
 
@@ -87,9 +88,9 @@ with join_world("cpu") as world:
     for words in json.loads(sys.argv[1]):
         config = cli.load(words)
         datasets = build_datasets(config)
-        plan = make_plan(config, datasets, world)
-        network = build_state(plan, world).model
-        with plan.open_feed(datasets, world) as feed:
+        compute = choose_compute(config, datasets, world.device, 0)
+        network = build_state(config, datasets, compute, world).model
+        with open_feed(config, datasets, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
         values, rows = one.values(world), one.rows

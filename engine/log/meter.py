@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.compute import longest_float, peak_rate
+from engine.compute import Compute, longest_float
 from engine.distributed import World
-from engine.plan import Plan
+from engine.schedule import Schedule
 from engine.state import TrainState
 from pipeline.clock import Shares, StepClock
 
@@ -75,24 +75,25 @@ class Meter:
         return Interval(step, steps, dict(zip(self._names, means, strict=True)))
 
 
-def train_row(interval: Interval, shares: Shares, plan: Plan) -> dict[str, Any]:
+def train_row(
+    interval: Interval, shares: Shares, schedule: Schedule, compute: Compute
+) -> dict[str, Any]:
     """Return the log row of an interval, without the figures of the GPU and the memory."""
-    step, rate = interval.step, shares.rate * plan.world_size
+    step, rate = interval.step, shares.rate * schedule.ranks
     row = {
         "step": step,
-        "epoch": plan.epoch(step),
+        "epoch": schedule.epoch(step),
         "split": "train",
         **interval.values,
-        "lr": plan.curve.at(step - 1),
+        "lr": schedule.lr(step - 1),
         "images_per_second": rate,
         **{name: getattr(shares, ours) for name, ours in TIME.items()},
-        "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
+        "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
-    if plan.world_size == 1:
+    if schedule.ranks == 1:
         del row["ranks_wait_fraction"]
-    peak = peak_rate(plan.device, precision=plan.precision, flops_per_image=plan.flops)
-    if peak:
-        row["mfu"] = rate / (peak * plan.world_size)
+    if peak := compute.peak_rate():
+        row["mfu"] = rate / (peak * schedule.ranks)
     return row
 
 

@@ -17,22 +17,24 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.schema import Config
 from engine.checkpoint import file_name
+from engine.compute import Compute
 from engine.distributed import World
-from engine.log.console import header, outcome, print_lines, train_line, val_line
+from engine.log.console import header, outcome, train_line, val_line
 from engine.log.meter import Meter, mark_parts, train_row
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
-from engine.plan import Due, Plan
 from engine.run import Run
-from engine.scores import add_values
+from engine.schedule import Due, Schedule
+from engine.scores import BestBy, add_values
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
 from engine.tune.verdict import Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
+from pipeline.build import Datasets
 from pipeline.clock import Shares, mean_of
 from pipeline.feed import Feed
 
@@ -46,30 +48,13 @@ def check_log(config: Config, world: World) -> None:
     world.broadcast(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
-def introduce(plan: Plan, run: Run, state: TrainState) -> None:
-    """Print what the run will do, or the summary of an earlier start that finished it."""
-    resumed = ""
-    if run.resumed is not None:
-        resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
-    lines = [*plan.lines(), f"run      {run.path}{resumed}"]
-    lines += [f"history  {line}" for line in state.history]
-    if run.finished is not None:
-        more = "a larger train.max_steps to continue, "
-        lines += [
-            f"this run is finished after {state.step:,} steps: give "
-            f"{more if state.step < plan.schedule_steps else ''}another run.name to train again, "
-            "or checkpoint.resume=never to start over in this directory",
-            *outcome(run.path, run.finished, resumes=False),
-        ]
-    if run.world.is_main:
-        print_lines(*lines)
-
-
 @dataclass(eq=False)
 class RunLog(ExitStack):
     """Reports a run while the loop trains, from the first step to the last."""
 
-    plan: Plan
+    datasets: Datasets
+    schedule: Schedule
+    compute: Compute
     run: Run
     state: TrainState
     feed: Feed
@@ -79,7 +64,8 @@ class RunLog(ExitStack):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.world = self.run.world
+        self.world, self.config = self.run.world, self.run.config
+        self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
         # By whether they are of the first steps of this start, and of the first epoch.
         self._shares: dict[tuple[bool, bool], list[Shares]] = {}
@@ -92,13 +78,13 @@ class RunLog(ExitStack):
         if self.world.size > 1:
             mark_parts(self.state, self.feed.train.clock)
         if self.run.is_first_start:
-            self.tracker.text("config", to_yaml(self.plan.config))
-        self.tracker.print(header(self.plan.best_by))
+            self.tracker.text("config", to_yaml(self.config))
+        self.tracker.print(header(self.best_by))
         # time.monotonic() at which the console says that training goes on, if no row has
         self._line_due = time.monotonic() + FIRST_LINE_SECONDS
 
     def _start_observers(self) -> None:
-        for name, observer, parameters in named_observers(self.plan.config):
+        for name, observer, parameters in named_observers(self.config):
             started = self.tracker.guard(name, partial(observer, self, **parameters))
             if started is not None:
                 self._observers.append((name, started))
@@ -116,7 +102,7 @@ class RunLog(ExitStack):
         """Draw the run's first batch."""
         train = self.feed.train
         if self.run.is_first_start and batch.step == self._first_step:
-            draw = partial(draw_batch, batch, train.format, self.plan.classes)
+            draw = partial(draw_batch, batch, train.format, self.datasets.classes)
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
         self._tell(lambda observer: observer.begin_step(batch.step))
@@ -134,7 +120,7 @@ class RunLog(ExitStack):
             self.meter.send(step)
         elif time.monotonic() >= self._line_due:
             self._line_due = math.inf
-            every = self.plan.config.log.every_steps
+            every = self.config.log.every_steps
             self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
@@ -157,7 +143,7 @@ class RunLog(ExitStack):
             lines = self.verdict.sentences("epoch", slowdowns=self.monitor.slowdowns())
             self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
-                epoch = round(self.plan.epoch(self.state.step), 4)
+                epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
     @contextmanager
@@ -176,10 +162,10 @@ class RunLog(ExitStack):
         `rows`: of all samples, on rank 0.
         """
         seconds = time.monotonic() - self._pause_began
-        row = row | {"split": "val", "images": self.plan.val_images, "seconds": seconds}
-        epochs, by = self.plan.config.train.epochs, self.plan.best_by
+        row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}
+        epochs, by = self.config.train.epochs, self.best_by
         self.tracker.print(val_line(row, names, by, epochs, best=best))
-        guessing = math.log(max(2, self.plan.num_classes))
+        guessing = math.log(max(2, len(self.datasets.classes)))
         if "top1" in row and row["loss"] > GUESSING * guessing:
             self.tracker.print(
                 f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
@@ -192,24 +178,24 @@ class RunLog(ExitStack):
         interval = self.meter.read()
         if interval is None:
             return
-        plan, loader = self.plan, self.feed.train.loader
+        schedule, loader = self.schedule, self.feed.train.loader
         before = interval.step - interval.steps
-        first_steps = FIRST_STEPS if plan.device_type == "cuda" else 1
+        first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         shares = self.feed.shares(interval.steps, skip=skip)
         assert shares is not None, "every step of an interval has been ended"
         starting = skip >= interval.steps
-        cold = before * plan.batch_size < plan.train_images
+        cold = before * schedule.batch_size < schedule.images
         self._shares.setdefault((starting, cold), []).append(shares)
         if not starting:
             self.verdict.add(shares)
-        row = train_row(interval, shares, plan)
+        row = train_row(interval, shares, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
-        if plan.config.data.on_error == "skip":
+        if self.config.data.on_error == "skip":
             row["data/unreadable_images"] = self._unreadable()
         self._write(row)
-        epochs = plan.config.train.epochs
-        self.tracker.print(train_line(row, interval.values, plan.best_by, epochs))
+        epochs = self.config.train.epochs
+        self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
         self.row, self._line_due = row, math.inf
 
     def _unreadable(self) -> int:
@@ -234,13 +220,13 @@ class RunLog(ExitStack):
         A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
         written.
         """
-        state, plan, run = self.state, self.plan, self.run
+        run = self.run
         run.wait()
         stop.poll()
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
-            **results(state, plan),
+            **results(self.state, self.schedule),
             "seconds": time.monotonic() - self.started,
             "images_per_second": self._images_per_second(),
             "workers": self.feed.train.loader.pool.active,
@@ -250,23 +236,24 @@ class RunLog(ExitStack):
         summary |= self._tell(lambda observer: observer.finish(summary))
         if self.world.is_main:
             run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        resumes = plan.config.checkpoint.resume == "auto"
+        resumes = self.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
 
 
-def results(state: TrainState, plan: Plan) -> dict[str, Any]:
+def results(state: TrainState, schedule: Schedule) -> dict[str, Any]:
     """Return what summary.json says about the result of a run."""
-    last, best_step, by = state.last, int(state.best.get("step", 0)), plan.best_by
+    by = BestBy.of(schedule.config.train.best_by)
+    last, best_step = state.last, int(state.best.get("step", 0))
     values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
     return {
         "step": state.step,
-        "epoch": round(plan.epoch(state.step), 4),
+        "epoch": round(schedule.epoch(state.step), 4),
         **values,
         "values": [name for name in values if not name.endswith("_raw")],
-        "best_by": plan.config.train.best_by,
+        "best_by": schedule.config.train.best_by,
         f"best_{by.name}": state.best.get(by.name),
-        "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,
+        "best_epoch": round(schedule.epoch(best_step), 4) if best_step else None,
         "best_checkpoint": file_name(best_step) if best_step else None,
         "history": state.history,
         "params_sha256": params_sha256(state.model),

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.compute import Compute
 from engine.distributed import World
 from engine.log.tracker import Tracker
-from engine.plan import Plan
 from engine.run import Run
 from engine.state import TrainState, untouched
 from engine.step_graph import FIRST_STEPS, StepGraph
@@ -72,7 +72,7 @@ class StoppedError(RuntimeError):
 def tune(
     feed: Feed,
     step: StepGraph,
-    plan: Plan,
+    compute: Compute,
     state: TrainState,
     run: Run,
     stop: StopSignal,
@@ -85,15 +85,15 @@ def tune(
     be read.
     """
     pool, world, found, lines = feed.train.loader.pool, run.world, dict[str, Any](), list[str]()
-    machine = [plan.device, platform.node(), len(pool.workers), world.size, world.local_size]
-    tuner = Tuner(feed, step, plan, world, stop, state.step)
-    if feed.measured and (stored := world.broadcast(lambda: _stored(run, plan, machine))):
+    machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
+    tuner = Tuner(feed, step, compute, world, stop, state.step)
+    if feed.measured and (stored := world.broadcast(lambda: _stored(run, feed, machine))):
         found = stored
         tuner.configure(found["mode"], found["workers"], found["alone"])
         lines = [*found["lines"], "from an earlier start; autotune.refresh=true measures again"]
-    elif feed.measured and plan.stop_step - state.step < FEWEST_BATCHES:
+    elif feed.measured and run.stop_step - state.step < FEWEST_BATCHES:
         tuner.configure(feed.modes[0], tuner.max_workers(feed.modes[0]), math.inf)
-        few = f"{plan.stop_step - state.step} steps are over before it matters"
+        few = f"{run.stop_step - state.step} steps are over before it matters"
         lines = [f"not measured, workers={pool.active}: {few}"]
     elif feed.measured:
         began = time.perf_counter()
@@ -114,14 +114,14 @@ def tune(
     return float(found.get("alone", 0.0))
 
 
-def _stored(run: Run, plan: Plan, machine: list[Any]) -> dict[str, Any] | None:
+def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any] | None:
     """The result of an earlier start of this run; None if there is none for this machine."""
     try:
         found = dict(json.loads((run.path / "autotune.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    fits = found.get("machine") == machine and found.get("mode") in plan.modes
-    return found if fits and not plan.config.autotune.refresh else None
+    fits = found.get("machine") == machine and found.get("mode") in feed.modes
+    return found if fits and not run.config.autotune.refresh else None
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Tuner:
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
     step: Callable[[Batch], object]  # a real training step; the caller restores the state
-    plan: Plan
+    compute: Compute
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
@@ -176,7 +176,7 @@ class Tuner:
             f"decoder={names.get(mode, mode)} workers={workers}   with the step "
             f"{trial.rate:,.0f} img/s, {trial.wait:.1%} waiting",
             *([f"each decoder, at its best: {', '.join(rates)}"] if len(rates) > 1 else []),
-            *verdict([trial], remedies(self.plan, self.feed)),
+            *verdict([trial], remedies(self.compute, self.feed)),
         ]
 
     # The search.

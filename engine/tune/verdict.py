@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from engine.compute import Compute
 from engine.distributed import World
-from engine.plan import Plan
 from engine.step_graph import StepGraph
 from pipeline.clock import Shares, mean_of
 from pipeline.feed import Feed
@@ -48,7 +48,7 @@ Found = tuple[str, list[str]]  # what limits with its figures, and the remedies
 class Verdict:
     """Collects the shares of a run's log rows, and judges its epochs and the run."""
 
-    plan: Plan
+    compute: Compute
     feed: Feed
     step: StepGraph
     world: World
@@ -81,29 +81,29 @@ class Verdict:
             self.rows["epoch"] = []
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
         if len(ranks) == self.world.size:
-            return verdict(ranks, remedies(self.plan, self.feed))
+            return verdict(ranks, remedies(self.compute, self.feed))
         few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
         return [few] if period == "run" else []
 
 
-def remedies(plan: Plan, feed: Feed) -> dict[str, list[str]]:
+def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     """What makes the input or the step of this run faster, as far as it applies to it."""
-    loader, smaller, found = plan.config.loader, [], list[str]()
+    loader, smaller, found = feed.config.loader, [], list[str]()
     if feed.train.loader.dataset.mean_bytes() > LARGE_FILES:
         smaller = ["re-encode the images once with scripts/prepare.py --side 352"]
     decoder, typed = feed.train.loader.dataset.decoder, {loader.workers, loader.decoder} != {"auto"}
-    if plan.device_type == "cpu":  # where auto measures nothing: these may be its values
+    if compute.device.type == "cpu":  # where auto measures nothing: these may be its values
         typed = loader.workers not in ("auto", feed.cores) or loader.decoder == "pillow"
     if typed:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]
     decoding = found or (compiler if decoder == "pillow" else [])
-    typed_off = plan.config.model.compile == "off"  # auto is off only for too few steps
-    faster = "default" if typed_off else "tuned" if plan.compile == "default" else ""
+    typed_off = feed.config.model.compile == "off"  # auto is off only for too few steps
+    faster = "default" if typed_off else "tuned" if compute.compile == "default" else ""
     return {
         "storage": ["move the images to faster storage", *found, *smaller],
         "decode": [*decoding, *smaller, "use a machine with more CPU cores"],
-        "step": [f"set model.compile={faster}"] if faster and plan.device_type == "cuda" else [],
+        "step": [f"set model.compile={faster}"] if faster and compute.device.type == "cuda" else [],
     }
 
 

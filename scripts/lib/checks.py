@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from conf.schema import Config
-from engine.plan import Plan
+from engine.compute import Compute
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
@@ -59,7 +59,7 @@ class Case:
     ranks: int = 1  # that are to run on this machine
     datasets: Datasets | None = None
     examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
-    plan: Plan | None = None
+    compute: Compute | None = None
 
     def splits(self) -> dict[str, Index]:
         """Return the sample tables of both splits. Raises NotChecked: there are no image files."""
@@ -72,10 +72,10 @@ class Case:
             raise NotChecked(f"data.source={self.config.data.source} has no files of its own")
         return indexes
 
-    def planned(self) -> Plan:
-        if self.plan is None:
+    def planned(self) -> Compute:
+        if self.compute is None:
             raise NotChecked("needs the plan, see plan")
-        return self.plan
+        return self.compute
 
 
 def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) -> Iterator[T]:

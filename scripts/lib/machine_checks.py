@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 import train
+from engine.compute import choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
-from engine.plan import make_plan
+from engine.losses import build_criterion, class_weights
+from engine.schedule import make_schedule, setup_notes
 from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.containers import Container
@@ -115,15 +117,16 @@ def plan(case: Case) -> Iterator[Row]:
         raise NotChecked("needs the data, see data")
     if config.train.prepare is not None:  # it may have changed the size of the images
         case.datasets = build_datasets(config)
-    plan = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
-    case.plan = plan
-    for note in plan.notes:
-        if note not in config.notes:
-            yield warn(note, "training still starts")
+    datasets, world = case.datasets, World(0, case.ranks, 0, case.ranks, device)
+    build_criterion(config.train, class_weights(config.train, datasets))
+    schedule = make_schedule(config, len(datasets.train), world)
+    case.compute = choose_compute(config, datasets, device, schedule.stop_step)
+    for note in setup_notes(config, datasets, world):
+        yield warn(note, "training still starts")
     yield ok(
-        f"{config.model.name}, {plan.parameters / 1e6:.2f} M parameters, {plan.num_classes:,} "
-        f"classes; {plan.stop_step:,} steps of {plan.batch_size} images of {plan.image_size} px on "
-        f"{plan.device}"
+        f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "
+        f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
+        f"images of {datasets.train_size} px on {case.compute.name}"
     )
 
 
@@ -187,13 +190,13 @@ def disk(case: Case) -> Iterator[Row]:
 
 def storage(case: Case) -> Iterator[Row]:
     """Compare the bytes/s that the GPUs need with those that the storage delivers."""
-    index, planned = case.splits()["train"], case.planned()
+    index, compute = case.splits()["train"], case.planned()
     workers, cores = case.config.loader.workers, machine.cores_for_workers(case.ranks)
     threads = max(1, cores if workers == "auto" else workers) * case.ranks
     rows = sample(len(index), READ_FILES, start=READ_FILES)
     rate, each = read_rate(index, rows, threads)
     reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"
-    if planned.device == "cpu":
+    if compute.device.type == "cpu":
         yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
@@ -203,7 +206,7 @@ def storage(case: Case) -> Iterator[Row]:
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     needed = step.rate * case.ranks
     text = (
-        f"{planned.config.model.name} needs {needed:,.0f} img/s x {each / 1e3:,.0f} kB = "
+        f"{case.config.model.name} needs {needed:,.0f} img/s x {each / 1e3:,.0f} kB = "
         f"{needed * each / 1e6:,.0f} MB/s; storage {reads}"
     )
     if rate >= needed * each:

@@ -24,9 +24,9 @@ from conf.overrides import read_yaml
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
-from engine.plan import check_channels
 from models.weights import head_of
 from models.zoo import RGB
+from pipeline.build import check_channels
 from scripts.lib.published import exported, published, stored_name
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.

@@ -11,8 +11,8 @@ import models
 from conf import cli
 from conf.schema import FOLDER, Config, Optim, group_names
 from engine.compute import count_flops
-from engine.optim import Curve, build_optimizer
-from engine.plan import count_steps, micro_batches
+from engine.optim import build_optimizer
+from engine.schedule import Schedule, micro_batches
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS, MixupOrCutmix
 from pipeline.build import build_transform
@@ -73,15 +73,13 @@ def test_recipe_builds(recipe: str) -> None:
         assert count_flops(model, (3, side, side)) > 0
     check_weight_decay(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
-    batch = config.loader.batch_size
-    steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=batch)
-    warmup = round(config.schedule.warmup_epochs * images / batch)
-    rates = Curve(config.schedule, config.optim.lr, warmup, steps, images / batch)
+    schedule = Schedule(config, images)
+    steps = schedule.steps
     sampled = [*range(0, steps, max(1, steps // 1000)), steps - 1]
-    assert max(map(rates.at, sampled)) == pytest.approx(config.optim.lr, rel=0.01)
+    assert max(map(schedule.lr, sampled)) == pytest.approx(config.optim.lr, rel=0.01)
     decays_to = {"step": 0.1, "cosine": 0.01, "linear": 0.01}.get(config.schedule.name, 1.0)
     last = max(decays_to * config.optim.lr, config.schedule.final_lr)
-    assert rates.at(steps - 1) <= last * (1 + 1e-9)
+    assert schedule.lr(steps - 1) <= last * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from conf.schema import Checkpoint, Config
 from engine import checkpoint
 from engine.run import Run
 from engine.state import TrainState
-from tests.engine.plans import ALONE, plan
+from tests.engine.plans import ALONE
 
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
 
@@ -31,7 +31,7 @@ def resume_with(
 ) -> None:
     """Do what `train.train` does with a run directory before the first step."""
     run.find()
-    run.resume(state, plan(stop_step=stop_step), dict(identity))
+    run.resume(state, dict(identity), {}, stop_step)
 
 
 def open_run(

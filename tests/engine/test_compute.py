@@ -1,4 +1,4 @@
-"""model.compile=recompute: activations are computed twice, and the gradients are the same."""
+"""How a device computes a model: precision, FLOPs, torch.compile."""
 
 import shutil
 
@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.compute import compiled
+import models
+from conf.schema import UserError
+from engine.compute import choose_precision, compiled, count_flops, longest_float, resolve_compile
+from tests.engine.plans import compute
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.slow
 def test_recompute_keeps_fewer_activations() -> None:
+    """Activations are computed twice, and the gradients are the same."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
@@ -37,3 +43,72 @@ def test_recompute_keeps_fewer_activations() -> None:
     assert fewer < kept / 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
+)
+def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
+    """On older GPUs, torch emulates bf16, and reports it as supported by default."""
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or auto == "bf16",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choices = ("auto", "bf16", "fp16", "tf32", "fp32")
+    assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
+    assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_choices_for_other_devices(kind: str) -> None:
+    """Which are not run here."""
+    device = torch.device(kind)
+    assert longest_float(device) == torch.float32
+    assert choose_precision("auto", device) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("tf32", torch.float32)]
+)
+def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
+    given = compute(precision=precision)
+    assert given.images["dtype"] == dtype
+    with given.autocast():
+        assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "steps", "found"),
+    [
+        ("auto", CPU, 9_999, ("off", "")),
+        ("default", CPU, 10, ("default", "")),
+        ("off", CUDA, 9_999, ("off", "")),
+        ("auto", CUDA, 2_000, ("off", "at most 2,000 steps")),
+        ("auto", CUDA, 2_001, ("default", "more than 2,000 steps")),
+    ],
+)
+def test_compile_mode(
+    choice: str, device: torch.device, steps: int, found: tuple[str, str]
+) -> None:
+    assert resolve_compile(choice, device, steps) == found
+
+
+def test_published_flops() -> None:
+    """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
+    with torch.device("meta"):
+        model = models.build("resnet50", num_classes=1000, image_size=224)
+    assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "key"), [("alexnet", 32, "data.image_size"), ("vit_b_16", 48, "augment.val")]
+)
+def test_image_size_that_the_model_does_not_accept(name: str, size: int, key: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, num_classes=10, image_size=32)
+    message = rf"^{key}: the model does not take images of {size} px with 3 channels \(.*\); give "
+    with pytest.raises(UserError, match=message + "another size$"):
+        count_flops(model, (3, size, size), key=key)

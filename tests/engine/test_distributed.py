@@ -15,8 +15,8 @@ from torch import nn
 from conf import cli
 from conf.schema import UserError
 from conf.signals import STOPS
+from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
-from engine.plan import make_plan
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
@@ -115,8 +115,9 @@ def test_sync_bn_keeps_weights_and_keys() -> None:
     config = cli.load(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
     )
-    plan = make_plan(config, build_datasets(config), ALONE)
-    one, two = (build_state(plan, replace(ALONE, size=size)).model for size in (1, 2))
+    datasets = build_datasets(config)
+    made = config, datasets, choose_compute(config, datasets, ALONE.device, 0)
+    one, two = (build_state(*made, replace(ALONE, size=size)).model for size in (1, 2))
     kinds = (nn.BatchNorm2d, nn.SyncBatchNorm)
     for model, kind in ((one, nn.BatchNorm2d), (two, nn.SyncBatchNorm)):
         assert {type(module) for module in model.modules() if isinstance(module, kinds)} == {kind}

@@ -1,11 +1,16 @@
 """The losses compared with timm's, where timm is installed, and with their formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from conf import cli
 from conf.schema import Train, UserError
-from engine.losses import LOSSES, Criterion, balanced, build_criterion
+from engine.losses import LOSSES, Criterion, build_criterion, class_weights
+from pipeline.build import Datasets
+from pipeline.dataset import FakeDataset
 from tests.libraries import timm_module
 
 CLASSES, COUNT = 7, 12
@@ -67,11 +72,36 @@ def test_labels_equal_one_hot_targets(name: str, smoothing: float) -> None:
     check_halves(criterion)
 
 
+class Counted(FakeDataset):
+    def class_counts(self, num_classes: int) -> list[int]:
+        return [6, 3, 1]
+
+
+def weights_of(given: Any, *classes: str) -> list[float] | None:
+    split = Counted(10, 3, 8)
+    weights = class_weights(Train(class_weights=given), Datasets(split, split, classes, 8, 8))
+    return None if weights is None else weights.tolist()
+
+
 def test_balanced_weights_are_scikit_learns() -> None:
     """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
-    assert balanced([6, 3, 1]) == pytest.approx([10 / 18, 10 / 9, 10 / 3])
-    assert sum(w * n for w, n in zip(balanced([6, 3, 1]), [6, 3, 1], strict=True)) == 10
-    assert balanced([5, 5]) == (1.0, 1.0)
+    assert weights_of("balanced", "a", "b", "c") == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+    assert weights_of(None, "a", "b", "c") is None
+
+
+def test_class_weights_by_name() -> None:
+    """In any order; the name of a class may be a number."""
+    names = set()
+    for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
+        config = cli.load(["data=fake", f"train.class_weights={typed}"])
+        assert weights_of(config.train.class_weights, "a", "b", "7") == [1, 3, 0.5]
+        names.add(config.run.name)
+    assert len(names) == 1
+    with pytest.raises(UserError) as caught:
+        weights_of({"fake003": 2}, "fake0003", "b", "c")
+    assert str(caught.value) == (
+        "train.class_weights={fake003: 2}: there is no class fake003; did you mean fake0003?"
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

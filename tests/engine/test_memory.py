@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import train
 from conf import cli
 from engine import memory
+from engine.compute import choose_compute
 from engine.distributed import World, join_world
 from engine.memory import explain_out_of_memory, fit_memory
-from engine.plan import Plan, make_plan
+from engine.schedule import Schedule
 from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
@@ -29,11 +30,25 @@ from tests.small_run import run
 CUDA = replace(ALONE, device=torch.device("cuda", 0))
 
 
-def plan_of(*overrides: str, world: World = ALONE) -> Plan:
+Built = tuple[Schedule, TrainState, StepGraph, Batch]
+
+
+def schedule_of(*overrides: str, ranks: int = 1) -> Schedule:
     config = cli.load(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "data.val_size=32", *overrides]
     )
-    return make_plan(config, build_datasets(config), world)
+    return Schedule(config, config.data.fake_images, ranks)
+
+
+def built(*overrides: str, world: World = ALONE) -> Built:
+    """A schedule, and the state, the step and a batch for it."""
+    schedule = schedule_of(*overrides)
+    datasets = build_datasets(schedule.config)
+    compute = choose_compute(schedule.config, datasets, world.device, 0)
+    state = train.build_state(schedule.config, datasets, compute, world)
+    step = train.build_step(datasets, schedule, compute, state, world)
+    batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
+    return schedule, state, step, batch
 
 
 def never() -> Iterator[Batch]:
@@ -58,19 +73,17 @@ def test_micro_batches_halve_until_they_fit(
     images: int,
     found: int | None,
 ) -> None:
-    """`found`: the size of a part; None if the plan stays as it is. The state does, too."""
+    """`found`: the size of a part; None if the schedule stays as it is. The state does, too."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
-    plan = plan_of(f"loader.batch_size={images}", "train.ema_decay=0.9")
-    state = train.build_state(plan, ALONE)
-    step = train.build_step(plan, state, ALONE)
+    given = f"loader.batch_size={images}", "train.ema_decay=0.9"
+    schedule, state, step, batch = built(*given)
     before, random = params_sha256(state.model), torch.get_rng_state()
-    batch = Batch.zeros(plan.fields, ALONE.device, images)
-    fitted = fit_memory(plan, state, ALONE, step, [batch])
+    fitted = fit_memory(schedule, state, ALONE, step, [batch])
     assert params_sha256(state.model) == before and torch.equal(torch.get_rng_state(), random)
     assert state.ema is not None and state.ema.n_averaged == 0 and not state.optimizer.state
     if found is None:
-        assert fitted == plan and not caplog.messages
+        assert fitted == schedule and not caplog.messages
         return
     parts = images // found
     assert (fitted.micro_batches, fitted.fitted_batch) == (parts, found)
@@ -86,11 +99,9 @@ def test_micro_batches_halve_until_they_fit(
 def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
-    plan = plan_of("loader.batch_size=8")
-    state = train.build_state(plan, ALONE)
-    step, batch = train.build_step(plan, state, ALONE), Batch.zeros(plan.fields, ALONE.device, 8)
+    schedule, state, step, batch = built("loader.batch_size=8")
     with pytest.raises(TrainingError, match="cpu with micro-batches of 1; use a smaller model"):
-        fit_memory(plan, state, ALONE, step, [batch])
+        fit_memory(schedule, state, ALONE, step, [batch])
 
 
 @pytest.mark.parametrize(
@@ -103,10 +114,10 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> None:
-    plan = plan_of(*overrides)
+    schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
     graph = StepGraph(lambda batch: {}, before=lambda step: None, network=state.model)
-    assert fit_memory(plan, state, world, graph, never()) == plan
+    assert fit_memory(schedule, state, world, graph, never()) == schedule
 
 
 @pytest.mark.parametrize(
@@ -123,14 +134,17 @@ def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> Non
     ["CUDA out of memory. Tried to", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CPUAllocator: can"],
 )
 def test_message(overrides: list[str], ranks: int, says: str, error: str) -> None:
-    plan = plan_of("loader.batch_size=256", *overrides, world=replace(ALONE, size=ranks))
+    schedule = schedule_of("loader.batch_size=256", *overrides, ranks=ranks)
     line = rf"^loader\.batch_size=256: out of memory on cuda:0 with {says}"
-    explained = explain_out_of_memory(plan, replace(CUDA, size=ranks))
+    explained = explain_out_of_memory(schedule, replace(CUDA, size=ranks))
     with pytest.raises(TrainingError, match=line), explained:
         raise RuntimeError(error)
-    with pytest.raises(TrainingError, match="memory on cpu"), explain_out_of_memory(plan, ALONE):
+    with (
+        pytest.raises(TrainingError, match="memory on cpu"),
+        explain_out_of_memory(schedule, ALONE),
+    ):
         torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(LoaderError), explain_out_of_memory(plan, CUDA):
+    with pytest.raises(LoaderError), explain_out_of_memory(schedule, CUDA):
         raise LoaderError("worker 1 was killed by SIGKILL; is the host out of memory?")
 
 
@@ -161,12 +175,10 @@ def train_on_a_full_gpu(compiled: str) -> None:
     torch.cuda.set_per_process_memory_fraction(share)
     with join_world("cuda") as world:
         size = ["model=resnet18", "data.image_size=224", "loader.batch_size=4096"]
-        plan = plan_of(*size, f"model.compile={compiled}", world=world)
-        state = train.build_state(plan, world)
-        with train.build_step(plan, state, world) as step:
+        schedule, state, step, batch = built(*size, f"model.compile={compiled}", world=world)
+        with step:
             before = params_sha256(state.model)
-            batch = Batch.zeros(plan.fields, world.device, 4096)
-            fitted = fit_memory(plan, state, world, step, [batch])
+            fitted = fit_memory(schedule, state, world, step, [batch])
             assert 1 < fitted.micro_batches < 512 and params_sha256(state.model) == before
             for _ in range(6):
                 loss: Tensor = step(batch)["loss"]

@@ -16,11 +16,10 @@ import train
 from conf import cli
 from conf.schema import Optim
 from engine import checkpoint
-from engine.compute import dtype_of
+from engine.compute import choose_compute, dtype_of
 from engine.distributed import join_world
 from engine.log.meter import Meter
 from engine.optim import build_optimizer
-from engine.plan import make_plan
 from engine.state import (
     MovingAverage,
     TrainState,
@@ -141,16 +140,18 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     options += ["train.label_smoothing=0.1", f"optim={name}", "loader.batch_size=16"]
     config = cli.load([*options, "data.image_size=32", "model.compile=off"])
     with join_world("cuda") as world:
-        plan = make_plan(config, build_datasets(config), world)
-        state = train.build_state(plan, world)
+        datasets = build_datasets(config)
+        compute = choose_compute(config, datasets, world.device, 0)
+        state = train.build_state(config, datasets, compute, world)
+        classes = len(datasets.classes)
         batch = batch_of(
-            image=torch.randn(16, 3, 32, 32, dtype=dtype_of(plan.precision)),
+            image=torch.randn(16, 3, 32, 32, dtype=dtype_of(compute.precision)),
             label=torch.zeros(16, dtype=torch.int64),
-            target=torch.full((16, plan.num_classes), 1 / plan.num_classes),
+            target=torch.full((16, classes), 1 / classes),
         )
         batch = on_device(batch, "cuda")
         meter = Meter(world)
-        loss = plan.autocast()(LOSS)
+        loss = compute.autocast()(LOSS)
         try:
             for _ in range(4):
                 values = train.train_step(state, state.model, loss, batch, lr=0.1, clip_norm=1.0)

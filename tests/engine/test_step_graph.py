@@ -9,10 +9,10 @@ import torch
 
 import train
 from conf import cli
-from engine.compute import dtype_of
+from engine.compute import Compute, choose_compute, dtype_of
 from engine.distributed import World, join_world
 from engine.log.meter import mark_parts
-from engine.plan import Plan, make_plan
+from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from models import zoo
@@ -23,7 +23,7 @@ from tests.batches import batch_of, on_device, toy_loss
 from tests.models.test_vit import short_vit
 from tests.optimizers import OPTIMIZERS
 
-SIZE, ROWS, STEPS = 64, 16, 3 * STEPS_BEFORE_CAPTURE
+SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = [
     "data=fake",
     "train.deterministic=true",
@@ -42,25 +42,27 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     torch.use_deterministic_algorithms(False)
 
 
-def build(world: World, *overrides: str) -> tuple[Plan, TrainState, StepGraph]:
+def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
     config = cli.load([*OPTIONS, *overrides])
-    plan = make_plan(config, build_datasets(config), world)
-    train.set_up_kernels(deterministic=True, precision=plan.precision)
-    state = train.build_state(plan, world)
-    return plan, state, train.build_step(plan, state, world)
+    datasets = build_datasets(config)
+    compute = choose_compute(config, datasets, world.device, 0)
+    train.set_up_kernels(deterministic=True, precision=compute.precision)
+    state = train.build_state(config, datasets, compute, world)
+    schedule = Schedule(config, len(datasets.train))
+    return compute, state, train.build_step(datasets, schedule, compute, state, world)
 
 
-def random_batch(plan: Plan, step: int, *, mixed: bool = False) -> Batch:
+def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
     """A random batch on the device; with `mixed`, soft targets as from mixup."""
     rng = torch.Generator().manual_seed(step)
-    fields = {"label": torch.randint(0, plan.num_classes, (ROWS,), generator=rng)}
+    fields = {"label": torch.randint(0, CLASSES, (ROWS,), generator=rng)}
     if mixed:
-        fields["target"] = torch.rand(ROWS, plan.num_classes, generator=rng).softmax(1)
-    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(dtype_of(plan.precision))
-    layout = torch.channels_last if plan.channels_last else torch.contiguous_format
+        fields["target"] = torch.rand(ROWS, CLASSES, generator=rng).softmax(1)
+    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(dtype_of(compute.precision))
+    layout = torch.channels_last if compute.channels_last else torch.contiguous_format
     samples = torch.stack([torch.full((ROWS,), step), torch.arange(ROWS)], 1)
     batch = batch_of(step, samples, image=images.to(memory_format=layout), **fields)
-    return on_device(batch, plan.device_type)
+    return on_device(batch, compute.device.type)
 
 
 def weights(state: TrainState) -> list[str]:
@@ -92,11 +94,11 @@ def test_a_graph_gives_the_same_bits(
     found: list[tuple[list[str], list[dict[str, float]]]] = []
     for refused in (None, "for the comparison"):
         torch._dynamo.reset()
-        plan, state, step = build(world, *overrides)
+        compute, state, step = build(world, *overrides)
         step.disabled_reason = refused
         logged = []
         for number in range(STEPS):
-            values = step(random_batch(plan, number, mixed=mixed))
+            values = step(random_batch(compute, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
         assert step.disabled_reason == refused
         found.append((weights(state), logged))
@@ -114,13 +116,15 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
     It happens within the graph if the optimiser skips its update on the device, as torch's fused
     ones do. For others, the host waits for the GPU, and there is no graph.
     """
-    plan, state, step = build(world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}")
+    compute, state, step = build(
+        world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
+    )
     found, bad = [], STEPS - 2
     for number in range(STEPS):
         chosen = state.scaler.state_dict()
         if number == bad:
             state.scaler.load_state_dict(chosen | {"scale": 2.0**80})
-        values = step(random_batch(plan, number))
+        values = step(random_batch(compute, number))
         if number == bad:
             assert values["loss_scale"] == 2.0**79
             state.scaler.load_state_dict(chosen)
@@ -134,10 +138,10 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
 @pytest.mark.gpu
 def test_the_end_destroys_the_graph(world: World) -> None:
     """Also if something still refers to it: a communicator of NCCL waits for its graphs."""
-    plan, _, step = build(world, "model=resnet_tiny")
+    compute, _, step = build(world, "model=resnet_tiny")
     with step:
         for number in range(STEPS):
-            step(random_batch(plan, number))
+            step(random_batch(compute, number))
         assert step._captured is not None
         graph = step._captured.graph
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
@@ -147,13 +151,13 @@ def test_the_end_destroys_the_graph(world: World) -> None:
 @pytest.mark.gpu
 def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.clock.SAMPLE_SECONDS", 0.0)
-    plan, state, step = build(world, "model=resnet_tiny")
+    compute, state, step = build(world, "model=resnet_tiny")
     clock = StepClock(cuda=True)
     clock.start()
     mark_parts(state, clock)
     with step:
         for number in range(STEPS):
-            batch = random_batch(plan, number)
+            batch = random_batch(compute, number)
             clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
             clock.mark("ready")
             step(batch)
@@ -173,14 +177,14 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
     """The optimiser's state moves in memory when a measurement of the step is undone."""
     found = []
     for measured in (True, False):
-        plan, state, step = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
+        compute, state, step = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
         if measured:
             with untouched(state):
                 for number in range(STEPS):
-                    step(random_batch(plan, number))
+                    step(random_batch(compute, number))
             step.reset()
         for number in range(STEPS):
-            step(random_batch(plan, number))
+            step(random_batch(compute, number))
         assert step.disabled_reason is None
         found.append(weights(state))
     assert found[0] == found[1]
@@ -194,7 +198,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
     for waits in (True, False):
-        plan, state, step = build(world, "model.name=efficientnet_b0")
+        compute, state, step = build(world, "model.name=efficientnet_b0")
         step.disabled_reason = None if waits else "for the comparison"
         launch = step.step
 
@@ -212,7 +216,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
             step.step = waiting
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
-                step(random_batch(plan, number))
+                step(random_batch(compute, number))
         assert step.disabled_reason is not None
         found.append(weights(state))
     assert found[0] == found[1]

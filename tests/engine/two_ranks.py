@@ -29,7 +29,7 @@ from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
-from tests.engine.plans import plan
+from tests.engine.plans import schedule
 from train import train_step
 
 
@@ -185,7 +185,7 @@ def check_memory(world: World) -> None:
         graph = StepGraph(take, before=lambda step: None, network=network, disabled_reason="CPU")
         if tries:
             before = params_sha256(state.model)
-            given = plan(batch=16, world_size=2)
+            given = schedule(batch=16, ranks=2)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory, "TRIED_ON", ("cpu",))
                 fitted = memory.fit_memory(given, state, world, graph, [batch])

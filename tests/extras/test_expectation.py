@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from conf import cli
 from conf.schema import FOLDER, UserError, group_names
@@ -39,25 +40,22 @@ def expectation(
 ) -> Expectation:
     """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
     config = cli.load(["data.root=/imagenet", *overrides])
-    plan: Any = SimpleNamespace(
-        config=config,
-        num_classes=1000,
-        best_by=BestBy.of(config.train.best_by),
-        has_batch_norm=True,
+    schedule = SimpleNamespace(
         fitted_batch=fitted,
-        train_images=1_281_167,
-        val_images=50_000,
-        schedule_steps=3 * STEPS,
+        steps=3 * STEPS,
         epochs_ended=lambda step: step // STEPS,
         due=lambda step: SimpleNamespace(epoch=step % STEPS == 0),
     )
+    datasets = SimpleNamespace(classes=range(1000), train=range(1_281_167), val=range(50_000))
     config.expect = {**FACTS, "reference": CURVE, **changes}
     dataset = SimpleNamespace(name=lambda _: image)
     feed = SimpleNamespace(train=SimpleNamespace(loader=SimpleNamespace(dataset=dataset)))
-    state = SimpleNamespace(history=list(history), last=last)
+    state = SimpleNamespace(history=list(history), last=last, model=nn.BatchNorm2d(1))
     lines: list[str] = []
     tracker = SimpleNamespace(print=lines.append, lines=lines)
-    log: Any = SimpleNamespace(plan=plan, feed=feed, state=state, tracker=tracker)
+    log: Any = SimpleNamespace(schedule=schedule, datasets=datasets, feed=feed, tracker=tracker)
+    log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
+    log.state = state
     return Expectation(log)
 
 
@@ -247,7 +245,7 @@ def test_an_expectation_is_not_a_key() -> None:
 
 
 def test_an_expectation_without_an_entry() -> None:
-    plan = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
-    log: Any = SimpleNamespace(plan=plan)
+    run = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
+    log: Any = SimpleNamespace(run=run, datasets=None)
     with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
         Expectation(log)

@@ -27,15 +27,15 @@ def entry(first: int, last: int) -> str:
 
 def profile(folder: Path, first: int, last: int) -> None:
     """Profile some of 6 steps, each a product of two matrices."""
-    plan = plans.plan(max_steps=6)
-    plan.config.log.trackers = []
+    schedule = plans.schedule(max_steps=6)
+    schedule.config.log.trackers = []
     clock = SimpleNamespace(skip=lambda: None)
-    with Tracker(folder, plan.config) as tracker:
-        log: Any = SimpleNamespace(plan=plan, run=SimpleNamespace(path=folder), tracker=tracker)
-        log.world = plans.ALONE
+    with Tracker(folder, schedule.config) as tracker:
+        run = SimpleNamespace(path=folder)
+        log: Any = SimpleNamespace(schedule=schedule, run=run, tracker=tracker, world=plans.ALONE)
         log.feed = SimpleNamespace(train=SimpleNamespace(clock=clock, pause=nullcontext))
         profiler = Profiler(log, first=first, last=last)
-        for step in range(plan.stop_step):
+        for step in range(schedule.stop_step):
             profiler.begin_step(step)
             torch.ones(8, 8) @ torch.ones(8, 8)
             profiler.end_step(step + 1)

@@ -137,6 +137,7 @@ def opened(
     device: torch.device = CPU,
     kind: type[FolderDataset] | None = None,
     workers: int = 1,
+    modes: tuple[str, ...] = ("cpu",),
     **options: Any,
 ) -> Iterator[Feed]:
     """Open a feed of small batches that Pillow decodes.
@@ -153,6 +154,7 @@ def opened(
         plain: Any = datasets.train
         train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
         datasets = replace(datasets, train=train)
+    datasets = replace(datasets, modes=modes)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
     with open_feed(config, datasets, world, **options) as feed:
         yield feed

@@ -137,15 +137,15 @@ def content(run: Path) -> Content:
 def resume(run: Path, image_root: Path) -> Open:
     """Return a function that opens a run directory to resume from a path, as train() does."""
     config = small_run.compose(image_root, run, *OPTIONS)
-    datasets, plan, state = train.prepare(config, Run(config, ALONE), ALONE)
-    identity = run_identity(config, datasets, plan)
+    datasets, schedule, compute, state = train.prepare(config, Run(config, ALONE), ALONE)
+    identity = run_identity(datasets, schedule, compute)
 
     def open_run(folder: Path, path: Path) -> None:
         given = replace(config.checkpoint, resume=str(path))
         started = replace(config, run=replace(config.run, dir=str(folder)), checkpoint=given)
         with Run(started, ALONE) as opened:
             opened.find()
-            opened.resume(state, plan, identity)
+            opened.resume(state, identity, {}, schedule.stop_step)
 
     return open_run
 

@@ -24,6 +24,7 @@ from pipeline.index import load_index
 from scripts import doctor
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
+from tests.engine.plans import compute
 from tests.nvml import Nvml, NvmlError
 from tests.ranks import Ranks
 from tests.reliability.odd_images import drawn, encoded, exif
@@ -288,9 +289,9 @@ def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root)
     for check in (data_checks.data, machine_checks.plan):
         assert {row.status for row in check(case)} == {"ok"}
-    assert case.plan is not None
+    assert case.compute is not None
     number = case.config.checkpoint.keep + 2
-    size = number * 16 * case.plan.parameters
+    size = number * 16 * case.compute.parameters
     for free, status in ((size - 1, "fail"), (2 * size - 1, "warn"), (3 * size, "ok")):
         usage = SimpleNamespace(free=free, total=1 << 40)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
@@ -330,9 +331,9 @@ def test_storage_is_measured_on_large_files(image_root: Path, tmp_path: Path) ->
 def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root, ranks=2)
     list(data_checks.data(case))
-    named = SimpleNamespace(model=SimpleNamespace(name="resnet50"))
     step = SimpleNamespace(rate=3500)
-    case.plan = SimpleNamespace(config=named, device="cuda")  # type: ignore[assignment]
+    case.config.model.name = "resnet50"
+    case.compute = compute(device=torch.device("cuda"))
     monkeypatch.setattr(machine_checks.bench, "run", lambda *_, **__: [step])
     needed = "resnet50 needs 7,000 img/s x 110 kB = 770 MB/s; storage reads 1,000 MB/s"
     for rate, free, status, text in (

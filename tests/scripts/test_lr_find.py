@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.schema import Schedule
+from conf import cli
 from scripts import lr_find
 from scripts.lr_find import FRACTION, Rise, chart, has_diverged, smoothed, suggest
 from tests.ranks import Ranks
@@ -54,8 +54,8 @@ def test_mistakes(
 
 
 def test_the_learning_rate_rises_exponentially() -> None:
-    curve = Rise(Schedule("constant"), 10.0, 0, 5, 1.0, 0.001)
-    assert [curve.at(step) for step in range(5)] == pytest.approx([1e-3, 1e-2, 0.1, 1, 10])
+    curve = Rise(cli.load(["data=fake"]), 1, 1, None, 5, 0.001, 10.0)
+    assert [curve.lr(step) for step in range(5)] == pytest.approx([1e-3, 1e-2, 0.1, 1, 10])
 
 
 @pytest.mark.parametrize("bump", [0, 0.2, 0.4])

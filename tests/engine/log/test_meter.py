@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from engine.log.meter import Interval, Meter, mark_parts, train_row
 from engine.state import TrainState
-from pipeline.clock import StepClock
-from tests.engine.plans import ALONE
+from pipeline.clock import Shares, StepClock
+from tests.engine.plans import ALONE, compute, schedule
 from tests.timings import WAITED
 
 
@@ -74,30 +74,20 @@ def test_points_follow_the_gradients_and_precede_the_update() -> None:
     assert step(one[:, :3], first=2) == ["averaged"]
 
 
-def plan(ranks: int = 1, device: str = "cpu") -> Any:
-    """36 images in steps of 16."""
-    return SimpleNamespace(
-        batch_size=16,
-        train_images=36,
-        stop_step=100,
-        world_size=ranks,
-        device=device,
-        precision="bf16",
-        epoch=lambda step: step / 2.25,
-        curve=SimpleNamespace(at=float),
-        flops=10**12,
-    )
+def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:
+    """Of steps 1 to 4 of 100, which have 16 of 36 images."""
+    given = schedule(36, 16, 300, 100, ranks=ranks)
+    computed = compute(name=device, precision="bf16", flops=10**12)
+    return train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), shares, given, computed)
 
 
 def test_row_of_an_interval() -> None:
-    timing = WAITED._replace(rate=4 * 16 / 2)
-    row = train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), timing, plan())
+    row = row_of(WAITED._replace(rate=4 * 16 / 2))
     assert row["images_per_second"] == 4 * 16 / 2 and row["seconds_left"] == 96 * 16 / 32
-    assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 3.0)
+    assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
     assert not row.keys() & {"mfu", "ranks_wait_fraction"}
-    timing = timing._replace(ranks=0.04, rate=32 / 2)
-    row = train_row(Interval(4, 4, {"loss": 2.5}), timing, plan(ranks=2, device="NVIDIA H200"))
+    row = row_of(WAITED._replace(ranks=0.04, rate=32 / 2), ranks=2, device="NVIDIA H200")
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)

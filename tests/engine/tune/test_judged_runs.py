@@ -17,7 +17,7 @@ from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from tests.engine.plans import ALONE
+from tests.engine.plans import ALONE, compute
 from tests.pipeline.loaders import opened
 from tests.timings import WAITED
 
@@ -60,10 +60,9 @@ def open_run(
 ) -> Iterator[tuple[Feed, Verdict]]:
     """A feed, and the verdict of its run; `options` has arguments of `opened`."""
     small = ["loader.batch_size=16", "data.image_size=32"]
-    plan: Any = SimpleNamespace(config=cli.load(["data=fake"]), device_type="cpu", compile="off")
     step: Any = SimpleNamespace(disabled_reason=None)
     with opened(image_root, *small, *overrides, **{"workers": 0} | options) as feed:
-        yield feed, Verdict(plan, feed, step, world, alone=alone)
+        yield feed, Verdict(compute(), feed, step, world, alone=alone)
 
 
 @pytest.fixture
@@ -233,10 +232,11 @@ def test_remedies_that_apply(
     config = cli.load([*auto, *overrides])
     mode = config.model.compile.replace("auto", "off")
     device = config.train.device.replace("auto", "cuda")
-    plan: Any = SimpleNamespace(config=config, device_type=device, compile=mode)
+    computed = compute(device=torch.device(device), compile=mode)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    found = remedies(plan, SimpleNamespace(train=train, cores=4))[stage]  # type: ignore[arg-type]
+    feed: Any = SimpleNamespace(config=config, train=train, cores=4)
+    found = remedies(computed, feed)[stage]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
 
 

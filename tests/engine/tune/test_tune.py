@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.ring import Pool, Reply, Ring
 from tests.conftest import Clock
-from tests.engine.plans import ALONE
+from tests.engine.plans import ALONE, compute
 from tests.pipeline.loaders import opened
 
 CPU = torch.device("cpu")
@@ -53,9 +52,8 @@ def tuner_of(
     world: World = ALONE,
 ) -> Tuner:
     """On a machine that has cores for so many workers."""
-    plan: Any = SimpleNamespace(config=cli.load(["data=fake"]), device_type="cpu", compile="off")
     feed.cores = cores
-    return Tuner(feed, step, plan, world, StopSignal(replace(world, size=1)), 0)
+    return Tuner(feed, step, compute(), world, StopSignal(replace(world, size=1)), 0)
 
 
 def test_times_of_a_worker() -> None:

@@ -1,0 +1,72 @@
+"""What a run prints about itself before its first step."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from engine.compute import Compute, has_batch_norm
+from engine.log.console import outcome, print_lines
+from engine.run import Run
+from engine.schedule import Schedule, setup_notes
+from engine.state import TrainState, highest_share
+from pipeline.build import Datasets
+
+
+def introduce(
+    datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, run: Run
+) -> None:
+    """Print what the run will do, or the summary of an earlier start that finished it."""
+    if not run.world.is_main:
+        return
+    resumed = ""
+    if run.resumed is not None:
+        resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
+    notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
+    print_lines(
+        *facts(datasets, schedule, compute, state.model),
+        *(f"note     {note}" for note in notes),
+        f"run      {run.path}{resumed}",
+        *(f"history  {line}" for line in state.history),
+    )
+    if run.finished is not None:
+        more = "a larger train.max_steps to continue, "
+        print_lines(
+            f"this run is finished after {state.step:,} steps: give "
+            f"{more if state.step < schedule.steps else ''}another run.name to train again, "
+            "or checkpoint.resume=never to start over in this directory",
+            *outcome(run.path, run.finished, resumes=False),
+        )
+
+
+def facts(
+    datasets: Datasets, schedule: Schedule, compute: Compute, model: nn.Module
+) -> Iterable[str]:
+    """Yield lines about the images, the steps, the model and the device."""
+    config, classes = schedule.config, len(datasets.classes)
+    yield (
+        f"data     {schedule.images:,} training and {len(datasets.val):,} validation images, "
+        f"{classes} {'classes' if 'label' in datasets.train.fields else 'outputs'}"
+    )
+    part = schedule.rank_images // schedule.micro_batches
+    steps = f"{schedule.stop_step:,} of {schedule.batch_size} images"
+    if schedule.ranks > 1:
+        steps += f" ({schedule.rank_images} on each of {schedule.ranks} ranks)"
+    if schedule.micro_batches > 1:
+        steps += f" in {schedule.micro_batches} micro-batches of {part}"
+    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {config.train.epochs:g} epochs"
+    if schedule.stop_step < schedule.steps:
+        steps += f" are {schedule.steps:,} steps: stops early"
+    yield f"steps    {steps}"
+    group = part * (schedule.ranks if config.model.sync_bn else 1)
+    norm = f"; BatchNorm over {group} images" if has_batch_norm(model) else ""
+    yield (
+        f"model    {compute.parameters / 1e6:.2f} M parameters, {compute.flops / 1e9:.2f} GFLOP "
+        f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
+    )
+    if (decay := config.train.ema_decay) is not None:
+        last = 1 - highest_share(schedule.steps - 1)
+        warms_up = f" is not reached; its warm-up ends at {last:.4g}" if last < decay else ""
+        yield f"average  decay {decay:g}{warms_up}"
+    layout = ", channels_last" if compute.channels_last else ""
+    reason = f" ({compute.compile_reason})" if compute.compile_reason else ""
+    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{reason}"

@@ -1,0 +1,211 @@
+"""The steps of a run: how many there are, their learning rates, and what is due after each.
+
+To add a schedule of the learning rate, add a function to SCHEDULES and a file
+conf/schedule/NAME.yaml.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conf.schema import Config, UserError
+from engine.distributed import World
+from pipeline.build import Datasets
+
+# With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
+# GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
+FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
+
+
+@dataclass(frozen=True)
+class Due:
+    """What to do after an optimiser step. A checkpoint always follows a validation."""
+
+    log: bool
+    epoch: bool  # an epoch has ended
+    validate: bool
+    save: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The optimiser steps of a run. Each is over the global batch, the images of all ranks."""
+
+    config: Config
+    images: int  # of the training split
+    ranks: int = 1
+    # Images of a micro-batch, if the first step of the run was out of memory with more
+    fitted_batch: int | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The images of one step, over all ranks."""
+        return self.config.loader.batch_size
+
+    @property
+    def rank_images(self) -> int:
+        """The images of one step on a rank."""
+        return self.batch_size // self.ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of equal parts in which a rank trains on its images of a step."""
+        return micro_batches(self.rank_images, self.config.train.micro_batch or self.fitted_batch)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Not an integer in general: the last batch of an epoch is filled from the next epoch."""
+        return self.images / self.batch_size
+
+    @property
+    def steps(self) -> int:
+        """The length of the learning-rate schedule, in which images are seen `epochs` times."""
+        return max(1, math.ceil(round(self.config.train.epochs * self.steps_per_epoch, 6)))
+
+    @property
+    def stop_step(self) -> int:
+        """Where the run ends: `steps`, or train.max_steps if that is earlier."""
+        return min(self.steps, self.config.train.max_steps or self.steps)
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps of linear increase from zero."""
+        return round(self.config.schedule.warmup_epochs * self.steps_per_epoch)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.config.optim.lr * (step + 1) / self.warmup_steps
+        return SCHEDULES[self.config.schedule.name](self, step)
+
+    def progress(self, step: int) -> float:
+        """Return the fraction of the steps after the warm-up that is done, in [0, 1]."""
+        return min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+
+    def epoch(self, step: int) -> float:
+        """Return the epochs done after `step` steps, at most train.epochs."""
+        return min(step / self.steps_per_epoch, self.config.train.epochs)
+
+    def epochs_ended(self, step: int) -> int:
+        """Return the number of whole epochs done after `step` steps."""
+        return step * self.batch_size // self.images
+
+    def due(self, step: int) -> Due:
+        """Return what is due after `step` optimiser steps."""
+        last = step == self.stop_step
+        ended, before = self.epochs_ended(step), self.epochs_ended(step - 1)
+        every = self.config.train.validate_every_epochs
+        validate = step > 0 and (last or ended // every > before // every)
+        return Due(
+            log=last or step % self.config.log.every_steps == 0,
+            epoch=ended > before,
+            validate=validate,
+            save=validate or step % self.config.checkpoint.every_steps == 0,
+        )
+
+
+def constant(schedule: Schedule, step: int) -> float:
+    return schedule.config.optim.lr
+
+
+def step_decay(schedule: Schedule, step: int) -> float:
+    config = schedule.config
+    # 1e-9 keeps rounding from delaying by one step a drop that falls on a whole step.
+    drops = math.floor(step / (schedule.steps_per_epoch * config.schedule.step_epochs) + 1e-9)
+    return config.optim.lr * config.schedule.step_gamma**drops
+
+
+def cosine(schedule: Schedule, step: int) -> float:
+    peak, final = schedule.config.optim.lr, schedule.config.schedule.final_lr
+    return final + (peak - final) * ((1 + math.cos(math.pi * schedule.progress(step))) / 2)
+
+
+def linear(schedule: Schedule, step: int) -> float:
+    peak, final = schedule.config.optim.lr, schedule.config.schedule.final_lr
+    return final + (peak - final) * (1 - schedule.progress(step))
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
+    "constant": constant,
+    "step": step_decay,
+    "cosine": cosine,
+    "linear": linear,
+}
+"""Name -> learning rate of a step after the warm-up."""
+
+
+def make_schedule(
+    config: Config, images: int, world: World, stored: Mapping[str, Any] | None = None
+) -> Schedule:
+    """Return the schedule for some training images.
+
+    `stored`: identity of the checkpoint to resume. Raises UserError for a batch that does not fit
+    the images or the ranks, and for micro-batches much smaller than the given ones.
+    """
+    size, ranks = config.loader.batch_size, world.size
+    if size > images:
+        raise UserError(
+            f"loader.batch_size={size}: larger than the training split ({images} images); "
+            "give at most that"
+        )
+    if size % ranks:
+        raise UserError(
+            f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
+            f"set it to {max(1, size // ranks) * ranks}"
+        )
+    own, most = size // ranks, config.train.micro_batch or size
+    if (part := own // micro_batches(own, most)) < min(own, most / 2):
+        raise UserError(
+            f"train.micro_batch={most}: equal parts of the {own} images of a rank have at most "
+            f"{part}; give a divisor of {own}, or another loader.batch_size"
+        )
+    if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
+        raise UserError(
+            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
+        )
+    fitted = (stored or {}).get("fitted_batch") if config.train.micro_batch is None else None
+    return Schedule(config, images, ranks, fitted)
+
+
+def micro_batches(images: int, most: int | None) -> int:
+    """Return the least number of equal parts of at most `most` images; without it 1."""
+    fewest = math.ceil(images / (most or images))
+    return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
+
+
+def suited_batch(images: int) -> int:
+    """Return a batch size with which an epoch has at least GOOD_STEPS steps: a power of two."""
+    return max(SMALL_BATCH, 2 ** int(math.log2(images / GOOD_STEPS)))
+
+
+def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
+    """Return notes on values that are allowed, but probably not what the user wants."""
+    notes = few_steps(config.loader.batch_size, config.optim.lr, len(datasets.train), world.size)
+    count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
+    if count > 1:
+        command = f"torchrun --nproc-per-node {count} train.py ..."
+        notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
+    if datasets.train.fingerprint() == datasets.val.fingerprint():
+        notes.append(
+            "data.val holds the training images, so its accuracy says nothing about new images; "
+            "give another split"
+        )
+    return notes
+
+
+def few_steps(batch_size: int, lr: float, images: int, ranks: int) -> list[str]:
+    """Return advice for a dataset that is too small for the batch; nothing for other datasets.
+
+    The advised learning rate is scaled with the batch (arXiv 1706.02677).
+    """
+    smaller = -(-suited_batch(images) // ranks) * ranks  # a multiple of the ranks
+    steps = images / batch_size
+    if steps >= FEW_STEPS or smaller >= batch_size:
+        return []
+    return [
+        f"{steps:.1f} optimiser steps per epoch are too few to train well; for {images:,} "
+        f"images, try loader.batch_size={smaller} optim.lr={lr * smaller / batch_size:.3g}"
+    ]

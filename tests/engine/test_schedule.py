@@ -1,0 +1,186 @@
+"""The schedule of a run: steps, learning rates, validations, log rows, checkpoints, batches."""
+
+import dataclasses
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from conf import schema
+from conf.schema import Model, Train, UserError, group_names
+from engine.distributed import World
+from engine.schedule import SCHEDULES, Schedule, few_steps, make_schedule
+from tests.engine.plans import config, schedule
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def steps_where(schedule: Schedule, test: str) -> list[int]:
+    return [step for step in range(schedule.stop_step + 1) if getattr(schedule.due(step), test)]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "images", "batch", "steps"),
+    [
+        (90, 1_281_167, 256, 450_411),  # 450,410.3
+        (1, 100, 50, 2),
+        (1, 101, 50, 3),
+        (0.001, 100, 50, 1),
+        (1.1, 100, 10, 11),  # 11.000000000000002 in floating point
+        (2.2, 50_000, 8, 13_750),
+    ],
+)
+def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:
+    assert schedule(images, batch, epochs).steps == steps
+
+
+@pytest.mark.parametrize(("images", "batch"), [(100, 30), (100, 100), (36, 8), (1_281_167, 1024)])
+def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
+    """After the first step with epoch * images <= step * batch."""
+    found = steps_where(schedule(images, batch, epochs=4), "validate")
+    assert found == [math.ceil(epoch * images / batch) for epoch in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("what", "epochs", "max_steps", "every", "steps"),
+    [
+        ("validate", 5, None, 2, [20, 40, 50]),
+        ("validate", 1.5, None, 1, [10, 15]),
+        ("validate", 5, 33, 1, [10, 20, 30, 33]),
+        ("validate", 2, None, 50, [20]),
+        ("log", 1.2, None, 1, [5, 10, 12]),
+        ("save", 1.5, None, 1, [4, 8, 10, 12, 15]),
+        ("epoch", 1.5, None, 50, [10]),
+    ],
+)
+def test_what_is_due(
+    what: str, epochs: float, max_steps: int | None, every: int, steps: list[int]
+) -> None:
+    """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
+    found = steps_where(schedule(100, 10, epochs, max_steps, every), what)
+    assert [step for step in found if step] == steps
+
+
+def test_epochs_of_a_step() -> None:
+    given = schedule(100, 30)
+    assert given.steps_per_epoch == pytest.approx(10 / 3)
+    assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
+    assert [given.epoch(step) for step in (0, 5, 10)] == pytest.approx([0, 1.5, 3])
+    assert schedule(1_281_167, 256).epochs_ended(450_411) == 90
+    assert given.stop_step == 14 and given.epoch(14) == 4  # without the rest of the last batch, 4.2
+
+
+def curve(
+    name: str,
+    *,
+    warmup: int = 0,
+    total: int = 100,
+    images: int = 10,
+    batch: int = 1,
+    **options: Any,
+) -> Schedule:
+    """Of `total` steps with a peak of 2."""
+    epoch = images / batch
+    given = dataclasses.replace(
+        config(batch, total / epoch),
+        schedule=schema.Schedule(name, warmup_epochs=warmup / epoch, **options),
+        optim=schema.Optim(lr=2.0),
+    )
+    return Schedule(given, images)
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (curve("constant"), {0: 2, 99: 2, 1000: 2}),
+        (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 5: 2}),
+        (curve("linear", warmup=4, total=14), {3: 2, 4: 2, 5: 1.8}),
+        (
+            curve("step", total=90, step_epochs=3, step_gamma=0.1),
+            {0: 2, 29: 2, 30: 0.2, 59: 0.2, 60: 0.02, 89: 0.02},
+        ),
+        # 1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0.
+        (
+            curve("step", images=1_281_167, batch=256, total=450_411, step_epochs=30),
+            {150_136: 2, 150_137: 0.2, 300_273: 0.2, 300_274: 0.02},
+        ),
+        # 55 / (50 * 1.1) is 0.9999999999999999 in floating point.
+        (curve("step", images=50, step_epochs=1.1), {54: 2, 55: 0.2, 109: 0.2, 110: 0.02}),
+        (curve("step", images=100, batch=3, step_epochs=0.1), {9: 0.02, 10: 0.002}),
+        (
+            curve("cosine", warmup=20, total=100),
+            {19: 2, 20: 2, 40: 1 + 0.5**0.5, 60: 1, 80: 1 - 0.5**0.5, 100: 0},
+        ),
+        # The rate does not rise again if a run has more steps than its schedule.
+        (curve("cosine", final_lr=0.5), {0: 2, 50: 1.25, 100: 0.5, 150: 0.5, 10_000: 0.5}),
+        (curve("linear"), {0: 2, 25: 1.5, 50: 1, 99: 0.02, 100: 0}),
+        (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
+    ],
+)
+def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> None:
+    assert {step: one.lr(step) for step in expected} == pytest.approx(expected)
+
+
+def test_every_schedule_has_a_group() -> None:
+    assert sorted(SCHEDULES) == group_names("schedule")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (10, 5), (5, 5), (7, 100)])
+def test_any_length(name: str, warmup: int, total: int) -> None:
+    """The rate rises in the warm-up and never afterwards."""
+    one = curve(name, warmup=warmup, total=total, step_epochs=1)
+    rates = [one.lr(step) for step in range(total + 2)]
+    assert all(0 <= rate <= 2 for rate in rates) and rates[0] > 0
+    assert rates[:warmup] == sorted(set(rates[:warmup]))
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "ranks", "found"),
+    [
+        (101, None, 1, r"loader\.batch_size=101: larger than the training split \(100 images\)"),
+        (12, None, 5, r"loader\.batch_size=12: .* multiple of the 5 ranks; set it to 10$"),
+        (2, None, 5, r"loader\.batch_size=2: .* set it to 5$"),
+        (97, 10, 1, r"train\.micro_batch=10: .*the 97 images .* at most 1; give a divisor of 97,"),
+        (100, None, 4, 1),
+        (96, 7, 2, 8),  # of 6 images
+        (96, 48, 2, 1),
+        (64, 8, 2, 4),
+        (64, 8, 16, 1),  # of 4 images
+        (64, 1, 1, 64),
+    ],
+)
+def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | int) -> None:
+    """Equal parts of at most train.micro_batch images, for any number of ranks."""
+    given = dataclasses.replace(config(batch), train=Train(micro_batch=micro_batch))
+    with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
+        assert make_schedule(given, 100, World(0, ranks, 0, ranks, CPU)).micro_batches == found
+
+
+def test_sync_bn_on_cpus_is_refused() -> None:
+    given = dataclasses.replace(config(12), model=Model(sync_bn=True))
+    with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
+        make_schedule(given, 99, World(0, 2, 0, 2, CPU))
+    make_schedule(given, 99, World(0, 1, 0, 1, CPU))
+    make_schedule(given, 99, World(0, 2, 0, 2, CUDA))
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "ranks", "advice"),
+    [
+        (280, 256, 3, "loader.batch_size=18 optim.lr=0.00703"),
+        (2_000, 256, 1, "loader.batch_size=64 optim.lr=0.025"),
+        (100, 64, 1, "loader.batch_size=8 optim.lr=0.0125"),
+        (2_560, 256, 1, None),  # ten steps
+        (36, 8, 1, None),  # no smaller batch is advised
+        (1_281_167, 1024, 8, None),
+    ],
+)
+def test_batch_size_too_large_for_the_data(
+    images: int, batch: int, ranks: int, advice: str | None
+) -> None:
+    found = few_steps(batch, 0.1, images, ranks)
+    assert [line.split("images, ")[-1] for line in found] == ([f"try {advice}"] if advice else [])
