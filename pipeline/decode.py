@@ -186,7 +186,7 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
         if (size := colour_size(data)) is None:
             image = open_image(data)
             if image.format != "JPEG" or image.mode != "RGB":
-                return Picture(rgb_pixels(image))
+                return Picture(rgb_pixels(as_stored(image)))
             size = image.size
         return Picture(JpegFile(data, size, DECODERS[decoder]))
     except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
@@ -292,6 +292,15 @@ def orientation_of(image: Image.Image) -> int:
         found = image.getexif().get(ORIENTATION, 1)
         return found if found in range(1, 9) else 1
     return 1
+
+
+def as_stored(image: Image.Image) -> Image.Image:
+    """Undo that Pillow turns a TIFF upright while it decodes it."""
+    if image.format != "TIFF" or (turn := orientation_of(image)) == 1:
+        return image
+    image.load()
+    image.getexif()[ORIENTATION] = {6: 8, 8: 6}.get(turn, turn)  # the opposite
+    return ImageOps.exif_transpose(image)
 
 
 def has_end(data: bytes) -> bool:

@@ -21,7 +21,13 @@ def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> de
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize(
-    "name", [name for name, (_, verdict) in KINDS.items() if verdict == SIZE and "16" not in name]
+    "name",
+    # Pillow turns a TIFF by its orientation, and takes the wrong byte of 16 bits.
+    [
+        name
+        for name, (_, verdict) in KINDS.items()
+        if verdict == SIZE and "16" not in name and name != "tiff orientation"
+    ],
 )
 def test_pixels_equal_pillows(name: str) -> None:
     data = KINDS[name][0]()
@@ -99,6 +105,7 @@ def test_every_decoder_turns_a_photo_upright(decoder: str, orientation: int) -> 
         *(encoded(image.convert(mode), **options) for mode in ("L", "CMYK")),
         encoded(image, "MPO", save_all=True, append_images=[image], **options),
         *(encoded(image, kind, **options) for kind in ("PNG", "WEBP")),
+        encoded(image, xmp=b'<x tiff:Orientation="%d"/>' % orientation),
         encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always turns it
     ]:
         with Image.open(io.BytesIO(data)) as file:
@@ -117,8 +124,8 @@ def test_every_decoder_turns_a_photo_upright(decoder: str, orientation: int) -> 
         small = [opened(data, name, upright=True) for name in (decoder, "pillow")]
         ours, theirs = (each.resized((20, 20), box, quick=True).pixels() for each in small)
         np.testing.assert_array_equal(ours, theirs)
-        if not data.startswith(b"II"):
-            assert opened(data, decoder).size == (333, 251)
+        assert opened(data, decoder).size == (333, 251)
+    np.testing.assert_array_equal(opened(data, decoder).pixels(), np.asarray(image))  # of the TIFF
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")

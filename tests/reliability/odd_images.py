@@ -184,7 +184,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "tiff": (lambda: encoded(drawn(), "TIFF"), SIZE),
     "tiff JPEG": (lambda: encoded(drawn(), "TIFF", compression="jpeg"), SIZE),
     "tiff 16 bits grey": (lambda: encoded(wide_grey(), "TIFF"), SIZE),
-    "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), (HEIGHT, WIDTH)),
+    "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     # WebP.
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
