@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -29,12 +28,12 @@ from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
 from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
+from pipeline.listing import EXTENSIONS, LeftOut, count_left_out, is_image, walk, why_left_out
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
-CACHE_FORMAT = 8  # a scan of another format is not read
+CACHE_FORMAT = 9  # a scan of another format is not read
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -43,6 +42,7 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 # each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
+LOOSE = "in no class folder"  # why an image is left out
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Index:
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
     sources: tuple[Folder | Container, ...]  # what holds the images
+    left_out: str  # what else is in the split and not read, in one line; or ""
     paths: SharedArray  # uint8 [bytes]: every path below its source, end to end
     offsets: SharedArray  # int64 [samples + 1]: where each path starts
     labels: SharedArray  # int64 [samples]
@@ -82,7 +83,8 @@ class Index:
         arrays["labels"] = self.labels.array[rows]
         if self.places is not None:
             arrays["places"] = self.places.array[rows]
-        return _index(self.root, self.classes, self.sources, arrays)
+        chosen = _index(self.root, self.classes, self.sources, arrays)
+        return replace(chosen, left_out=self.left_out)
 
     def name(self, i: int) -> str:
         """Return the path of an image below its source, `class/name.jpg`."""
@@ -140,7 +142,7 @@ def _index(
 ) -> Index:
     names = ("paths", "offsets", "labels", "places")
     shared = {name: SharedArray.copy_of(arrays[name]) for name in names if name in arrays}
-    return Index(root, classes, sources, **shared)
+    return Index(root, classes, sources, "", **shared)
 
 
 def find_storage(place: str) -> list[str]:
@@ -151,18 +153,17 @@ def find_storage(place: str) -> list[str]:
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
-        with os.scandir(path) as entries:
-            inner = [entry for entry in entries if not entry.name.startswith(".")]
-        tars = sorted(entry.path for entry in inner if entry.name.endswith(".tar"))
-        return [path] if any(entry.is_dir() for entry in inner) else tars or [path]
+        _, folders, names = next(walk(os.fsencode(path), {}))
+        tars = [os.path.join(path, os.fsdecode(name)) for name in names if name.endswith(b".tar")]
+        return [path] if folders else tars or [path]
     return [each for each in (path, f"{path}.tar", f"{path}.csv") if os.path.isfile(each)][:1]
 
 
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed; a class counts each folder once. Raises UserError if the split is missing,
-    damaged or cannot be read, or a class holds no images.
+    Links are followed; a class counts each folder once. Warns of files that are left out. Raises
+    UserError if the split is missing, damaged or cannot be read, or a class holds no images.
 
     Args:
         folder: holds one folder per class; or what `find_storage` finds under this name.
@@ -199,27 +200,31 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         machine.raise_file_limit()  # each worker keeps all tar files open
         stamps = map(tuple, scan["stamps"].tolist())
         sources = tuple(map(Container, names, stamps))
-    return _index(root, tuple(map(os.fsdecode, scan["classes"].tolist())), sources, scan)
+    classes = tuple(map(os.fsdecode, scan["classes"].tolist()))
+    if others := os.fsdecode(scan["left_out"].item()):
+        logger.warning("%s=%s: %s", key, root, others)
+    return replace(_index(root, classes, sources, scan), left_out=others)
 
 
 # How to list the images of a split: functions of the folder or files, and of key=value for
 # messages. They return the arrays of an Index and of its cache:
 #   classes, sources: names and paths, bytes; `places` only if the sources are tar files.
 #   files, stamps: the files and folders that were listed; int64 [n, 2], see `_stamps`.
+#   left_out: what is not read, in one line; bytes.
 
 
 def _scan_folder(files: Sequence[str], given: str) -> Arrays:
     """List the images in class folders."""
     base = os.fsencode(files[0])
-    with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
+    others: LeftOut = {}
+    _, names, loose = next(walk(base, others))
     if not names:
         raise UserError(
             f"{given}: no class folders in it; it must hold one folder per class: "
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(partial(_scan_class, base), names))
+        found = list(pool.map(partial(_scan_class, base, others), names))
     classes = {name: images for name, (images, _) in zip(names, found, strict=True)}
     for name, images in classes.items():
         if not images:
@@ -227,39 +232,27 @@ def _scan_folder(files: Sequence[str], given: str) -> Arrays:
                 f"{given}: class folder {os.fsdecode(name)} holds no images "
                 f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
             )
+    others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
     folders = [base, *chain.from_iterable(folders for _, folders in found)]
-    return _scan(classes, [base], folders, _stamps(folders))
+    return _scan(classes, [base], folders, _stamps(folders), others)
 
 
-def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """List the images in a class folder and the folders below it; links may lead in a circle.
+def _scan_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
+    """List the images in a class folder and the folders below it; add the rest to `others`.
 
     Returns the sorted paths of the images below `base`; the folders.
     """
     images: list[bytes] = []
-    folders: dict[tuple[int, int], bytes] = {}  # device and inode -> the first of its paths
-    top = os.path.join(base, name)
-    for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
-        info = os.stat(folder)
-        if folders.setdefault((info.st_dev, info.st_ino), folder) is not folder:
-            inner.clear()
-            continue
-        inner[:] = sorted(each for each in inner if not each.startswith(b"."))
+    folders: list[bytes] = []
+    for folder, _, names in walk(os.path.join(base, name), others):
+        folders.append(folder)
         below = os.path.relpath(folder, base)
-        images += [os.path.join(below, each) for each in names]
-    return sorted(filter(_is_image, images)), list(folders.values())
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
-
-
-def _is_image(path: bytes) -> bool:
-    """Whether a file in a split is an image, and neither it nor a folder of its path is hidden.
-
-    `._name` is no image: tar on macOS adds it with the attributes of `name`.
-    """
-    return path.lower().endswith(EXTENSIONS) and b"/." not in b"/" + path
+        for each in names:
+            if is_image(each):
+                images.append(os.path.join(below, each))
+            else:
+                others[os.path.join(folder, each)] = why_left_out(each)
+    return sorted(images), folders
 
 
 def _scan_containers(files: Sequence[str], given: str) -> Arrays:
@@ -269,9 +262,11 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     stamps = _stamps(names)  # before the listing: a file that changes meanwhile is listed again
     found: dict[bytes, tuple[int, int, int]] = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(partial(_images_of_tar, given), files)):
+        for number, members in enumerate(pool.map(partial(_members_of, given), files)):
             found |= {name: (number, *place) for name, place in members.items()}
-    paths = sorted(path for path in found if b"/" in path)
+    paths = sorted(path for path in found if b"/" in path and not why_left_out(path))
+    inside = {path for path in found if b"/" in path or is_image(path)}.difference(paths)
+    others = {path: why_left_out(path) or LOOSE for path in inside}
     if not paths:
         raise UserError(
             f"{given}: holds no images in class folders; each image must be <class>/<name>: "
@@ -286,20 +281,19 @@ def _scan_containers(files: Sequence[str], given: str) -> Arrays:
     classes = dict(sorted(classes.items()))  # `-` sorts before `/`, so a-b/ comes before a/
     inner = {name: [p.split(b"/", depth)[-1] for p in classes[name]] for name in classes}
     places = [found[path] for path in chain.from_iterable(classes.values())]
-    return {**_scan(inner, names, names, stamps), "places": np.array(places, np.int64)}
+    return {**_scan(inner, names, names, stamps, others), "places": np.array(places, np.int64)}
 
 
-def _images_of_tar(given: str, path: str) -> Members:
+def _members_of(given: str, path: str) -> Members:
     try:
         with open(path, "rb") as file:
-            members = tar_members(file)
+            return tar_members(file)
     except DamagedError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
             "again, or pack it again without compression and links (tar --dereference "
             "--hard-dereference)"
         ) from None
-    return {name: place for name, place in members.items() if _is_image(name)}
 
 
 def _scan_list(files: Sequence[str], given: str) -> Arrays:
@@ -307,7 +301,7 @@ def _scan_list(files: Sequence[str], given: str) -> Arrays:
     names = list(map(os.fsencode, files))
     stamps = _stamps(names)
     classes = read_list(files[0], given)
-    return _scan(classes, [os.path.dirname(names[0])], names, stamps)
+    return _scan(classes, [os.path.dirname(names[0])], names, stamps, {})
 
 
 # A folder, or the ending of a file's name -> function
@@ -323,8 +317,10 @@ def _scan(
     sources: Sequence[bytes],
     files: Sequence[bytes],
     stamps: np.ndarray,
+    others: LeftOut,
 ) -> Arrays:
     names = {"classes": list(classes), "sources": sources, "files": files}
+    names["left_out"] = [os.fsencode(count_left_out(others))]
     arrays = {name: np.array(values) for name, values in names.items()}
     return {**arrays, "stamps": stamps, **_packed(classes.values())}
 

@@ -95,7 +95,7 @@ from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.class_names import readable
 from pipeline.decode import describe
-from pipeline.index import EXTENSIONS
+from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
@@ -120,18 +120,22 @@ class Result:
 
 
 def find_files(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the images at all paths; those in a folder in order, without hidden folders."""
+    """Yield the images at all paths; those in a folder as in training, and say what is not read."""
     for path in paths:
         if path == LIST:
             yield from find_files(os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
         elif not os.path.isdir(path):
             yield path
         else:
-            for folder, folders, names in os.walk(path):
-                folders[:] = sorted(name for name in folders if name[0] != ".")
-                for name in sorted(names):
-                    if os.fsencode(name).lower().endswith(EXTENSIONS):
-                        yield os.path.join(folder, name)
+            others: LeftOut = {}
+            for folder, _, names in walk(os.fsencode(path), others):
+                for name in names:
+                    if is_image(name):
+                        yield os.fsdecode(os.path.join(folder, name))
+                    else:
+                        others[os.path.join(folder, name)] = why_left_out(name)
+            if others:
+                cli.complain(f"{path}: {count_left_out(others)}", SCRIPT)
 
 
 class Predictor:

@@ -22,15 +22,16 @@ on the same file system. Otherwise, images are copied byte for byte; those of CI
 files, which are lossless. --format tar writes train.tar and val.tar, with the members
 <class>/<name>. data.root takes these files as it takes folders.
 
---side N makes images smaller, so that they are faster to read and decode: files named .jpg or .jpeg
-whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become baseline RGB
-JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are kept. docs/performance.md
-compares sizes.
+--side N makes images smaller, so that they are faster to read and decode: files named .jpg, .jpeg,
+.jpe or .jfif whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become
+baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are kept.
+docs/performance.md compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
-status is 1. To resume an interrupted run, run the same command again: folders keep what is
-complete, a tar file is written anew. prepare.json contains the settings and the totals.
+status is 1. The summary counts the files that are not read: they have no name of an image, or are
+hidden. To resume an interrupted run, run the same command again: folders keep what is complete, a
+tar file is written anew. prepare.json contains the settings and the totals.
 
 Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong arguments or a SOURCE that
 cannot be used (nothing is created); 130 interrupted.
@@ -126,7 +127,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     picture = decode.open_picture(data, decoder())
     width, height = picture.size
     short = min(width, height)
-    if not name.lower().endswith((".jpg", ".jpeg")) or (plain and short <= side):
+    if not name.lower().endswith((".jpg", ".jpeg", ".jpe", ".jfif")) or (plain and short <= side):
         picture.pixels()  # finds a truncated file now, not during training
         return data
     if short > side:

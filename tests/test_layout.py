@@ -77,7 +77,17 @@ def test_no_circular_imports() -> None:
 
 # The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
 JOURNEY = [
-    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
+    *(
+        "machine",
+        "shared",
+        "listing",
+        "containers",
+        "index",
+        "splits",
+        "class_names",
+        "region",
+        "decode",
+    ),
     *("parameters", "torchvision_transforms", "augment", "batch", "batch_augment"),
     *("dataset", "build"),
     *("sampler", "clock", "ring", "prefetcher", "feed"),

@@ -61,6 +61,9 @@ def data(case: Case) -> Iterator[Row]:
         counts = np.bincount(index.labels.array, minlength=len(index.classes))
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
+    for root, found in {index.root: index.left_out for index in case.splits().values()}.items():
+        if found:
+            yield warn(f"{root}: {found}")
 
 
 def class_order(case: Case) -> Iterator[Row]:

@@ -3,17 +3,21 @@
 import os
 import random
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import index as module
+from pipeline.decode import FORMATS
 from pipeline.index import Index, load_index
+from pipeline.listing import EXTENSIONS
 from tests.limits import file_size_limit
 
 
@@ -91,10 +95,47 @@ def test_links(tmp_path: Path) -> None:
     root = make(tmp_path / "root", "a/1.jpg", "b/1.jpg")
     for name, target in (("x", store / "deep"), ("y", store), ("z", store), ("self", Path("."))):
         (root / "a" / name).symlink_to(target)
+    for place in ("up", "a/up"):  # to the images of all classes
+        (root / place).symlink_to("..")
     (root / "b" / "linked.jpg").symlink_to(store / "3.jpg")
     (root / "b" / "lost.jpg").symlink_to(tmp_path / "nowhere")  # is named when it is read
     expected = ["a/1.jpg", "a/x/2.jpg", "a/y/3.jpg", "b/1.jpg", "b/linked.jpg", "b/lost.jpg"]
     assert paths(root) == expected
+    index = load_index(root, key="data.train")
+    assert "3 files or folders are not read: link to a folder around it (3), " in index.left_out
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_what_is_left_out_is_counted(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By one rule for folders and tar files; also where the scan comes from the cache."""
+    images = ["a/1.jfif", "a/2.JPE", "a/3.pnm", "b/1.jpg"]
+    others = ["a/1.heic", "a/2.HEIC", "a/3", "b/._1.jpg", "b/@eaDir/M.jpg", "__MACOSX/b/1.jpg"]
+    root = age(make(tmp_path / "train", *images, *others, "1.jpg", "readme.txt"))
+    if kind == "tar":
+        with tarfile.open(tmp_path / "train.tar", "w") as tar:
+            for path in root.glob("**/*.*"):
+                tar.add(path, path.relative_to(root), recursive=False)
+            tar.add(root / "a" / "3", "a/3")
+        shutil.rmtree(root)
+        os.utime(tmp_path / "train.tar", (0, 0))
+    for _ in range(2):
+        caplog.clear()
+        index = load_index(root, key="data.train")
+        assert [index.name(i) for i in range(len(index))] == images
+        (said,) = (text for text in caplog.messages if "not read" in text)
+        assert said.startswith("data.train=") and said.endswith(f": {index.left_out}")
+        expected = ".heic (2), @eaDir (1), __MACOSX (1), hidden (1), in no class folder (1), such"
+        assert expected in index.left_out and "a/1.heic; rename or" in index.left_out
+        assert index.left_out.startswith("7 ")  # `a/3` has no ending
+
+
+def test_endings_are_those_of_the_formats_that_are_decoded() -> None:
+    found = {
+        end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
+    }
+    assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -118,6 +118,13 @@ def test_what_training_refuses(root: Path) -> None:
     assert (row.status, row.do) == ("fail", "training refuses to start")
     assert row.found.startswith("model.name=resnet99: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
+    (root / "train" / "dots" / "1.heic").touch()
+    (root / "val" / "@eaDir").mkdir()
+    warnings = [row.found for row in look(root, sample=1)["data"] if row.status == "warn"]
+    assert [re.findall(r"(\w+): 1 files .*: (\S+) \(1\)", each) for each in warnings] == [
+        [("train", ".heic")],
+        [("val", "@eaDir")],
+    ]
     shutil.rmtree(root / "val" / "dots")
     found = look(root)
     row = only(found["data"])

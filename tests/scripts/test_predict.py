@@ -51,7 +51,7 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
     (folder / "sub" / ".hidden" / "hidden.jpg").write_bytes(image)
     (folder / "sub.jpg").write_bytes(image[: len(image) // 2])
     (folder / "text.png").write_text("no image")
-    (folder / "notes.txt").write_text("not listed")
+    (folder / "notes.heic").write_text("not listed")
     (folder / "link.jpg").symlink_to("nowhere")
     return folder
 
@@ -141,8 +141,12 @@ def test_a_photo_is_turned_as_in_the_training(
         assert (ours == pytest.approx(theirs, abs=4e-4)) == (upright == "true")
 
 
-def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predictor) -> None:
+def test_files_that_cannot_be_read_stay_in_order(
+    damaged: Path, predictor: Predictor, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = results(predictor, damaged, damaged / "sub" / ".hidden")
+    said = f"{damaged}: 2 files or folders are not read: .heic (1), hidden (1), such as {damaged}/"
+    assert capsys.readouterr().err.startswith(f"predict.py: {said}notes.heic; ")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "link.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg"]
     assert list(reasons) == [*files, "sub/.hidden/hidden.jpg"] and len(found) == 6

@@ -326,6 +326,27 @@ def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
     assert notes == ["Images without a split or a class were left out: 1."]
 
 
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_files_that_are_not_read_are_counted(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in training; a link to a folder around it is not followed."""
+    others = dict.fromkeys(("a/1.heic", "a/@eaDir/0.jpg", "__MACOSX/a/._0.jpg"), jpeg(1))
+    files = {**IMAGES, "a/2.jfif": jpeg(2), **others}
+    source = tmp_path / "source"
+    write(source, files if kind == "folder" else {"train.tar": tar(files)})
+    if kind == "folder":
+        (source / "a" / "up").symlink_to("..")
+    assert run(source, tmp_path / "to") == 0
+    assert {name.removeprefix("train/") for name in written(tmp_path / "to")} == {
+        *IMAGES,
+        "a/2.jfif",
+    }
+    link = ", link to a folder around it (1)" * (kind == "folder")
+    said = f" files or folders are not read: .heic (1), @eaDir (1), __MACOSX (1){link}, such as "
+    assert said in capsys.readouterr().out
+
+
 # CIFAR's archives: the red, green and blue planes of some images, and their labels.
 
 

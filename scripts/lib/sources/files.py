@@ -7,15 +7,15 @@ import shutil
 import zlib
 from functools import cache
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from conf.schema import UserError
+from pipeline import listing
 from pipeline.containers import DamagedError, tar_members
-from pipeline.index import EXTENSIONS
+from pipeline.listing import LeftOut, is_hidden, walk, why_left_out
 
-IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
 # Words in the names of files and folders -> split.
 SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
@@ -43,12 +43,7 @@ Tree = dict[str, Place]  # path below SOURCE -> place
 
 
 def is_image(path: str) -> bool:
-    return path.lower().endswith(IMAGES)
-
-
-def is_hidden(path: str) -> bool:
-    """Tell whether a part of the path starts with a dot, as .. does, or is what macOS adds."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+    return listing.is_image(os.fsencode(path))
 
 
 def split_of(path: str) -> str:
@@ -61,24 +56,19 @@ def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
 
 
-def tree_of_folder(root: str) -> Tree:
-    """List the files below a folder, except hidden ones; links to folders are followed."""
-    found = {}
-    for folder, folders, names in os.walk(root, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        below = os.path.relpath(folder, root)
-        for name in names:
-            if not is_hidden(name):
-                found[os.path.normpath(os.path.join(below, name))] = Place(f"{folder}/{name}")
+def tree_of_folder(root: str, others: LeftOut) -> Tree:
+    """List the files below a folder, links followed; add the hidden ones to `others`."""
+    paths = [
+        os.path.join(os.fsdecode(folder), os.fsdecode(name))
+        for folder, _, names in walk(os.fsencode(root), others)
+        for name in names
+    ]
+    found = {os.path.relpath(path, root): Place(path) for path in paths}
     return dict(sorted(found.items()))
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
-
-
-def tree_of_tar(path: str, start: int = 0) -> Tree:
-    """List the files in the tar file at byte `start` of a file, except hidden ones.
+def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
+    """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
 
     Tar files in it are folders. Raises UserError: it is damaged; OSError: it cannot be read.
     """
@@ -93,9 +83,11 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
     for member, place in members.items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
-            inner = tree_of_tar(stored, place[0])
+            inner = tree_of_tar(stored, others, place[0])
             found |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
-        elif not is_hidden(name):
+        elif any(map(is_hidden, member.split(b"/"))):
+            others[member] = why_left_out(member)
+        else:
             found[name] = Place(stored, *place)
     return dict(sorted(found.items()))
 

@@ -105,7 +105,7 @@ def parse_devkit(place: Place) -> dict[str, str]:
     in which a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
     Format". Raises ValueError, LookupError, zlib.error: it is damaged.
     """
-    files = {os.path.basename(path): at for path, at in tree_of_tar(place.file).items()}
+    files = {os.path.basename(path): at for path, at in tree_of_tar(place.file, {}).items()}
     truth = read_place(files["ILSVRC2012_validation_ground_truth.txt"])
     numbers = [int(line) for line in truth.split()]
     table = zlib.decompressobj().decompress(read_place(files["meta.mat"])[128 + 8 :])

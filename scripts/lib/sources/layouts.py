@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from conf.schema import UserError
+from pipeline.listing import LeftOut, count_left_out, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import (
     SPLITS,
@@ -53,7 +54,8 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     """
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
-    samples = list_images(source)
+    others: LeftOut = {}
+    samples = list_images(source, others)
     if not samples:
         raise UserError(f"{source}: holds no images; {WHAT}")
     # No slash in the name of a class, and no dot at its start, which hides a folder.
@@ -65,13 +67,18 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
         if count > 1:
             raise UserError(f"{source}: {label}/{name} is the name of {count} images; rename it")
-    return samples, notes
+    return samples, notes + [count_left_out(others)] * bool(others)
 
 
-def list_images(source: str) -> list[Sample]:
-    """Recognise the format by the names of the files; a split can be missing."""
+def list_images(source: str, others: LeftOut) -> list[Sample]:
+    """Recognise the format by the names of the files; a split can be missing.
+
+    Adds files that are not read to `others`.
+    """
     is_folder = os.path.isdir(source)
-    tree = tree_of_folder(source) if is_folder else {os.path.basename(source): Place(source)}
+    tree = (
+        tree_of_folder(source, others) if is_folder else {os.path.basename(source): Place(source)}
+    )
     if samples := cifar_samples(source, tree):
         return samples
     records: list[Sample] = []
@@ -82,21 +89,23 @@ def list_images(source: str) -> list[Sample]:
     containers = list(filter(is_container, tree))
     image = next(filter(is_image, tree), "")
     if not containers:
-        return read_folder(source, tree, SPLITS)
+        return read_folder(source, tree, SPLITS, others)
     if image:
         message = f"holds images ({image}) and tar files ({containers[0]}); give one of them"
         raise UserError(f"{source}: {message}")
-    return list_containers(source, tree, containers)
+    return list_containers(source, tree, containers, others)
 
 
-def list_containers(source: str, tree: Tree, containers: list[str]) -> list[Sample]:
+def list_containers(
+    source: str, tree: Tree, containers: list[str], others: LeftOut
+) -> list[Sample]:
     """List the images in tar files: WebDataset shards, or folders of each file's split."""
     records: list[Sample] = []
     splits = {}
     for path, split in split_files(source, containers):
         folder = path.replace("/", "_").rpartition(".")[0]
         splits[folder.lower()] = split
-        members = tree_of_tar(tree.pop(path).file)
+        members = tree_of_tar(tree.pop(path).file, others)
         tree |= {f"{folder}/{name}": place for name, place in members.items()}
         records += shard_samples(folder, members, split)
     if samples := cifar_samples(source, tree):
@@ -106,11 +115,16 @@ def list_containers(source: str, tree: Tree, containers: list[str]) -> list[Samp
         if len(splits) > 1 and not all(splits.values()):
             message = "the names of the tar files do not contain train or val; rename them"
             raise UserError(f"{source}: {message}")
-        return read_folder(source, tree, SPLITS | splits)
+        return read_folder(source, tree, SPLITS | splits, others)
     if unlabelled:
         label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
         raise UserError(f"{source}: {unlabelled[0]} has no label; add {label} to the shard")
+    others |= not_images(path for path in tree if not path.endswith((".cls", ".json", ".txt")))
     return with_record_names(records)
+
+
+def not_images(paths: Iterable[str]) -> LeftOut:
+    return {n: reason for n in map(os.fsencode, paths) if (reason := why_left_out(n))}
 
 
 def is_container(path: str) -> bool:
@@ -171,7 +185,9 @@ def record_label(key: str, parts: Tree) -> str:
         raise UserError(f"{key}.json {message}") from None
 
 
-def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Sample]:
+def read_folder(
+    source: str, tree: Tree, splits: Mapping[str, str], others: LeftOut
+) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
     Folders in a class are part of the name. The labels of ImageNet's validation images, which are
@@ -179,10 +195,13 @@ def read_folder(source: str, tree: Tree, splits: Mapping[str, str]) -> list[Samp
 
     Args:
         splits: name of a folder -> split.
+        others: where files that are not read are added.
 
     Raises UserError: an image is not in a class folder.
     """
     images = {path: place for path, place in tree.items() if is_image(path)}
+    # Beside the folders, there are files about the data set.
+    others |= not_images(path for path in tree if "/" in path)
     while len({path.split("/")[0] for path in images}) == 1:
         if min(path.count("/") for path in images) < 2:
             break

@@ -1,0 +1,75 @@
+"""What in a folder or a tar file is an image, and what is left out: one rule for all programs."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+# The endings that Pillow registers for decode.FORMATS; but not .pfm, whose levels have 32 bits.
+EXTENSIONS = tuple(
+    b".jpg .jpeg .png .webp .bmp .ppm .pgm .pbm .pnm .tif .tiff .gif .jfif .jpe .mpo .apng".split()
+)
+# Folders that macOS, Synology, QNAP, Windows and ext4 put beside those of the user.
+SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split())
+LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
+
+
+def is_hidden(name: bytes) -> bool:
+    """Whether a file or folder is hidden, as ._name, which macOS adds, or one of SYSTEM."""
+    return name.startswith(b".") or name in SYSTEM
+
+
+def is_image(path: bytes) -> bool:
+    """Whether a file is taken for an image, if it is not hidden."""
+    return path.lower().endswith(EXTENSIONS)
+
+
+def why_left_out(path: bytes) -> str:
+    """Return why a file or folder is not read; "" if it is an image."""
+    for part in path.split(b"/"):
+        if is_hidden(part):
+            return os.fsdecode(part) if part in SYSTEM else "hidden"
+    ending = os.fsdecode(os.path.splitext(path)[1].lower())
+    return "" if is_image(path) else ending or "no ending"
+
+
+def count_left_out(found: LeftOut) -> str:
+    """Say in one line how much is left out for which reason; "" if nothing is."""
+    if not found:
+        return ""
+    counts = Counter(sorted(found.values())).most_common(5)
+    example = os.fsdecode(min(path for path, reason in found.items() if reason == counts[0][0]))
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in counts)
+    text = f"{len(found):,} files or folders are not read: {reasons}, such as {example}"
+    return " ".join(f"{text}; rename or convert what should be read".split())
+
+
+def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    """Yield each folder from `top` on, the folders and the files in it, sorted, as os.walk does.
+
+    Links are followed; they may lead in a circle, so a folder comes once. What is hidden is added
+    to `found` instead, and so is a link to a folder around it: it leads to images of all classes.
+    """
+    seen = set()
+    for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
+        info = os.stat(folder)
+        if (info.st_dev, info.st_ino) in seen:
+            inner.clear()
+            continue
+        seen.add((info.st_dev, info.st_ino))
+        skipped = {name: why_left_out(name) for name in (*inner, *names) if is_hidden(name)}
+        links = [name for name in inner if leads_up(Path(os.fsdecode(folder), os.fsdecode(name)))]
+        skipped |= dict.fromkeys(links, "link to a folder around it")
+        found |= {os.path.join(folder, name): reason for name, reason in skipped.items()}
+        inner[:] = sorted(name for name in inner if name not in skipped)
+        yield folder, inner, sorted(name for name in names if name not in skipped)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def leads_up(path: Path) -> bool:
+    """Whether a path is a link to a folder that contains it."""
+    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
