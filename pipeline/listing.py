@@ -41,7 +41,8 @@ def count_left_out(found: LeftOut) -> str:
     counts = Counter(sorted(found.values())).most_common(5)
     example = os.fsdecode(min(path for path, reason in found.items() if reason == counts[0][0]))
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in counts)
-    text = f"{len(found):,} files or folders are not read: {reasons}, such as {example}"
+    what = "file or folder is" if len(found) == 1 else "files or folders are"
+    text = f"{len(found):,} {what} not read: {reasons}, such as {example}"
     return " ".join(f"{text}; rename or convert what should be read".split())
 
 

@@ -121,7 +121,7 @@ def test_what_training_refuses(root: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()
     (root / "val" / "@eaDir").mkdir()
     warnings = [row.found for row in look(root, sample=1)["data"] if row.status == "warn"]
-    assert [re.findall(r"(\w+): 1 files .*: (\S+) \(1\)", each) for each in warnings] == [
+    assert [re.findall(r"(\w+): 1 file or .*: (\S+) \(1\)", each) for each in warnings] == [
         [("train", ".heic")],
         [("val", "@eaDir")],
     ]
