@@ -7,7 +7,6 @@ the end, and no wait is endless.
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -140,16 +139,6 @@ def needs_linux() -> None:
     """Skip the test elsewhere: it uses a function or a file that only Linux has."""
     if sys.platform != "linux":
         pytest.skip("needs Linux")
-
-
-def compiled_preload(source: Path, folder: Path) -> Path:
-    """Compile a C file to a library for LD_PRELOAD, or skip the test without a compiler."""
-    needs_linux()
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    library = folder / source.with_suffix(".so").name
-    run_command(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"]).check_returncode()
-    return library
 
 
 class Process(NamedTuple):

@@ -24,16 +24,10 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
 
 class Ranks(Started):
-    """Starts several ranks of a Python command, as often as needed.
+    """Starts several ranks of a Python command, as often as needed."""
 
-    Args:
-        preload: a library for LD_PRELOAD.
-    """
-
-    def __init__(self, preload: Path | None = None) -> None:
+    def __init__(self) -> None:
         variables = {**NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        if preload is not None:
-            variables["LD_PRELOAD"] = str(preload)
         super().__init__([sys.executable, __file__], variables, stdin=PIPE, stdout=PIPE)
 
     def run(

@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import train
 from conf import cli
 from conf.schema import Config
@@ -54,11 +52,3 @@ def torchrun(arguments: list[str], ranks: int, *options: str) -> list[str]:
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, *options, *arguments[1:]]
-
-
-def measured(arguments: list[str], notes: Path) -> list[str]:
-    """Return the command line of the same run, which also measures `loader.workers` on a CPU."""
-    script = Path(__file__).parent / "engine" / "tune" / "measured_on_cpu.py"
-    if not script.exists():
-        pytest.skip("this copy does not measure")
-    return [sys.executable, str(script), str(notes), *arguments[2:]]

@@ -19,5 +19,5 @@ def test_counts_are_added_up_and_written() -> None:
     ]
     found = figures.with_figures(text, dict(figures.count(ended)))
     changed = {*found.splitlines()} - {*text.splitlines()}
-    assert [line.partition(" | 20")[0] for line in changed] == [f"| {row}"]
+    assert [line.partition(" | 100")[0] for line in changed] == [f"| {row}"]
     assert '| 1,519 of 1,520 | `make soak ARGS="test_a.py"` |' in changed.pop()

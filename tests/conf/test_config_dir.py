@@ -96,8 +96,3 @@ def test_mistakes_in_a_file(
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
     words = [f"--config-dir={folder}", f"{name.replace('/', '=')}", DATA]
     assert says in refusal(words, capsys)
-
-
-def test_wrong_folders(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "expected one argument" in refusal(["--config-dir"], capsys)
-    assert refusal(["--config-dir=/no"], capsys) == "--config-dir=/no: no such folder"

@@ -10,7 +10,6 @@ import pytest
 from conf import cli
 from conf.named import ROOT, named, split_entry
 from conf.schema import UserError
-from tests.conf.refused import DATA, refusal
 from tests.processes import run_python
 
 # What conf/config.yaml of a copy of the program names besides.
@@ -56,21 +55,6 @@ def test_what_is_not_of_this_checkout_is_refused(value: str, says: str) -> None:
     with pytest.raises(UserError) as error:
         named(value, "model.rewrite")
     assert str(error.value).startswith(f"model.rewrite={value}: {says}")
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("model.rewrite=os:system", "there is no os.py in"),
-        ("log.observers=[conf.named:named, torch.hub:load]", "there is no torch/hub.py in"),
-        ("train.prepare={gone\\:run: {to: 3}}", "there is no gone.py in"),
-    ],
-)
-def test_composing_refuses_a_module_that_is_not_there(
-    typed: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is imported for that, so it takes no time."""
-    assert f"{says} {ROOT}; only its files are run" in refusal([DATA, typed], capsys)
 
 
 def test_modules_in_paths_are_no_names() -> None:

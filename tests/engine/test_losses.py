@@ -23,11 +23,6 @@ ONE_HOT = torch.nn.functional.one_hot(LABELS, CLASSES).float()
 MIXED = ONE_HOT.lerp(ONE_HOT.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
 
 
-def test_unknown_loss() -> None:
-    with pytest.raises(UserError, match=rf"^train\.loss=polly: .* give {', '.join(LOSSES)}$"):
-        build_criterion(Train(loss="polly"))
-
-
 def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> Tensor:
     losses = torch.nn.functional.cross_entropy(logits, targets, class_weights, reduction="none")
     return ((1 - (-losses).exp()) ** 2 * losses).mean()

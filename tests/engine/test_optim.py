@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conf.schema import FIELDS, Optim, UserError, group_names
+from conf.schema import FIELDS, Optim, group_names
 from engine.optim import OPTIMIZERS, build_optimizer
 from models import build
 
@@ -73,11 +73,6 @@ def test_an_optimiser_of_the_checkout_and_its_arguments() -> None:
     model = nn.Linear(2, 2)
     optimizer = build_optimizer(model, Optim("engine.optim:adamw", {"amsgrad": True}))
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["amsgrad"]
-    wrong = [("engine.optim:lion", {}), ("os:system", {}), ("adamw", {"lr": 1}), ("sgd", {"a": 1})]
-    for name, args in wrong:
-        with pytest.raises(UserError, match=r"^optim\.(name|args)=") as error:
-            build_optimizer(model, Optim(name, args))
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

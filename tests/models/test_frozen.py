@@ -2,11 +2,9 @@
 
 import copy
 
-import pytest
 import torch
 
 import models
-from conf.schema import UserError
 
 
 def test_frozen_modules() -> None:
@@ -34,19 +32,3 @@ def test_a_part_of_a_module() -> None:
         "layer1.weight"
     ]
     assert model["layer1"].training
-
-
-@pytest.mark.parametrize(
-    ("names", "wrong"),
-    [
-        (["layer1", "layer"], "there is no layer"),
-        (["conv1", "bn1", "layer1", "layer2", "layer3", "fc"], "leaves nothing to train with fc"),
-    ],
-)
-def test_names_that_do_not_fit(names: list[str], wrong: str) -> None:
-    with pytest.raises(UserError) as error:
-        models.freeze(models.build("resnet_tiny", num_classes=3, image_size=32), names)
-    assert str(error.value) == (
-        f"model.freeze=[{', '.join(names)}]: {wrong}; give some of conv1, bn1, layer1, layer2, "
-        "layer3, fc, or parts of them, such as layer1.0"
-    )

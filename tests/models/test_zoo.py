@@ -60,39 +60,10 @@ def test_names_and_sizes(name: str, count: int) -> None:
     assert kinds == ([] if "vit" in name or "swin" in name else ["cuda", "cpu"])
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet51", "", "os.system", "googlenet", "timm/resnet18", "os:system", "models.vit:x"]
-)
-def test_unknown_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """googlenet has two outputs."""
+def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError) as error:
-        models.build(name, num_classes=10, image_size=32)
-    message = str(error.value)
-    assert message.startswith(f"model.name={name}: ") and "\n" not in message
-    assert ":" in name or "timm is not in" in message or all(ours in message for ours in OURS)
-    assert "did you mean resnet" in message or name != "resnet51"
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("resnet_tiny", {"drop_path_rate": 0.1}, "drop_path_rate: 0.1} .*unexpected keyword"),
-        ("resnet18", {"norm_layer": "x"}, "norm_layer: x} .*not callable"),
-        ("resnet18", {"num_classes": 3}, "num_classes follows from other keys"),
-        ("timm/resnet18", {"checkpoint_path": "x"}, "checkpoint_path follows from other keys"),
-        ("convnext_tiny", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
-        ("vit_b_32", {"dropout": "x"}, "dropout: give a number"),
-        ("mobilenet_v3_small", {"stochastic_depth_prob": 0.1}, "it has no stochastic depth"),
-        ("models.resnet:resnet_tiny", {"width": 3}, "unexpected keyword argument 'width'"),
-        ("vit_b_16", {}, "data.image_size=40 and model.args={} .*patch size"),
-    ],
-)
-def test_arguments_that_do_not_fit(name: str, args: dict[str, object], message: str) -> None:
-    size = 40 if not args else 64
-    with pytest.raises(UserError, match=message) as error, torch.device("meta"):
-        models.build(name, num_classes=10, image_size=size, args=args)
-    assert re.match(r"model\.(name|args)=", str(error.value)) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"^model\.name=timm/resnet18: .*timm is not in"):
+        models.build("timm/resnet18", num_classes=10, image_size=32)
 
 
 @pytest.mark.parametrize(("name", "last"), [("resnet50", "bn3"), ("resnet_tiny", "bn2")])

@@ -1,7 +1,6 @@
 """Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
 import itertools
-import math
 import random
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from PIL import Image
 
 from conf.packages import import_torchvision
-from conf.schema import UserError
 from pipeline.augment import (
     TRANSFORMS,
     Compose,
@@ -144,60 +142,3 @@ def test_random_crop_uses_every_position_and_pads_with_black() -> None:
     assert {made(crop, small, seed).tobytes() for seed in range(1000)} == windows
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), small)
-
-
-PARAMETERS: dict[str, dict[str, Any]] = {
-    **{name: {"size": 40} for name in ("random_resized_crop", "resize", "center_crop")},
-    "random_crop": {"size": 40},
-}
-
-
-# Bad configs.
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("horizontal_flp", r"choose from random_resized_crop, .*; did you mean horizontal_flip\?"),
-        ("__import__", "choose from random_resized_crop"),
-        ({"horizontal_flip": {"prob": 1}}, "horizontal_flip: .*'prob'; it takes p$"),
-        ("center_crop", "center_crop: .*missing .*'size'; it takes size$"),
-        ({"v2.RandAugment": {"count": 2}}, "v2.RandAugment: .*'count'"),
-        ("v2.RandomPosterize", "v2.RandomPosterize: .*missing .*'bits'"),
-        ("v2.__class__", "there is no transform v2.__class__; choose from "),
-        ("pipeline.augment:Flip", r"pipeline.augment has no Flip"),
-        ({"pipeline.augment:CenterCrop": {}}, "pipeline.augment:CenterCrop: .*; it takes size$"),
-        *(
-            (entry, ": write `name` or `name: {parameter: value}`$")
-            for entry in ({"center_crop": 8}, {}, None, {"center_crop": {}, "resize": {}})
-        ),
-    ],
-)
-def test_invalid_entry_is_refused(entry: Any, message: str) -> None:
-    with pytest.raises(UserError, match=rf"^augment.train(: |=).*{message}"):
-        build(["pipeline.augment:HorizontalFlip", entry], TRANSFORMS, key="augment.train")
-
-
-NAN, INF = math.nan, math.inf
-INVALID: dict[str, dict[str, tuple[Any, ...]]] = {
-    "center_crop": {"size": (0, 4097, 2.5, "8", None)},
-    "resize": {"size": (0, [8], [8, 0]), "interpolation": ("nearest", "random")},
-    "random_resized_crop": {
-        "scale": ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, "ab"),
-        "ratio": ([2, 1], [-1, 1], [1, INF], [1, 1, 1]),
-        "interpolation": ("nearest",),
-    },
-    "horizontal_flip": {"p": (-0.1, 1.1, NAN, None)},
-    "random_crop": {"padding": (-1, 1.5)},
-}
-
-
-@pytest.mark.parametrize("name", INVALID)
-def test_invalid_parameter_is_refused(name: str) -> None:
-    for key, values in INVALID[name].items():
-        for value in values:
-            given = PARAMETERS.get(name, {}) | {key: value}
-            with pytest.raises(UserError, match=f"^augment.val: {name}: {key}=.*: give "):
-                build([{name: given}], TRANSFORMS, key="augment.val")
-    with pytest.raises(UserError, match=r"size=\[8, 8\]: give \[height, width\] without"):
-        one("resize", size=[8, 8], crop_ratio=0.9)

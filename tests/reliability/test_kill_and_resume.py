@@ -1,0 +1,179 @@
+"""Whatever ends a run, at any instant: the same command, given again, ends with the same weights.
+
+A seed draws the instants, what is killed, and the workers, the decoder and the storage of each
+start. Kills between the system calls of a checkpoint are in tests/engine/test_order_of_writes.py.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.figures import Record
+from tests.processes import Started, is_running, processes, wait_for
+from tests.ranks import Job, Ranks
+from tests.results import logged_steps, rows, same, stored
+from tests.small_run import command, torchrun
+from tests.stored import as_tar, as_tars
+
+ROW = "runs ended at random instants, final weights equal"
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+# 36 images in batches of 12: 18 steps, validated after steps 9 and 18.
+RUN = [
+    "loader.batch_size=12",
+    "train.epochs=6",
+    "train.validate_every_epochs=3",
+    "train.ema_decay=0.9",
+    "augment.batch=[mixup]",
+    "checkpoint.every_steps=4",
+    "loader.timeout_seconds=1000",  # workers start slowly on a busy machine
+]
+LOADERS = (  # the first two need no new interpreter
+    ["loader.workers=0"],
+    ["loader.workers=2", "loader.start_method=fork", "loader.prefetch_batches=1"],
+    ["loader.workers=1", "loader.start_method=forkserver", "loader.prefetch_factor=3"],
+)
+DECODERS = ("pillow", "region")
+# So many images that no epoch ends: a rank can only be stopped in a step.
+ONLY_STEPS = ["train.epochs=2000", "loader.workers=0", "data=fake", "data.fake_images=100000"]
+
+
+def kill_all(job: Job) -> None:
+    """As a cluster does, with the workers."""
+    os.killpg(job.pids[0], KILL)
+
+
+def kill_ranks(job: Job) -> None:
+    """The workers must end by themselves."""
+    for pid in job.pids[1:]:
+        os.kill(pid, KILL)
+
+
+def stop(job: Job) -> None:
+    os.killpg(job.pids[0], TERM)
+
+
+@pytest.fixture(scope="module")
+def roots(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same images in each storage."""
+    found = [image_root]
+    for pack, suffix in ((as_tar, ".tar"), (as_tars, "")):
+        found.append(tmp_path_factory.mktemp("storage"))
+        for split in ("train", "val"):
+            pack(image_root / split, found[-1] / f"{split}{suffix}")
+    return found
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """Return the state at the end. A start that only validates stores another learning rate."""
+    state = stored(folder)
+    return {**state, "optimizer": state["optimizer"]["state"]}
+
+
+def is_whole(folder: Path, whole: Path) -> bool:
+    """Whether a run ended in the state of an unkilled run, with each row of it once."""
+    losses = [[(r["step"], r["loss"]) for r in rows(each, "train")] for each in (folder, whole)]
+    return (
+        same(trained(folder), trained(whole))
+        and rows(folder, "val") == rows(whole, "val")
+        and losses[0] == losses[1]
+    )
+
+
+def run(seed: int, size: int, roots: list[Path], folder: Path, ranks: Ranks, seconds: float) -> Any:
+    """End a run once or twice within some seconds, then let it end; return how it has ended."""
+    chosen = random.Random(seed)
+    # A rank that is stopped before it knows the others leaves them waiting: torchrun kills them.
+    ways = (kill_all, kill_ranks, stop) if size == 1 else (kill_all, kill_ranks)
+    for instant in [*(chosen.uniform(0, seconds) for _ in range(chosen.choice([1, 1, 2]))), None]:
+        loader = [*chosen.choice(LOADERS), f"loader.decoder={chosen.choice(DECODERS)}"]
+        start, end = command(chosen.choice(roots), folder, *RUN, *loader), chosen.choice(ways)
+        with ranks.running(start, size) as job:
+            if instant is not None and not job.ends_within(instant):
+                end(job)
+            wait_for("the ranks end", lambda job=job: not any(map(is_running, job.pids)))
+    return job.wait()
+
+
+def check(seeds: range, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks) -> list[str]:
+    """Return what went wrong with some seeds, compared with a run that nothing ended."""
+    started = time.monotonic()
+    whole = tmp_path / "whole"
+    done = ranks.run(command(roots[0], whole, *RUN, *LOADERS[1]), size)
+    assert done.returncode == 0, done.stderr
+    seconds, wrong = time.monotonic() - started, []
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        done = run(seed, size, roots, folder, ranks, seconds)
+        if done.returncode != 0 or not is_whole(folder, whole):
+            wrong.append(f"seed {seed} of {size} ranks, {folder}: {done.returncode} {done.stderr}")
+    wait_for("no process is left", lambda: ranks.members() == {ranks.pid})
+    return wrong
+
+
+@pytest.mark.parametrize(("first", "size"), [(0, 1), (4, 1), (8, 2)])
+def test_ends_at_random_instants(
+    first: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks
+) -> None:
+    assert not check(range(first, first + 4), size, roots, tmp_path, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "size"), [(100, 1), (125, 1), (150, 2), (175, 3)])
+def test_100_ends_at_random_instants(
+    first: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks, figure: Record
+) -> None:
+    seeds = range(first, first + 25)
+    wrong = check(seeds, size, roots, tmp_path, ranks)
+    figure(ROW, len(seeds) - len(wrong), len(seeds))
+    assert not wrong
+
+
+# Several ranks.
+
+
+def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
+    with ranks.running(start, 2, TORCHELASTIC_RUN_ID="job") as job:
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[0], KILL)
+        wait_for("the ranks end", lambda: not any(map(is_running, job.pids)))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["signal"]) == ("interrupted", TERM)
+    assert stored(tmp_path / "run")["step"] == summary["step"] == logged_steps(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_rank_that_is_lost_ends_the_others(
+    number: signal.Signals, image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Killed, or without an answer for 10 times loader.timeout_seconds."""
+    start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=1")
+    with ranks.running(start, 2) as job:
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[2], number)
+        wait_for("the other rank ends", lambda: not is_running(job.pids[1]))
+        if number != KILL:
+            os.kill(job.pids[2], KILL)
+        done = job.wait()
+    assert done.returncode == 1
+    assert number == KILL or "Timed out waiting 10000ms" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """One of three is killed. The sum of their gradients depends on their order."""
+    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "console"
+    options = [*RUN, "train.epochs=24", "loader.workers=0"]
+    assert ranks.run(command(image_root, whole, *options), 3).returncode == 0
+    start = torchrun(command(image_root, folder, *options), 3, "--max-restarts=1")
+    with log.open("w") as console, Started(start, stdout=console, stderr=console) as process:
+        wait_for("10 steps", lambda: logged_steps(folder) >= 10, process)
+        os.kill(max(pid for pid, one in processes().items() if one.parent == process.pid), KILL)
+        assert process.wait() == 0, log.read_text()
+    assert is_whole(folder, whole)

@@ -1,0 +1,98 @@
+"""mistakes.csv: commands that must be refused in one line, and leave no file.
+
+A row has the words after `train.py`, the exit status and the message; `...` stands for any text.
+"""
+
+import csv
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from conf import cli
+from tests.processes import descendants
+from tests.results import tree
+
+with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
+    MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
+for key in ("data.root", "run.dir"):  # no text of a UTF-8 file
+    MISTAKES.append((f"{key}=../im\udce9", "2", "im\\udce9: is not UTF-8; rename the file"))
+SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image_size=32"]
+SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
+
+
+def only_a_file(split: Path) -> None:
+    shutil.rmtree(split)
+    split.mkdir()
+    (split / "a.jpg").touch()
+
+
+# Folders of images beside the working directory, and what is wrong with each.
+DATA: dict[str, Callable[[Path], object]] = {
+    "images": lambda root: None,
+    "flat": lambda root: (
+        [shutil.move(path, root) for path in (root / "train").iterdir()]
+        and [shutil.rmtree(root / split) for split in ("train", "val")]
+    ),
+    "no-train": lambda root: shutil.rmtree(root / "train"),
+    "validation": lambda root: (root / "val").rename(root / "validation"),
+    "only-a-file": lambda root: only_a_file(root / "val"),
+    "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
+    "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a file and a folder of the user."""
+    place = tmp_path_factory.mktemp("mistakes")
+    for name, change in DATA.items():
+        change(Path(shutil.copytree(image_root, place / name)))
+    (place / "im\udce9").symlink_to("images")
+    (place / "work" / "photos").mkdir(parents=True)
+    (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
+    (place / "work" / "notes").write_text("mine")
+    return place / "work"
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
+def test_a_mistake_is_one_line(
+    words: str,
+    status: str,
+    message: str,
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(workplace)
+    before, children = tree(workplace), descendants(os.getpid())
+    try:
+        typed = [*SMALL, *shlex.split(words)]
+        found = train.main(cli.parse(typed, script="train.py", purpose=""))
+    except SystemExit as stop:
+        found = stop.code
+    out, err = capsys.readouterr()
+    assert (found, out) == (int(status), "")
+    assert err.startswith("train.py: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert re.search(".*".join(map(re.escape, message.split("..."))), err), err
+    assert tree(workplace) == before and descendants(os.getpid()) == children
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_line_break_in_the_name_of_a_file(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(image_root, tmp_path / "images")
+    (root / "train" / "dots" / "0\n0.jpg").touch()
+    words = [*SMALL, f"data.root={root}", f"run.dir={tmp_path}/run", "loader.batch_size=37"]
+    assert train.main(cli.load(words)) == 1
+    error = capsys.readouterr().err
+    assert "dots/0 0.jpg: " in error and error.count("\n") == 1
