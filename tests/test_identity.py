@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import train
 from conf import cli
@@ -99,21 +98,6 @@ def test_weights_are_identified_by_their_content(program: Program, tmp_path: Pat
     shutil.copy("runs/one/checkpoints/step-00000002.pt", first)
     status, _, err = program("run.name=two", f"model.weights={first}", "train.max_steps=3")
     assert status == 2 and "model.weights was SHA-256 " in err
-
-
-def test_stored_config_is_not_resolved(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpolations in a foreign checkpoint could read the environment."""
-    monkeypatch.setenv("SECRET", "hunter2")
-    program("train.max_steps=2")
-    path = Path("runs/one/checkpoints/step-00000002.pt")
-    read = checkpoint.load(path)
-    read["config"]["log.every_steps"] = "${oc.env:SECRET}"
-    read["identity"]["optim.lr"] = "${oc.env:SECRET}"
-    torch.save(read, "foreign.pt")
-    branch = ["run.name=two", "checkpoint.resume=foreign.pt", "checkpoint.accept_changes=true"]
-    status, out, err = program(*branch)
-    assert "accepted at step 2: optim.lr was ${oc.env:SECRET}, is 0.2" in out
-    assert status == 0 and "hunter2" not in out + err
 
 
 def test_a_key_that_is_new_since_then_had_its_default(program: Program) -> None:

@@ -20,11 +20,9 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch import nn
 
 import train
 from engine import checkpoint, compute
@@ -33,7 +31,6 @@ from engine.state import TrainState, params_sha256
 from models import build
 from tests.limits import file_size_limit
 from tests.processes import HANGS_SECONDS, Started, wait_for
-from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import command, compose, run
 
@@ -509,43 +506,3 @@ def test_disk_full(go: Any, status: Any, folder: Path, short: Ended, monkeypatch
     left = {path.name for path in (folder / "checkpoints").glob("step*")}
     assert left == {"step-00000003.pt"}
     assert go()["params_sha256"] == short[1]["params_sha256"]
-
-
-# Two ranks.
-
-
-class TwoRanks(nn.Module):
-    """Computes a step of two ranks on one: each half of the batch uses the dropout of its rank."""
-
-    def __init__(self, network: nn.Module, step: int) -> None:
-        super().__init__()
-        self.network, self.step = network, step
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits = []
-        for rank, share in enumerate(images.chunk(2)):
-            train.seed_step(0, self.step, rank)
-            logits.append(self.network(share))
-        return torch.cat(logits)
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_like_one(
-    go: Any, image_root: Path, tmp_path: Path, monkeypatch: Patch, ranks: Ranks
-) -> None:
-    """Also with dropout. The model has no BatchNorm, whose statistics are those of one rank."""
-    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002"]
-    result = ranks.run(command(image_root, tmp_path / "two", *options), 2)
-    assert result.returncode == 0, result.stderr
-    step = train.train_step
-
-    def step_of_two(state: TrainState, network: nn.Module, *rest: Any, **named: Any) -> Any:
-        return step(state, TwoRanks(network, state.step), *rest, **named)
-
-    monkeypatch.setattr(train, "train_step", step_of_two)
-    go(*options)
-    for split in ("train", "val"):
-        one, two = ([r["loss"] for r in rows(tmp_path / n, split)] for n in ("run", "two"))
-        assert one == pytest.approx(two, abs=1e-3)
-    losses = [r["loss"] for r in rows(tmp_path / "run", "train")]
-    assert max(losses) - min(losses) > 0.1, "the losses of the steps are too similar to compare"
