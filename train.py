@@ -304,14 +304,12 @@ def prepare(
     _, stored = run.find()  # identity of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-
     each = world.on_all_ranks  # they raise the error of any of them
     mode = stored.get("pixels", "cpu") if stored else None
     datasets = each(lambda: build_datasets(config, world.device, mode))
     each(lambda: build_criterion(config.train, class_weights(config.train, datasets)))
     schedule = each(lambda: make_schedule(config, len(datasets.train), world, stored))
-    steps = schedule.stop_step
-    compute = each(lambda: choose_compute(config, datasets, world.device, steps))
+    compute = each(lambda: choose_compute(config, datasets, world.device, schedule.stop_step))
     set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
     state = each(lambda: build_state(config, datasets, compute, world))
     with compute.autocast():

@@ -260,6 +260,12 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
-            dist.init_process_group(backend, timeout=timeout)
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            if local_size == size:  # torchrun's store keeps addresses of ranks that it restarts
+                start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = dist.PrefixStore(start, store)
+            dist.init_process_group(
+                backend, timeout=timeout, store=store, rank=rank, world_size=size
+            )
             stack.callback(dist.destroy_process_group)
         yield World(rank, size, local_rank, local_size, device)

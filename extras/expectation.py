@@ -53,9 +53,8 @@ class Expectation(Observer):
 
     def __init__(self, log: RunLog) -> None:
         self.log = log
-        datasets, expect = log.datasets, log.run.config.expect
-        if expect is None:
-            expect = dict.fromkeys(FACTS)
+        datasets = log.datasets
+        expect: dict[str, Any] = log.run.config.expect or dict.fromkeys(FACTS)
         if missing := [name for name in FACTS if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.

@@ -1,7 +1,7 @@
-"""Cores, memory and open files that this process may use.
+"""Cores and open files that this process may use.
 
-`os.cpu_count()` and the size of the RAM are upper bounds: an affinity mask, the limits of a
-container and the other ranks of the node leave less. macOS has none of these.
+`os.cpu_count()` is an upper bound: an affinity mask, the limits of a container and the other ranks
+of the node leave less. macOS has none of these.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-MEMORY, CPUS = Path("/proc/meminfo"), Path("/sys/devices/system/cpu")
+CPUS = Path("/sys/devices/system/cpu")
 # setrlimit(2) of macOS: the hard limit may be infinite, but the soft limit is at most OPEN_MAX.
 OPEN_MAX = 10240
 
@@ -59,15 +59,6 @@ def cores_for_workers(local_size: int = 1) -> int:
     The ranks of a node share its cores; each training process keeps one.
     """
     return max(1, math.floor(min(cores(), cpu_quota()) / local_size) - threads_per_core())
-
-
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping; without /proc, half of the RAM."""
-    try:
-        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def raise_file_limit() -> None:

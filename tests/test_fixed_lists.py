@@ -34,8 +34,8 @@ def test_environment_variables() -> None:
             ):
                 read.add(ast.literal_eval(node.slice))
     assert read == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        *("XDG_CACHE_HOME", "PYTHONPATH"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
     }
 
 

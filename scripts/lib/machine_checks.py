@@ -38,6 +38,7 @@ NVLINKS = 18  # of a Hopper or Blackwell GPU
 # STEP_SECONDS and the time to compile it.
 READ_SECONDS = 2.0
 READ_FILES = 2000
+MEMORY = Path("/proc/meminfo")
 STEP_SECONDS = 2.0
 
 
@@ -130,6 +131,15 @@ def plan(case: Case) -> Iterator[Row]:
     )
 
 
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping; without /proc, half of the RAM."""
+    try:
+        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 def cores(case: Case) -> Iterator[Row]:
     usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
     text = f"{usable} of {online} hardware threads by affinity, "
@@ -150,7 +160,7 @@ def cores(case: Case) -> Iterator[Row]:
 
 
 def memory(case: Case) -> Iterator[Row]:
-    yield ok(f"{machine.free_memory() / GIB:.1f} GiB are free, also for batch buffers and workers")
+    yield ok(f"{free_memory() / GIB:.1f} GiB are free, also for batch buffers and workers")
     if case.ranks > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         text = f"{free / GIB:.2f} GiB of /dev/shm are free, which NCCL uses"
@@ -212,7 +222,7 @@ def storage(case: Case) -> Iterator[Row]:
     if rate >= needed * each:
         yield ok(text)
         return
-    fits = len(index) * each < machine.free_memory()
+    fits = len(index) * each < free_memory()
     when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
     cure = "copy the images to a local disk, or make them smaller with scripts/prepare.py --side"
     yield warn(f"{text}: the GPU waits {when}", cure)

@@ -50,6 +50,7 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[dict[str, object]]()
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append(more))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([("store", 3, 4)]))
     place = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -58,7 +59,8 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with join_world("cpu", timeout_seconds=60) as world:
         assert world == World(3, 4, 1, 2, torch.device("cpu"))
-    assert given == [{"timeout": timedelta(minutes=10)}]
+    store = {"store": "store", "rank": 3, "world_size": 4}
+    assert given == [{"timeout": timedelta(minutes=10), **store}]
 
 
 def test_two_ranks(ranks: Ranks) -> None:

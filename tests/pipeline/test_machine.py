@@ -16,7 +16,7 @@ from tests.processes import run_command
 @pytest.fixture(autouse=True)
 def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program read these files, which do not exist yet, instead of those of the machine."""
-    for name in ("GROUPS", "MOUNT", "MEMORY", "CPUS"):
+    for name in ("GROUPS", "MOUNT", "CPUS"):
         monkeypatch.setattr(machine, name, tmp_path / name)
 
 
@@ -92,22 +92,10 @@ def test_cores_for_workers(
     assert machine.cores_for_workers(ranks) == workers
 
 
-# Memory.
-
-
-def test_free_memory() -> None:
-    machine.MEMORY.write_text(
-        "MemTotal:  9999999 kB\nMemFree:  1 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n"
-    )
-    assert machine.free_memory() == 1000 * 1024
-
-
-def test_system_without_affinity_mask_and_meminfo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert machine.cores() == os.cpu_count()
     assert machine.threads_per_core() == 1
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert machine.free_memory() == total // 2
 
 
 # Open files.

@@ -313,11 +313,20 @@ def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status == "fail" and row.found.endswith("cannot be written: Permission denied")
 
 
+def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "MEMORY", path := tmp_path / "meminfo")
+    assert machine_checks.free_memory() * 2 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
+    path.write_text("MemTotal:  9999999 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n")
+    assert machine_checks.free_memory() == 1000 * 1024
+
+
 def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root, ranks=2)
     usage = SimpleNamespace(free=64 << 20, total=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(machine_checks.machine, "free_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(machine_checks, "free_memory", lambda: 3 * GIB)
     free, shared = machine_checks.memory(case)
     assert (free.status, free.found[:16]) == ("ok", "3.0 GiB are free")
     assert shared.status == "warn" and shared.do.endswith("--ipc=host")
@@ -348,7 +357,7 @@ def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (5e8, 1e12, "warn", "the GPU waits in the first epoch; later"),
         (5e8, 1e5, "warn", "the GPU waits in every epoch"),
     ):
-        monkeypatch.setattr(machine_checks.machine, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(machine_checks, "free_memory", lambda free=free: free)
         monkeypatch.setattr(machine_checks, "read_rate", lambda *_, rate=rate: (rate, 1.1e5))
         row = only(machine_checks.storage(case))
         assert row.status == status and text in row.found
