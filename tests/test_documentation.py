@@ -24,7 +24,7 @@ from torch.distributed.run import get_args_parser
 
 from conf import cli
 from conf.overrides import read_override
-from conf.schema import FIELDS, KEYS, NAMES, SPEED
+from conf.schema import KEYS, NAMES
 from tests import small_run
 from tests.processes import ROOT
 
@@ -272,9 +272,3 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
 def test_every_page_says_what_it_answers_and_is_listed(page: Path) -> None:
     assert page.read_text().split("\n\n")[1].startswith("This page answers"), page.name
     assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
-
-
-def test_every_key_that_affects_the_speed_has_its_cost() -> None:
-    costs = (ROOT / "docs" / "costs.md").read_text()
-    keys = [key for key in KEYS if FIELDS[key].metadata["affects"] & SPEED]
-    assert [key for key in keys if f"`{key}`" not in costs] == []
