@@ -51,7 +51,7 @@ def fit_memory(
         torch.cuda.reset_peak_memory_stats()
     if parts == schedule.micro_batches:
         return schedule
-    step.step = partial(step.step, accumulate=parts)
+    step.launch = partial(step.launch, accumulate=parts)
     part = images // parts
     norm = f"; BatchNorm works over {part} images" if has_batch_norm(state.model) else ""
     more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}{norm}"
@@ -66,8 +66,8 @@ def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
         untouched(state),
         sync_gradients(step.network, enabled=False),
     ):
-        step.before(batch.step)
-        step.step(batch, accumulate=parts)
+        step.begin(batch.step)
+        step.launch(batch, accumulate=parts)
         return True
     torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return False

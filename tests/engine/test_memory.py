@@ -46,7 +46,8 @@ def built(*overrides: str, world: World = ALONE) -> Built:
     datasets = build_datasets(schedule.config)
     compute = choose_compute(schedule.config, datasets, world.device, 0)
     state = train.build_state(schedule.config, datasets, compute, world)
-    step = train.build_step(datasets, schedule, compute, state, world)
+    loss = train.build_loss(schedule.config, datasets, compute)
+    step = train.build_step(schedule, compute, loss, state, world)
     batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
     return schedule, state, step, batch
 
@@ -116,7 +117,7 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> None:
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
-    graph = StepGraph(lambda batch: {}, before=lambda step: None, network=state.model)
+    graph = StepGraph(lambda batch: {}, begin=lambda step: None, network=state.model)
     assert fit_memory(schedule, state, world, graph, never()) == schedule
 
 
