@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import gc
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -43,8 +42,8 @@ from engine.distributed import World, average_gradients, join_world, share_confi
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
-from engine.losses import Criterion, build_criterion, class_weights
-from engine.memory import explain_out_of_memory, fit_memory
+from engine.losses import Criterion, Loss, build_criterion, class_weights
+from engine.memory import explain, fit_memory
 from engine.optim import build_optimizer
 from engine.run import Run, model_facts, run_identity
 from engine.schedule import Schedule, make_schedule
@@ -58,11 +57,7 @@ from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.machine import reached_limit
 from pipeline.ring import start_forkserver
-
-Loss = Callable[[nn.Module, Batch], tuple[Tensor, Values]]
-"""(network, batch) -> mean loss, float32 [], and values to log: `training_loss` without options."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -96,7 +91,6 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(StopSignal(world, run.failed))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first)
-        enter(explain_out_of_memory(schedule, world))
         alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.identity |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         verdict = Verdict(compute, feed, train_on_batch, world, alone)
@@ -368,7 +362,7 @@ def main(config: Config) -> int:
         return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
-    return cli.exit_status(status, limits=reached_limit)
+    return cli.exit_status(status, limits=explain)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,10 +41,6 @@ MANY_STEPS = 2_000
 # the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
 # CPU: 0.6 of the memory of a step.
 RECOMPUTE_KEEPS = 0.2
-# In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
-OUT_OF_MEMORY = re.compile(
-    "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"
-)
 # model.compile=tuned searches the block sizes of every generated kernel.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,

@@ -38,3 +38,5 @@ def test_rows_that_are_no_values() -> None:
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert {"loss", "top1"} <= values.keys()
     assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
+    confidence = logits[:4, 0].softmax(1).amax(1)
+    assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))
