@@ -47,18 +47,15 @@ class World:
 
     def broadcast(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
-        if self.size == 1:
-            return function()
-        result_and_error: list[Any] = [None, None]
+        result = error = None
         if self.is_main:
             try:
-                result_and_error[0] = function()
-            except Exception as error:
-                result_and_error[1] = error
-        dist.broadcast_object_list(result_and_error, src=0)
-        result, raised = result_and_error
-        if raised is not None:
-            raise raised
+                result = function()
+            except Exception as raised:
+                error = raised
+        result, error = self.all_gather((result, error))[0]
+        if error is not None:
+            raise error
         return cast("T", result)
 
     def all_gather(self, value: T) -> list[T]:
@@ -148,7 +145,6 @@ class World:
 
 
 def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Copy rank 0's values to all ranks. Collective."""
     for tensor in tensors:
         values = tensor.detach().contiguous()  # itself, unless it is channels_last
         dist.broadcast(values, src=0)
