@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import gc
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from conf.schema import Config
 from engine.checkpoint import find
 from engine.compute import (
     Compute,
+    build_model,
     choose_compute,
     compiled,
     garbage_collection_paused,
@@ -42,8 +42,8 @@ from engine.distributed import World, average_gradients, join_world, share_confi
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
-from engine.losses import Criterion, build_criterion, class_weights
-from engine.memory import explain_out_of_memory, fit_memory
+from engine.losses import Criterion, Loss, build_criterion, class_weights
+from engine.memory import explain, fit_memory
 from engine.optim import build_optimizer
 from engine.run import Run, model_facts, run_identity
 from engine.schedule import Schedule, make_schedule
@@ -53,11 +53,10 @@ from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.tune.tune import tune
 from engine.tune.verdict import Verdict
-from engine.validation import evaluate, validation_batches, value_names
-from pipeline.batch import IMAGE, TARGET, Batch
+from engine.validation import evaluate, validation_batches
+from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.machine import reached_limit
 from pipeline.ring import start_forkserver
 
 
@@ -74,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        datasets, schedule, compute, state = prepare(config, run, world)  # nearly all user errors
+        datasets, schedule, compute, loss, state = build_parts(config, run, world)
         run.resume(
             state,
             run_identity(datasets, schedule, compute),
@@ -88,11 +87,10 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, datasets, world, **compute.images))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
-        train_on_batch = enter(build_step(datasets, schedule, compute, state, world))
+        train_on_batch = enter(build_step(schedule, compute, loss, state, world))
         stop = enter(StopSignal(world, run.failed))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first)
-        enter(explain_out_of_memory(schedule, world))
         alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.identity |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         verdict = Verdict(compute, feed, train_on_batch, world, alone)
@@ -124,26 +122,23 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(
-    datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, world: World
+    schedule: Schedule, compute: Compute, loss: Loss, state: TrainState, world: World
 ) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
     config, on_gpu = schedule.config, world.device.type == "cuda"
-    network = world.wrap(state.model, Batch.zeros(datasets.train.fields, world.device)[IMAGE])
-    criterion = build_criterion(config.train, class_weights(config.train, datasets, world.device))
-    loss = compute.autocast()(compiled(training_loss, compute.compile))
-    loss = partial(loss, criterion=criterion)
+    network = world.wrap(state.model, compute.image_shape)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
     step = partial(train_step, state, network, loss, clip_norm=config.optim.clip_norm)
 
-    def before(step: int) -> None:
+    def begin(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
     return StepGraph(
         partial(step, lr=lr, accumulate=schedule.micro_batches),
-        before=before,
+        begin=begin,
         network=network,
         disabled_reason=None if on_gpu else "it is only for CUDA",
     )
@@ -152,7 +147,7 @@ def build_step(
 def train_step(
     state: TrainState,
     network: nn.Module,
-    loss: Callable[..., tuple[Tensor, Values]],
+    loss: Loss,
     batch: Batch,
     *,
     lr: float | Tensor,
@@ -163,7 +158,7 @@ def train_step(
 
     Args:
         network: the model, or DDP around it if there are several nodes.
-        loss: `training_loss`, or its compiled form.
+        loss: `training_loss`, or what `build_loss` makes of it.
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
@@ -200,6 +195,16 @@ def train_step(
     if state.scaler.is_enabled():
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
+
+
+def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
+    """Return `training_loss` with the criterion of the config, compiled and under autocast.
+
+    Raises UserError if train.loss or a key that belongs to it is wrong.
+    """
+    weights = class_weights(config.train, datasets, compute.device)
+    loss = compute.autocast()(compiled(training_loss, compute.compile))
+    return partial(loss, criterion=build_criterion(config.train, weights))
 
 
 def training_loss(
@@ -265,10 +270,10 @@ def validate(
         with compute.autocast(), feed.for_validation():
             found, *raw = evaluate(networks, validation_values, batches, world)
         if found.images == len(feed.val.loader.dataset):  # fewer after a signal
-            values = found.values(world)
+            values = found.values()
             row = {"step": state.step, "epoch": schedule.epoch(state.step), **values}
             for each in raw:
-                row |= {f"{name}_raw": value for name, value in each.values(world).items()}
+                row |= {f"{name}_raw": value for name, value in each.values().items()}
             best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best
@@ -293,31 +298,34 @@ def resolve_config(config: Config, world: World) -> Config:
     return share_config(config, world)
 
 
-def prepare(
+def build_parts(
     config: Config, run: Run, world: World
-) -> tuple[Datasets, Schedule, Compute, TrainState]:
-    """Find the images and the checkpoint to resume, plan the run and build the model.
+) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
+    """Find the images and the checkpoint to resume, and build what the training needs. Collective.
 
-    Raises UserError for something that the user must change; nothing has been created.
+    Raises UserError for nearly all that the user must change; nothing has been created.
     """
     check_log(config, world)
     _, stored = run.find()  # identity of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
-        start_forkserver()  # it imports what the workers need, while this process plans
-    each = world.on_all_ranks  # they raise the error of any of them
+        start_forkserver()  # it imports what the workers need, while this process builds
     mode = stored.get("pixels", "cpu") if stored else None
-    datasets = each(lambda: build_datasets(config, world.device, mode))
-    each(lambda: build_criterion(config.train, class_weights(config.train, datasets)))
-    schedule = each(lambda: make_schedule(config, len(datasets.train), world, stored))
-    compute = each(lambda: choose_compute(config, datasets, world.device, schedule.stop_step))
-    set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-    state = each(lambda: build_state(config, datasets, compute, world))
+
+    def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
+        datasets = build_datasets(config, world.device, mode)
+        schedule = make_schedule(config, len(datasets.train), world, stored)
+        compute = choose_compute(config, datasets, world.device, schedule.stop_step)
+        set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
+        loss = build_loss(config, datasets, compute)
+        return datasets, schedule, compute, loss, build_state(config, datasets, compute, world)
+
+    datasets, schedule, compute, loss, state = world.on_all_ranks(build)
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
-        names = value_names(state.model, validation_values, example, world)
-    BestBy.of(config.train.best_by).check(names)
-    each(datasets.prepare)  # creates images that are missing, if it can
-    return datasets, schedule, compute, state
+        (found,) = evaluate([state.model], validation_values, [example], world)
+    BestBy.of(config.train.best_by).check(found.names())
+    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
+    return datasets, schedule, compute, loss, state
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:
@@ -328,14 +336,7 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     """
     weights = config.model.weights
     torch.manual_seed(config.train.seed)
-    model = models.build(
-        config.model.name,
-        num_classes=len(datasets.classes),
-        image_size=datasets.train_size,
-        in_channels=datasets.train.fields[IMAGE].on_device[-3],
-        pretrained=weights == "pretrained",
-        args=config.model.args,
-    )
+    model = build_model(config, datasets, pretrained=weights == "pretrained")
     if weights and weights != "pretrained":
         models.load_weights(model, find(weights), datasets.classes)
     if config.model.sync_bn and world.size > 1:
@@ -361,7 +362,7 @@ def main(config: Config) -> int:
         return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
-    return cli.exit_status(status, limits=reached_limit)
+    return cli.exit_status(status, limits=explain)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,10 +41,6 @@ MANY_STEPS = 2_000
 # the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
 # CPU: 0.6 of the memory of a step.
 RECOMPUTE_KEEPS = 0.2
-# In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
-OUT_OF_MEMORY = re.compile(
-    "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"
-)
 # model.compile=tuned searches the block sizes of every generated kernel.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
@@ -65,6 +60,7 @@ class Compute:
     compile: str
     compile_reason: str  # why model.compile=auto chose this mode; empty if the user set it
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
+    image_shape: tuple[int, ...]  # of a training image on the device, (..., C, S, S)
     parameters: int
     flops: int  # operations of a forward pass for a training image
 
@@ -88,6 +84,21 @@ class Compute:
         return peak / (3 * self.flops)
 
 
+def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
+    """Build the model of the config for the images and classes of the datasets.
+
+    Raises UserError: see `models.build`.
+    """
+    return models.build(
+        config.model.name,
+        num_classes=len(datasets.classes),
+        image_size=datasets.train_size,
+        in_channels=datasets.train.fields[IMAGE].on_device[-3],
+        pretrained=pretrained,
+        args=config.model.args,
+    )
+
+
 def choose_compute(config: Config, datasets: Datasets, device: torch.device, steps: int) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
@@ -95,18 +106,12 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
     """
     shape = datasets.train.fields[IMAGE].on_device
     with torch.device("meta"):
-        model = models.build(
-            config.model.name,
-            num_classes=len(datasets.classes),
-            image_size=datasets.train_size,
-            in_channels=shape[-3],
-            args=config.model.args,
-        )
+        model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
     if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
-        shape = datasets.val.fields[IMAGE].on_device
-        count_flops(model, shape, key="data.val_size, augment.val")
+        val_shape = datasets.val.fields[IMAGE].on_device
+        count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
     mode, reason = resolve_compile(config.model.compile, device, steps)
@@ -119,6 +124,7 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
         compile=mode,
         compile_reason=reason,
         rewrite=config.model.rewrite if rewritten else None,
+        image_shape=shape,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
     )
@@ -229,9 +235,8 @@ def compiled(function: F, mode: str) -> F:
         return function
     # Otherwise torch does not cache graphs with a gradient that is written by hand.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    recompute = mode == "recompute"
-    torch._functorch.config.activation_memory_budget = RECOMPUTE_KEEPS if recompute else 1.0
-    options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
-    if recompute:
-        options = {}
+    kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
+    torch._functorch.config.activation_memory_budget = kept
+    special: dict[str, Any] = {"recompute": {}, "tuned": {"options": TUNED}}
+    options = special.get(mode, {"mode": mode})
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ MAY_DIFFER = {
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
+SYNC = "require_backward_grad_sync"  # the attribute that `no_sync` sets for DDP
 
 
 @dataclass
@@ -46,18 +47,15 @@ class World:
 
     def broadcast(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
-        if self.size == 1:
-            return function()
-        result_and_error: list[Any] = [None, None]
+        result = error = None
         if self.is_main:
             try:
-                result_and_error[0] = function()
-            except Exception as error:
-                result_and_error[1] = error
-        dist.broadcast_object_list(result_and_error, src=0)
-        result, raised = result_and_error
-        if raised is not None:
-            raise raised
+                result = function()
+            except Exception as raised:
+                error = raised
+        result, error = self.all_gather((result, error))[0]
+        if error is not None:
+            raise error
         return cast("T", result)
 
     def all_gather(self, value: T) -> list[T]:
@@ -67,14 +65,6 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order; nothing on ranks but 0. Collective."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.is_main else None, dst=0)
-        return values if self.is_main else []
 
     def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Call a function on every rank; return the result of this one. Collective.
@@ -122,7 +112,7 @@ class World:
         if self.size > 1:
             _copy_from_rank_0(model.buffers())
 
-    def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, image_shape: Sequence[int]) -> nn.Module:
         """Return the module to call in training: the model; with several nodes, DDP around it.
 
         DDP exchanges gradients during the backward pass, which hides the time that the network
@@ -132,8 +122,8 @@ class World:
         DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
         with three or more ranks, the sums then round differently. So that the first step after a
         restart rounds like any other, and a step without exchange waits for no rank, DDP passes
-        over `example` first, a batch. In evaluation mode, this changes no buffer and uses no random
-        number.
+        over an image of `image_shape` first, (..., C, S, S). In evaluation mode, this changes no
+        buffer and uses no random number.
         """
         if self.size == self.local_size:
             if self.size > 1:  # a model may draw initial weights from another source than torch
@@ -146,15 +136,15 @@ class World:
         # Before a validation, `broadcast_buffers` does it. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         network.eval()
-        network(example.to(self.device)).sum().backward()
+        example = torch.zeros(1, *image_shape, device=self.device)
+        network(example).sum().backward()
         network.zero_grad(set_to_none=True)
         with network.no_sync():
-            network(example.to(self.device))
+            network(example)
         return models.train_mode(network)
 
 
 def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Copy rank 0's values to all ranks. Collective."""
     for tensor in tensors:
         values = tensor.detach().contiguous()  # itself, unless it is channels_last
         dist.broadcast(values, src=0)
@@ -166,19 +156,14 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 def sync_gradients(network: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Whether the ranks exchange the gradients of backward passes in the `with` block.
 
-    For any network, it sets the attribute that `no_sync` sets for DDP. Within a block in which it
-    is not enabled, it stays so.
+    As DDP's `no_sync`, but for any network. Within a block in which it is not enabled, it stays so.
     """
-    before = _syncs(network)
-    network.require_backward_grad_sync = before and enabled  # type: ignore[assignment]
+    before = getattr(network, SYNC, True)
+    setattr(network, SYNC, before and enabled)
     try:
         yield
     finally:
-        network.require_backward_grad_sync = before  # type: ignore[assignment]
-
-
-def _syncs(network: nn.Module) -> bool:
-    return bool(getattr(network, "require_backward_grad_sync", True))
+        setattr(network, SYNC, before)
 
 
 def average_gradients(network: nn.Module) -> None:
@@ -201,7 +186,7 @@ def average_gradients(network: nn.Module) -> None:
         views.append(flat.as_strided(each.size(), each.stride(), offset))
         offset += each.numel()
     torch._foreach_copy_(views, gradients)
-    if not _syncs(network):
+    if not getattr(network, SYNC, True):
         pass  # `fit_memory` tries a step on one rank: the same memory, no exchange
     elif flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.schema import Train, UserError, did_you_mean, show
+from pipeline.batch import Batch
 from pipeline.build import Datasets
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
+Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""(network, batch) -> the mean loss, float32 [], and named values to log: `train.training_loss`."""
 
 
 def build_criterion(config: Train, class_weights: Tensor | None = None) -> Criterion:

@@ -1,23 +1,29 @@
 """Out of GPU memory: the first step is tried with smaller micro-batches; later, a message helps."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from engine.compute import OUT_OF_MEMORY, has_batch_norm
+from engine.compute import has_batch_norm
 from engine.distributed import World, sync_gradients
 from engine.schedule import Schedule, micro_batches
 from engine.state import TrainingError, TrainState, untouched
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
+from pipeline.machine import reached_limit
 
 logger = logging.getLogger(__name__)
 
 TRIED_ON = ("cuda",)  # other devices do not raise torch.OutOfMemoryError
+# In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
+OUT_OF_MEMORY = re.compile(
+    "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"
+)
 
 
 def fit_memory(
@@ -45,13 +51,16 @@ def fit_memory(
     for batch in batches:
         while not all(world.all_gather(_fits(step, state, batch, parts))):
             if parts == images:
-                raise _out_of_memory(schedule, world, parts)
+                raise TrainingError(
+                    f"loader.batch_size={schedule.batch_size}: out of memory on {world.device} "
+                    "with micro-batches of 1; use a smaller model.name or data.image_size"
+                )
             parts = micro_batches(images, images // parts // 2)
     if world.device.type == "cuda":  # StepGraph reads the peak; what was tried does not count
         torch.cuda.reset_peak_memory_stats()
     if parts == schedule.micro_batches:
         return schedule
-    step.step = partial(step.step, accumulate=parts)
+    step.launch = partial(step.launch, accumulate=parts)
     part = images // parts
     norm = f"; BatchNorm works over {part} images" if has_batch_norm(state.model) else ""
     more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}{norm}"
@@ -66,30 +75,18 @@ def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
         untouched(state),
         sync_gradients(step.network, enabled=False),
     ):
-        step.before(batch.step)
-        step.step(batch, accumulate=parts)
+        step.begin(batch.step)
+        step.launch(batch, accumulate=parts)
         return True
     torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return False
 
 
-@contextmanager
-def explain_out_of_memory(schedule: Schedule, world: World) -> Iterator[None]:
-    """Replace an out-of-memory error by a TrainingError that names half the micro-batch."""
-    try:
-        yield
-    except RuntimeError as error:  # its only class on a CPU (`ulimit -v`) and on mps
-        if not OUT_OF_MEMORY.search(str(error)):
-            raise
-        raise _out_of_memory(schedule, world, schedule.micro_batches) from error
+def explain(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:
+    """Say which limit of the machine caused an error, and what to do; None if it was no limit.
 
-
-def _out_of_memory(schedule: Schedule, world: World, parts: int) -> TrainingError:
-    images, remedy = schedule.rank_images, "use a smaller model.name or data.image_size"
-    part = images // parts
-    if part > 1:
-        remedy = f"try train.micro_batch={images // micro_batches(images, part // 2)}"
-    return TrainingError(
-        f"loader.batch_size={schedule.batch_size}: out of memory on {world.device} with "
-        f"micro-batches of {part}; {remedy}"
-    )
+    `remedy`: for an error of the memory of the device or the host.
+    """
+    if OUT_OF_MEMORY.search(str(error)):
+        return f"the memory is too small; {remedy}"
+    return reached_limit(error)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +33,6 @@ FIRST_STEPS = STEPS_BEFORE_CAPTURE_DDP + 1
 VALIDATION_SHARE = 0.25
 
 
-class _Captured(NamedTuple):
-    """A graph with the batch that it reads and the values that it writes at each replay."""
-
-    graph: torch.cuda.CUDAGraph
-    batch: Batch
-    values: Values
-
-
 @dataclass(eq=False)
 class StepGraph(AbstractContextManager["StepGraph"]):
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
@@ -53,10 +44,10 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
     # uses, except the batch, must keep their addresses. Between steps, also after an error, there
     # must be no gradients: those of a failed capture are not computed.
-    step: Callable[..., Values]
+    launch: Callable[..., Values]
     # Called with the number of a step before its kernels are launched, to fill the tensors of
     # values that change from step to step, such as the learning rate.
-    before: Callable[[int], None]
+    begin: Callable[[int], None]
     network: nn.Module  # what the step trains; more steps precede a capture if it is DDP
     disabled_reason: str | None = None  # why no graph is captured; set if a capture fails
 
@@ -65,7 +56,8 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps = 0  # before a capture
-        self._captured: _Captured | None = None
+        # A graph, with the batch that it reads and the values that it writes at each replay.
+        self._captured: tuple[torch.cuda.CUDAGraph, Batch, Values] | None = None
 
     def __exit__(self, *_: object) -> None:
         """Destroy the graph, even if a traceback still refers to it.
@@ -74,26 +66,26 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         hang (pytorch#115388).
         """
         if self._captured is not None:
-            self._captured.graph.reset()
+            self._captured[0].reset()
             self._captured = None
 
     def __call__(self, batch: Batch) -> Values:
         """Take a step. The values are overwritten by the next one."""
-        self.before(batch.step)
+        self.begin(batch.step)
         if self.disabled_reason is not None:
-            return self.step(batch)
+            return self.launch(batch)
         self._steps += 1
         if self._captured is None and self._steps > self.steps_before_capture:
             self._capture(batch)
-        captured = self._captured
-        if captured is None:
-            values = self.step(batch)
+        if self._captured is None:
+            values = self.launch(batch)
             peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             self._needed = max(self._needed, peak)
             return values
-        captured.batch.copy_(batch)
-        captured.graph.replay()
-        return captured.values
+        graph, static, values = self._captured
+        static.copy_(batch)
+        graph.replay()
+        return values
 
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
@@ -115,12 +107,12 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         try:
             # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                values = self.step(static)
+                values = self.launch(static)
         except RuntimeError as error:
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self._disable(str(error).splitlines()[0])
         else:
-            self._captured = _Captured(graph, static, values)
+            self._captured = graph, static, values
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason

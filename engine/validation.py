@@ -22,17 +22,19 @@ Rows = dict[str, Tensor]
 
 
 class Validation(NamedTuple):
-    """What all samples have shown about one network."""
+    """What all samples have shown about one network, on every rank."""
 
-    images: int  # number of samples over all ranks
+    images: int  # number of samples
     means: dict[str, float]  # of each floating value over these
-    rows: Rows  # on the CPU; on rank 0 only
+    rows: Rows  # on the CPU
 
-    def values(self, world: World) -> dict[str, float]:
-        """Return the means, and what rank 0 judges of the rows. Collective."""
-        return self.means | world.broadcast(
-            lambda: {name: float(judge()) for name, judge in judged(self.rows).items()}
-        )
+    def names(self) -> list[str]:
+        """Return the names of `values`."""
+        return [*(self.means | judged(self.rows))]
+
+    def values(self) -> dict[str, float]:
+        """Return the means, and what `Value.judge` says of the rows."""
+        return self.means | {name: float(judge()) for name, judge in judged(self.rows).items()}
 
 
 @torch.no_grad()
@@ -72,19 +74,14 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
             columns.setdefault(name, []).append(value[valid])
     images, *totals = world.sum(sums).tolist()
     means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
+    shares = world.all_gather({name: torch.cat(each).cpu() for name, each in columns.items()})
     rows: Rows = {}
-    for rank, share in enumerate(world.gather({k: torch.cat(v).cpu() for k, v in columns.items()})):
+    for rank, share in enumerate(shares):
         for name, column in share.items():
             if name not in rows:
                 rows[name] = column.new_empty(int(images), *column.shape[1:])
             rows[name][rank :: world.size] = column  # as pipeline.sampler.ValSampler deals them
     return Validation(int(images), means, rows)
-
-
-def value_names(network: nn.Module, measure: Measure, example: Batch, world: World) -> list[str]:
-    """Return the names of the values of a validation, by measuring an example. Collective."""
-    (found,) = evaluate([network], measure, [example], world)
-    return world.broadcast(lambda: list(dict.fromkeys([*found.means, *judged(found.rows)])))
 
 
 def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:

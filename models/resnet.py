@@ -47,10 +47,11 @@ class SmallResNet(nn.Module):
         depths: Sequence[int],
         stem_stride: int,
         *,
+        in_channels: int = 3,
         zero_init_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, widths[0], 3, stem_stride, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, widths[0], 3, stem_stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
         width_in = widths[0]
@@ -100,10 +101,10 @@ class PoolingResNet(nn.Module):
     ResNet-18's time.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, *, in_channels: int = 3) -> None:
         super().__init__()
         widths = (32, 128, 384, 512)
-        self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
         self.layers = nn.Sequential(*(PoolingStage(*pair) for pair in pairwise(widths)))

@@ -100,10 +100,10 @@ class PatchEmbed(nn.Module):
     weight gradient and 0.8 ms on changes of the layout, 6 % of a step of ViT-S/16 on an H200.
     """
 
-    def __init__(self, patch: int, width: int) -> None:
+    def __init__(self, in_channels: int, patch: int, width: int) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(3, width, patch, patch)
+        self.proj = nn.Conv2d(in_channels, width, patch, patch)
         # lecun_normal of JAX: truncated at two standard deviations, which scales the standard
         # deviation by 0.8796.
         deviation = math.sqrt(1 / self.proj.weight[0].numel()) / 0.87962566
@@ -134,7 +134,7 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: image side in pixels, for which the positions are stored. For other sizes they
             are computed at each call.
-        patch: patch side in pixels; the image side must be a multiple of it.
+        patch_embed: for `width` channels; the image side must be a multiple of its patch side.
         width: number of channels, a multiple of 4 * heads.
         depth: number of blocks.
         hidden: number of channels inside the MLP.
@@ -147,15 +147,15 @@ class VisionTransformer(nn.Module):
         *,
         num_classes: int,
         image_size: int,
-        patch: int,
+        patch_embed: PatchEmbed,
         width: int,
         depth: int,
         heads: int,
         hidden: int,
     ) -> None:
         super().__init__()
-        self.grid = image_size // patch
-        self.patch_embed = PatchEmbed(patch, width)
+        self.grid = image_size // patch_embed.patch
+        self.patch_embed = patch_embed
         self.register_buffer("positions", positions(self.grid, self.grid, width), persistent=False)
         self.blocks = nn.ModuleList([Block(width, heads, hidden) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)
@@ -178,7 +178,14 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(stream + branch).mean(1))
 
 
-def vit_s16(num_classes: int, image_size: int) -> nn.Module:
+def vit_s16(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Module:
     """ViT-S/16: 22 M parameters."""
-    sizes = {"patch": 16, "width": 384, "depth": 12, "heads": 6, "hidden": 1536}
-    return VisionTransformer(num_classes=num_classes, image_size=image_size, **sizes)
+    return VisionTransformer(
+        num_classes=num_classes,
+        image_size=image_size,
+        patch_embed=PatchEmbed(in_channels, 16, 384),
+        width=384,
+        depth=12,
+        heads=6,
+        hidden=1536,
+    )

@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +135,13 @@ def fit_weights(
         new_head: they are the initial weights of a training. If they have no head of this number
             of classes, it is set to zero as in ViT (arXiv 2010.11929), as gradients of a random
             head would damage the trained layers; but not a convolution, which a ReLU may follow, as
-            in SqueezeNet. Positions of torchvision's ViT are resized.
+            in SqueezeNet.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
     head: list[str] = []
     if new_head:
-        weights, head = _resized(weights, model), head_of(model)
+        head = head_of(model)
         # A head for another number of classes differs in the first dimension only.
         shapes = [(weights[k].shape, own[k].shape) for k in head if k in weights]
         if any(stored == now or stored[1:] != now[1:] for stored, now in shapes):
@@ -183,16 +182,6 @@ def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
     """Return the name of a tensor in the model, if the file has a former one."""
     names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
     return name if name in own else next((new for new in names if new in own), name)
-
-
-def _resized(weights: Weights, model: Any) -> Weights:
-    """Resize the position embeddings of torchvision's ViT to the image size of the model."""
-    if "encoder.pos_embedding" in weights and hasattr(model, "patch_size"):
-        from torchvision.models.vision_transformer import interpolate_embeddings
-
-        with suppress(ValueError):  # they are not those of a square: of another model
-            weights = dict(interpolate_embeddings(model.image_size, model.patch_size, weights))
-    return weights
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:

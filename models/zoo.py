@@ -5,8 +5,7 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ RESERVED = (
     *("weights", "weights_backbone", "progress", "pretrained", "pretrained_cfg"),
     *("pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable"),
 )
-# Functions of (num_classes, image_size, **model.args).
+# Functions of (num_classes, image_size, **model.args), and in_channels if they are not RGB.
 OURS: dict[str, Callable[..., nn.Module]] = {
     "resnet_tiny": resnet_tiny,
     "resnet11_cifar": resnet11_cifar,
@@ -60,23 +59,24 @@ def build(
     Args:
         name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
         image_size: S, for models whose parameters depend on it.
-        in_channels: C. The first convolution over three channels takes so many instead.
+        in_channels: C, an argument of the model's function.
         pretrained: download and load the published weights. If the number of classes differs, see
             `fit_weights`.
         args: further arguments of the model's function.
     """
     options = dict(args or {})
     given = f"model.args={show(options)}"
-    _check(options, given)
+    for key, value in options.items():  # libraries accept these silently
+        if key in RESERVED:
+            raise UserError(f"{given}: {key} follows from other keys")
+        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
+        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
     create = _function(name, pretrained)
-    widened: AbstractContextManager[None] = nullcontext()
-    if "in_channels" in inspect.signature(create).parameters:
+    if in_channels != RGB or "in_channels" in inspect.signature(create).parameters:
         options["in_channels"] = in_channels
-    elif in_channels != RGB:
-        widened = first_convolution_of(in_channels)
     try:
-        with widened:
-            model = create(num_classes, image_size, **options)
+        model = create(num_classes, image_size, **options)
     except UserError:
         raise
     except Exception as error:  # whatever a constructor or a download raises
@@ -90,23 +90,13 @@ def build(
                 f"({type(error).__name__}: {reason}); copy {file} to this machine and give "
                 "model.weights=FILE"
             ) from None
-        if not isinstance(error, AssertionError) and not args:
+        if not isinstance(error, AssertionError) and not args and in_channels == RGB:
             raise
         raise UserError(
             f"model.name={name}: cannot be built for data.image_size={image_size} and {given} "
             f"({reason}); change one of them"
         ) from None
     return model
-
-
-def _check(options: Mapping[str, Any], given: str) -> None:
-    """Refuse arguments that libraries accept silently, or that other keys decide."""
-    for key, value in options.items():
-        if key in RESERVED:
-            raise UserError(f"{given}: {key} follows from other keys")
-        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
-        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
-            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
 
 
 def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
@@ -127,29 +117,14 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
     return function or partial(_of_torchvision, name, pretrained)
 
 
-@contextmanager
-def first_convolution_of(channels: int) -> Iterator[None]:
-    """Make the first nn.Conv2d over RGB that is built in the `with` block take other images.
-
-    Replacing the layer of a finished model would not do: a library draws its initial weights, some
-    by the number of inputs, and only the library knows how.
-    """
-    plain, found = nn.Conv2d.__init__, False
-
-    def init(self: nn.Conv2d, in_channels: int, *args: Any, **options: Any) -> None:
-        nonlocal found
-        is_first, found = in_channels == RGB and not found, found or in_channels == RGB
-        plain(self, channels if is_first else in_channels, *args, **options)
-
-    nn.Conv2d.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Conv2d.__init__ = plain  # type: ignore[method-assign]
-
-
 def _of_torchvision(
-    name: str, pretrained: bool, num_classes: int, image_size: int, **options: Any
+    name: str,
+    pretrained: bool,
+    num_classes: int,
+    image_size: int,
+    *,
+    in_channels: int = RGB,
+    **options: Any,
 ) -> nn.Module:
     vision = import_torchvision()
     if name.startswith("vit_"):
@@ -164,6 +139,13 @@ def _of_torchvision(
     drops = options.get("stochastic_depth_prob", 0) > 0
     if drops and not any(isinstance(m, vision.ops.StochasticDepth) for m in model.modules()):
         raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
+    if in_channels != RGB:
+        # Each weight of the new first layer is drawn from those of the library, which knows their
+        # distribution.
+        first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+        shape, old = (len(first.weight), in_channels, *first.kernel_size), first.weight.flatten()
+        drawn = torch.randint(old.numel(), shape, device=old.device)
+        first.in_channels, first.weight = in_channels, nn.Parameter(old.detach()[drawn])
     if pretrained:
         weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)

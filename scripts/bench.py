@@ -210,7 +210,8 @@ class Stepper:
     ) -> None:
         self.schedule, self.compute, self.world = schedule, compute, world
         self.state = train.build_state(schedule.config, datasets, compute, world)
-        self.train_step = train.build_step(datasets, schedule, compute, self.state, world)
+        loss = train.build_loss(schedule.config, datasets, compute)
+        self.train_step = train.build_step(schedule, compute, loss, self.state, world)
         self.meter = Meter(world)
 
     def step(self, batch: Batch) -> int:

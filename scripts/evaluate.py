@@ -78,7 +78,7 @@ CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigab
 class Evaluated:
     trained: Trained
     values: dict[str, float]
-    rows: Rows  # of all images, on rank 0
+    rows: Rows  # of all images
     datasets: Datasets
     classes: tuple[str, ...]  # of the model; a label is a position in it
     summary: dict[str, Any]  # what is printed, and written to evaluation.json
@@ -138,7 +138,7 @@ def run(
     ):
         batches = batches_of(feed, parts, world)
         (found,) = evaluate([network], train.validation_values, batches, world)
-    values, rows = found.values(world), found.rows
+    values, rows = found.values(), found.rows
     seconds = time.perf_counter() - began
     summary = {
         "checkpoint": str(trained.path),

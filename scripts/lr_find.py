@@ -83,15 +83,15 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device, config.loader.timeout_seconds))
         config = train.resolve_config(config, world)
-        datasets, usual, compute, state = train.prepare(config, Run(config, world), world)
+        run = Run(config, world)
+        datasets, usual, compute, loss, state = train.build_parts(config, run, world)
         schedule = Rise(config, usual.images, usual.ranks, None, steps, lowest, highest)
         feed = stack.enter_context(open_feed(config, datasets, world, **compute.images))
-        built = train.build_step(datasets, schedule, compute, state, world)
-        step = stack.enter_context(built)
+        step = stack.enter_context(train.build_step(schedule, compute, loss, state, world))
         train.fit_memory(schedule, state, world, step, feed.train.batches(0, 1))
         for batch in feed.train.batches(0, steps):
-            loss = step(batch)["loss"].clone()  # the next step overwrites the value
-            losses.append(float(world.sum(loss)) / world.size)
+            mean = step(batch)["loss"].clone()  # the next step overwrites the value
+            losses.append(float(world.sum(mean)) / world.size)
             if has_diverged(losses):
                 break
     if len(losses) < LEAST_LOSSES:

@@ -15,7 +15,7 @@ from torch import nn
 import train
 from conf import cli
 from models import zoo
-from models.vit import VisionTransformer
+from models.vit import PatchEmbed, VisionTransformer
 
 GOLDEN = Path(__file__).with_name("golden-loss.json")
 # Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of
@@ -53,7 +53,7 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
     return VisionTransformer(
         num_classes=num_classes,
         image_size=image_size,
-        patch=8,
+        patch_embed=PatchEmbed(3, 8, 48),
         width=48,
         depth=2,
         heads=4,

@@ -132,20 +132,6 @@ def test_loss_is_computed_in_float32() -> None:
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
-def test_validation_values() -> None:
-    torch.manual_seed(0)
-    network, images, labels = nn.Linear(8, 7), torch.randn(9, 8), torch.randint(0, 7, (9,))
-    logits = network(images)
-    found = train.validation_values(network, batch_of(image=images, label=labels))
-    each = nn.functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(found["loss"], each)
-    assert torch.equal(found["prediction"], logits.argmax(1)) and found["label"] is labels
-    for name, k in (("top1", 1), ("top5", 5)):
-        hits = (logits.topk(k).indices == labels[:, None]).any(1)
-        assert torch.equal(found[name], 100 * hits.float())
-    assert torch.equal(found["confidence"], logits.softmax(1).amax(1))
-
-
 def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Train without BatchNorm: weights, and what each step logs."""
     torch.manual_seed(0)

@@ -93,7 +93,7 @@ with join_world("cpu") as world:
         with open_feed(config, datasets, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
-        values, rows = one.values(world), one.rows
+        values, rows = one.values(), one.rows
         found.append([values, one.images, *(rows[name].tolist() for name in sorted(rows))])
     if world.is_main:
         print(json.dumps(found))

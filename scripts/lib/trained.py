@@ -7,6 +7,7 @@ files, the overrides name the model; torchvision and timm state the preprocessin
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from conf.named import named
 from conf.overrides import read_yaml
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
-from engine.compute import OUT_OF_MEMORY, choose_precision, count_flops
+from engine.compute import choose_precision, count_flops
+from engine.memory import explain
 from models.weights import head_of
 from models.zoo import RGB
 from pipeline.build import check_channels
@@ -125,13 +127,9 @@ class Trained:
 
 def exit_status(command: Callable[[], int], script: str) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
-
-    def explain(error: BaseException) -> str | None:
-        is_full = OUT_OF_MEMORY.search(str(error))
-        return "the memory is too small; lower loader.batch_size" if is_full else None
-
     cli.log_to_stderr()
-    return cli.exit_status(command, script, limits=explain)
+    limits = partial(explain, remedy="lower loader.batch_size")
+    return cli.exit_status(command, script, limits=limits)
 
 
 def open_trained(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import UserError
-from engine.compute import choose_precision, compiled, count_flops, longest_float, resolve_compile
+from engine.compute import choose_precision, compiled, count_flops, resolve_compile
 from tests.engine.plans import compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -59,14 +59,6 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
     choices = ("auto", "bf16", "fp16", "tf32", "fp32")
     assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
-
-
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_choices_for_other_devices(kind: str) -> None:
-    """Which are not run here."""
-    device = torch.device(kind)
-    assert longest_float(device) == torch.float32
-    assert choose_precision("auto", device) == "fp32"
 
 
 @pytest.mark.parametrize(

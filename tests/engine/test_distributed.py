@@ -40,7 +40,7 @@ def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.all_gather("own") == ["own"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
-        assert world.wrap(model, torch.zeros(1, 4)) is model
+        assert world.wrap(model, (4,)) is model
         world.broadcast_buffers(model)
         assert not torch.distributed.is_initialized()
 

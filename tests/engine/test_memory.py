@@ -1,5 +1,6 @@
 """Out of memory: the first step is tried with smaller micro-batches; later, one line helps."""
 
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,12 @@ from conf import cli
 from engine import memory
 from engine.compute import choose_compute
 from engine.distributed import World, join_world
-from engine.memory import explain_out_of_memory, fit_memory
+from engine.memory import explain, fit_memory
 from engine.schedule import Schedule
 from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.ring import LoaderError
 from tests.batches import toy_loss
 from tests.engine.plans import ALONE
 from tests.processes import run_python
@@ -46,7 +46,8 @@ def built(*overrides: str, world: World = ALONE) -> Built:
     datasets = build_datasets(schedule.config)
     compute = choose_compute(schedule.config, datasets, world.device, 0)
     state = train.build_state(schedule.config, datasets, compute, world)
-    step = train.build_step(datasets, schedule, compute, state, world)
+    loss = train.build_loss(schedule.config, datasets, compute)
+    step = train.build_step(schedule, compute, loss, state, world)
     batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
     return schedule, state, step, batch
 
@@ -116,36 +117,22 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> None:
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
-    graph = StepGraph(lambda batch: {}, before=lambda step: None, network=state.model)
+    graph = StepGraph(lambda batch: {}, begin=lambda step: None, network=state.model)
     assert fit_memory(schedule, state, world, graph, never()) == schedule
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "says"),
+    ("error", "says"),
     [
-        ([], 1, "micro-batches of 256; try train.micro_batch=128"),
-        ([], 4, "micro-batches of 64; try train.micro_batch=32"),
-        (["train.micro_batch=128"], 1, "micro-batches of 128; try train.micro_batch=64"),
-        (["train.micro_batch=1"], 1, "micro-batches of 1; use a smaller model.name or data.image"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "lower train.micro_batch"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "lower train.micro_batch"),
+        (RuntimeError("[enforce fail at CPUAllocator.cpp] can't allocate"), "train.micro_batch"),
+        (OSError(errno.EMFILE, "Too many open files"), "raise ulimit -n"),
+        (RuntimeError("worker 1 was killed by SIGKILL; is the host out of memory?"), None),
     ],
 )
-@pytest.mark.parametrize(
-    "error",
-    ["CUDA out of memory. Tried to", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CPUAllocator: can"],
-)
-def test_message(overrides: list[str], ranks: int, says: str, error: str) -> None:
-    schedule = schedule_of("loader.batch_size=256", *overrides, ranks=ranks)
-    line = rf"^loader\.batch_size=256: out of memory on cuda:0 with {says}"
-    explained = explain_out_of_memory(schedule, replace(CUDA, size=ranks))
-    with pytest.raises(TrainingError, match=line), explained:
-        raise RuntimeError(error)
-    with (
-        pytest.raises(TrainingError, match="memory on cpu"),
-        explain_out_of_memory(schedule, ALONE),
-    ):
-        torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(LoaderError), explain_out_of_memory(schedule, CUDA):
-        raise LoaderError("worker 1 was killed by SIGKILL; is the host out of memory?")
+def test_message(error: BaseException, says: str | None) -> None:
+    assert (explain(error) or "none").endswith(says or "none")
 
 
 @pytest.mark.usefixtures("toy_runs")

@@ -34,7 +34,9 @@ def test_rows_that_are_no_values() -> None:
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
-    values, rows = found.values(ALONE), found.rows
+    values, rows = found.values(), found.rows
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert {"loss", "top1"} <= values.keys()
     assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
+    confidence = logits[:4, 0].softmax(1).amax(1)
+    assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))

@@ -49,7 +49,8 @@ def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph
     train.set_up_kernels(deterministic=True, precision=compute.precision)
     state = train.build_state(config, datasets, compute, world)
     schedule = Schedule(config, len(datasets.train))
-    return compute, state, train.build_step(datasets, schedule, compute, state, world)
+    loss = train.build_loss(config, datasets, compute)
+    return compute, state, train.build_step(schedule, compute, loss, state, world)
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
@@ -143,7 +144,7 @@ def test_the_end_destroys_the_graph(world: World) -> None:
         for number in range(STEPS):
             step(random_batch(compute, number))
         assert step._captured is not None
-        graph = step._captured.graph
+        graph = step._captured[0]
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
 
@@ -200,7 +201,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
     for waits in (True, False):
         compute, state, step = build(world, "model.name=efficientnet_b0")
         step.disabled_reason = None if waits else "for the comparison"
-        launch = step.step
+        launch = step.launch
 
         def waiting(batch: Batch, launch: Callable[[Batch], Values] = launch) -> Values:
             values = launch(batch)
@@ -213,7 +214,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
         if inside:
             state.optimizer.register_step_pre_hook(wait)
         else:
-            step.step = waiting
+            step.launch = waiting
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
                 step(random_batch(compute, number))

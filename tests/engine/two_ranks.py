@@ -54,7 +54,6 @@ def check_objects(world: World) -> None:
     assert len(decided) == (5 if world.rank == 0 else 0)
     values = world.all_gather({"path": Path(f"runs/{world.rank}"), "none": None})
     assert values == [{"path": Path(f"runs/{rank}"), "none": None} for rank in (0, 1)]
-    assert world.gather(world.rank) == ([0, 1] if world.is_main else [])
 
     def below(limit: int) -> int:
         if world.rank >= limit:
@@ -102,7 +101,7 @@ def check_gradients(world: World) -> None:
     if world.rank == 1:
         nn.init.zeros_(model[0].weight)
     share = images[4 * world.rank : 4 * world.rank + 4]
-    network = world.wrap(model, torch.zeros(1, 3, 6, 6))
+    network = world.wrap(model, (3, 6, 6))
     assert (network is model) == (world.local_size == 2)
     apart = copy.deepcopy(model)
     for _ in range(2):
@@ -146,7 +145,7 @@ def check_accumulation(world: World) -> None:
         exchanged.append(len(tensor))
         return all_reduce(tensor, **options)
 
-    network = world.wrap(state.model, images[:1])
+    network = world.wrap(state.model, (3, 2, 2))
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(network, nn.parallel.DistributedDataParallel):
             network.register_comm_hook(None, in_bucket)
@@ -160,7 +159,7 @@ def check_accumulation(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
-            network = alone.wrap(whole.model, images[:1])
+            network = alone.wrap(whole.model, (3, 2, 2))
             batch = batch_of(step, image=images, label=labels)
             train_step(whole, network, toy_loss, batch, lr=0.5)
     found, expected = (one.model[3].weight.detach() for one in (state, whole))
@@ -174,7 +173,7 @@ def check_memory(world: World) -> None:
     found = []
     for tries in (True, False):
         state = classifier()
-        network = world.wrap(state.model, images[:1])
+        network = world.wrap(state.model, (3, 2, 2))
 
         def loss(network: nn.Module, batch: Batch, tries: bool = tries) -> tuple[Tensor, Values]:
             if tries and world.rank == 1 and len(batch.samples) > 3:
@@ -182,7 +181,7 @@ def check_memory(world: World) -> None:
             return toy_loss(network, batch)
 
         take = partial(train_step, state, network, loss, lr=0.5)
-        graph = StepGraph(take, before=lambda step: None, network=network, disabled_reason="CPU")
+        graph = StepGraph(take, begin=lambda step: None, network=network, disabled_reason="CPU")
         if tries:
             before = params_sha256(state.model)
             given = schedule(batch=16, ranks=2)
@@ -192,7 +191,7 @@ def check_memory(world: World) -> None:
             assert (fitted.micro_batches, fitted.fitted_batch) == (4, 2)
             assert params_sha256(state.model) == before and not state.optimizer.state
         else:
-            graph.step = partial(take, accumulate=4)
+            graph.launch = partial(take, accumulate=4)
         for _ in range(3):
             graph(batch)
         found.append(params_sha256(state.model))

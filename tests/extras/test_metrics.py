@@ -71,7 +71,7 @@ def test_values_of_a_validation_of_two_classes() -> None:
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
     add_values(["extras.metrics:VALUES"])
-    values = found.values(ALONE)
+    values = found.values()
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
     assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.vit import VisionTransformer, positions, vit_s16
+from models.vit import PatchEmbed, VisionTransformer, positions, vit_s16
 
 
 def short_vit(num_classes: int, image_size: int) -> nn.Module:
@@ -17,8 +17,8 @@ def short_vit(num_classes: int, image_size: int) -> nn.Module:
 
 
 def small(image_size: int = 32) -> VisionTransformer:
-    sizes = {"num_classes": 5, "patch": 8, "width": 16, "depth": 2, "heads": 2, "hidden": 24}
-    return VisionTransformer(image_size=image_size, **sizes)
+    sizes = {"num_classes": 5, "width": 16, "depth": 2, "heads": 2, "hidden": 24}
+    return VisionTransformer(image_size=image_size, patch_embed=PatchEmbed(3, 8, 16), **sizes)
 
 
 @pytest.fixture(scope="module")

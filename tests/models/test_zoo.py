@@ -16,7 +16,7 @@ import models
 from conf.schema import Model, UserError
 from models import zoo
 from models.weights import fit_weights, load_weights
-from models.zoo import OURS, import_torchvision
+from models.zoo import OURS
 from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
 from tests.results import same
@@ -219,21 +219,6 @@ def test_the_head_of_other_classes_is_not_kept(
     assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
 
 
-@pytest.mark.parametrize(("size", "other"), [(64, 96), (96, 64)])
-def test_positions_of_another_image_size(size: int, other: int) -> None:
-    """The result of torchvision's interpolate_embeddings."""
-    import_torchvision()
-    from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
-
-    sizes = {"patch_size": 32, "num_layers": 1, "num_heads": 1, "hidden_dim": 8, "mlp_dim": 8}
-    stored = VisionTransformer(size, **sizes).state_dict()
-    model = VisionTransformer(other, **sizes)
-    fit_weights(model, dict(stored), origin="test", new_head=True)
-    assert same(model.state_dict(), interpolate_embeddings(other, 32, stored.copy()))
-    with pytest.raises(UserError, match="1 of another shape, such as encoder"):
-        fit_weights(model, dict(stored), origin="test")
-
-
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
 def test_former_names_of_torchvision(name: str) -> None:
     with torch.device("meta"):
@@ -261,19 +246,6 @@ def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # Weights that do not fit, and files without weights.
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [("resnet18", "resnet34"), ("resnet34", "resnet18"), ("resnet50", "wide_resnet50_2")],
-)
-def test_weights_of_another_model(name: str, other: str) -> None:
-    with torch.device("meta"):
-        model = models.build(name, num_classes=10, image_size=32)
-        for classes in (10, 3):
-            stored = models.build(other, num_classes=classes, image_size=32).state_dict()
-            with pytest.raises(UserError, match=r"^their file: does not fit the model: "):
-                fit_weights(model, stored, origin="their file", new_head=True)
 
 
 @pytest.mark.parametrize(

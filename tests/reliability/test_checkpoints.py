@@ -98,7 +98,7 @@ def content(taken: Path) -> Content:
 def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
-    datasets, schedule, compute, state = train.prepare(config, Run(config, ALONE), ALONE)
+    datasets, schedule, compute, _, state = train.build_parts(config, Run(config, ALONE), ALONE)
     identity = run_identity(datasets, schedule, compute)
 
     def resume(path: Path) -> None:

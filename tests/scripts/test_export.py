@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from models.vit import VisionTransformer
+from models.vit import PatchEmbed, VisionTransformer
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
@@ -132,9 +132,8 @@ def test_command_line(
 
 
 def small_vit() -> nn.Module:
-    model = VisionTransformer(
-        num_classes=5, image_size=32, patch=16, width=32, depth=2, heads=2, hidden=64
-    )
+    sizes = {"num_classes": 5, "image_size": 32, "width": 32, "depth": 2, "heads": 2, "hidden": 64}
+    model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes)
     nn.init.normal_(model.head.weight)
     return model
 
