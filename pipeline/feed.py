@@ -47,8 +47,8 @@ class Feed:
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
     modes: Sequence[str]  # of the training split, to compare; the first one to begin with
-    cores: int  # number of workers for which this rank has cores
-    most: int  # largest number of workers, for which the buffers are allocated
+    num_cores: int  # number of workers for which this rank has cores
+    max_workers: int  # for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
     mode: str = "cpu"  # of the training samples, one of `modes`
 
@@ -56,7 +56,7 @@ class Feed:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.train.loader.pool.active, self.train.loader.dataset.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
-        why = f"{'to be measured; ' * self.measured}there are cores for {self.cores}"
+        why = f"{'to be measured; ' * self.measured}there are cores for {self.num_cores}"
         return f"loader   {workers} worker{'s' * (workers != 1)} ({why}), decoder {names}"
 
     def set_mode(self, mode: str, *, demand: float = math.inf) -> None:

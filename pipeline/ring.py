@@ -105,7 +105,7 @@ class Ring:
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
-        self.recent: deque[Reply] = deque(maxlen=256)  # the newest replies
+        self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
 
     @property
     def buffers(self) -> list[SharedArray]:
@@ -119,10 +119,10 @@ class Ring:
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `Shares` for a worker."""
-        images = max(1, sum(reply.rows for reply in self.recent))
-        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in self.recent) / images
-        core_ms = 1e3 * sum(reply.core_seconds for reply in self.recent) / images
-        all_ms = 1e3 * sum(reply.seconds for reply in self.recent) / images
+        images = max(1, sum(reply.rows for reply in self.replies))
+        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in self.replies) / images
+        core_ms = 1e3 * sum(reply.core_seconds for reply in self.replies) / images
+        all_ms = 1e3 * sum(reply.seconds for reply in self.replies) / images
         storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
         return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
 
@@ -457,7 +457,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         task.done = True
         ring = self.rings[task.ring]
         self.accept(reply, ring)
-        ring.recent.append(reply)
+        ring.replies.append(reply)
 
     def _current(self, worker: Worker) -> str:
         task = worker.tasks[0]
@@ -487,19 +487,19 @@ class Loader:
     def __post_init__(self) -> None:
         self.ring = self.pool.rings[self.number]
         self.dataset, self.batch_size = self.ring.dataset, self.ring.batch_size
-        self.ahead = self.ring.slots - self.in_use
-        assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
+        self.queue_size = self.ring.slots - self.in_use
+        assert self.queue_size >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
+        """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
         for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(tasks)
         self._queue.clear()
         following = start
         while following < stop or self._queue:
-            while following < stop and len(self._queue) < self.ahead:
+            while following < stop and len(self._queue) < self.queue_size:
                 self._queue.append((following, self._submit(following)))
                 following += 1
             step, tasks = self._queue.popleft()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.clock import Marks, StepClock
+from pipeline.clock import BatchEvents, StepClock
 from tests.conftest import Clock
 
 
@@ -51,12 +51,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def run(clock: StepClock, gpu: Gpu, *, copied: float, begin: float, end: float) -> None:
     """One batch, by the times at which its copy ends, its step begins and its step ends."""
-    marks = Marks()
-    marks.copy_begin = clock.now()
+    events = BatchEvents()
+    events.copy_begin = clock.now()
     gpu.now = copied
-    marks.copy_end = clock.now()
+    events.copy_end = clock.now()
     gpu.now = begin
-    clock.begin_step(marks)
+    clock.begin_step(events)
     gpu.now = end
     clock.end_step()
 
@@ -67,9 +67,9 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def at_once(clock: StepClock) -> Marks:
+def at_once(clock: StepClock) -> BatchEvents:
     """A batch whose copy takes no time."""
-    return Marks(copy_begin=clock.now(), copy_end=clock.now())
+    return BatchEvents(copy_begin=clock.now(), copy_end=clock.now())
 
 
 def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:

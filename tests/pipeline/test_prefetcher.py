@@ -32,7 +32,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
 BATCH, CLASSES = 16, 3
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DEVICES = [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)]
+DEVICES = [CPU, pytest.param(CUDA, events=pytest.mark.gpu)]
 ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
 
@@ -426,8 +426,8 @@ class HandsOutEarly(LateCopies):
 
     def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
         early = self.clock.now()
-        batch, marks = super()._enqueue(host, slot)
-        return batch, replace(marks, copy_end=early)
+        batch, events = super()._enqueue(host, slot)
+        return batch, replace(events, copy_end=early)
 
 
 @pytest.mark.parametrize("broken", [IgnoresReaders, HandsOutEarly])

@@ -401,7 +401,7 @@ def test_unreadable_file_is_skipped_and_counted(
             check(batch, dataset, np.array(replaced))
             assert batch.samples.tolist() == [list(pair) for pair in replaced]
             batch.release(None)
-        skipped = [each for reply in loader.ring.recent for each in reply.skipped]
+        skipped = [each for reply in loader.ring.replies for each in reply.skipped]
         assert loader.pool.unreadable == bad
         assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
         assert {(n, s.split(":")[0]) for n, s in skipped} == {(n, dataset.name(n)) for n in bad}
