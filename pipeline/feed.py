@@ -148,12 +148,12 @@ def open_feed(
         pool = stack.enter_context(
             Pool(
                 rings,
-                workers=started,
                 prefetch_factor=factor,
                 timeout_seconds=loader.timeout_seconds,
                 start_method=loader.start_method,
             )
         )
+        pool.activate(started)
         pool.activate(active)
         train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)

@@ -27,7 +27,6 @@ from pipeline.ring import (
     Pool,
     Ring,
     Task,
-    Worker,
     slots_needed,
 )
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
@@ -195,12 +194,10 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
     monkeypatch.setattr("pipeline.ring.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), batch_size=8, slots=3)
-    worker = Worker.start("fork", [ring])
-    for slot, first in enumerate((0, 8, 16)):
-        worker.pipe.send(Task(0, slot, 0, np.array([(5, first + row) for row in range(8)])))
-    assert [worker.pipe.recv().rows for _ in range(3)] == [8, 8, 8]
-    worker.process.kill()
-    worker.process.join()
+    samples = np.array([(5, index) for index in range(24)])
+    with Pool([ring], prefetch_factor=3, start_method="fork") as pool:
+        pool.activate(1)
+        pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
     assert ahead == 8 * [0] + 8 * [READ_AHEAD - 1] + [7, 6, 5, 4, 3, 2, 1, 0]
     for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
@@ -330,7 +327,8 @@ os.mkfifo(fifo)
 ring = Ring(dataset, batch_size=32, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
-pool = Pool([ring], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
+pool = Pool([ring], start_method=sys.argv[2], timeout_seconds=1000)
+pool.activate(2)
 started = descendants(os.getpid())
 for step in range(20):
     tasks = [Task(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)]
