@@ -126,27 +126,37 @@ class Ring:
 def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Reply:
     """Fill the rows of the first task. The reply reports an exception; the worker goes on.
 
+    With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
+
     `pipe`: to read several samples at a time, at the end of the task also those of the next one,
     which is added to `tasks` as soon as the pipe has it; None to read one after the other.
     """
     task, ring = tasks[0], rings[tasks[0].ring]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
-    skipped: list[tuple[int, str]] = []
+    dataset, skips, skipped = ring.dataset, ring.max_bad_fraction is not None, []
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
-    ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
-    try:
-        for done, (epoch, index) in enumerate(task.samples.tolist()):
-            if pipe is not None:
-                _read_ahead(ring, tasks, done, pipe)
-            row = task.row + done
-            found, unreadable = _write_readable(ring, batch, row, epoch, index)
-            ring.samples.array[task.slot, row] = epoch, found  # last: the row is complete
-            skipped += unreadable
-    except BadImageError as error:
-        return Reply(error=str(error))
-    except LoaderError as error:
-        return Reply(error=str(error), trace="".join(traceback.format_exception(error.__cause__)))
+    dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
+    for done, (epoch, index) in enumerate(task.samples.tolist()):
+        if pipe is not None:
+            _read_ahead(ring, tasks, done, pipe)
+        row, unreadable = task.row + done, []
+        others = dataset.replacements(index) if skips else []
+        for found in chain([index], islice(others, MOST_TRIED)):
+            try:
+                _write(ring, batch, row, dataset.load(epoch, found))
+                break
+            except BadImageError as error:
+                unreadable.append((found, str(error)))
+            except Exception as error:  # e.g. out of memory: without a reply, `wait` would not end
+                reason = "the file was read; a transform or the dataset failed, see the traceback"
+                message = f"{dataset.name(found)}: {describe(error)}: {reason} above"
+                return Reply(error=message, trace=traceback.format_exc())
+        else:
+            none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
+            return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
+        ring.samples.array[task.slot, row] = epoch, found  # last: the row is complete
+        skipped += unreadable
     seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
     return Reply(len(task.samples), seconds, computing, waiting, skipped)
@@ -159,34 +169,6 @@ def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: Any) -> None:
         tasks.append(pipe.recv())
     following = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
     ring.dataset.read_ahead(following[done : done + READ_AHEAD, 1].tolist())
-
-
-def _write_readable(
-    ring: Ring, batch: dict[str, np.ndarray], row: int, epoch: int, index: int
-) -> tuple[int, list[tuple[int, str]]]:
-    """Write a sample or, with `max_bad_fraction`, the first readable one of its replacements.
-
-    Returns the index that the row holds, and the unreadable samples with their messages. Raises
-    BadImageError if none can be read, and LoaderError if a transform or the dataset failed; the
-    cause is its exception.
-    """
-    skips = ring.max_bad_fraction is not None
-    others = ring.dataset.replacements(index) if skips else []
-    unreadable: list[tuple[int, str]] = []
-    for found in chain([index], islice(others, MOST_TRIED)):
-        try:
-            _write(ring, batch, row, ring.dataset.load(epoch, found))
-        except BadImageError as error:
-            unreadable.append((found, str(error)))
-        except Exception as error:  # e.g. out of memory; the training process would wait forever
-            raise LoaderError(
-                f"{ring.dataset.name(found)}: {describe(error)}: the file was read; a transform "
-                "or the dataset failed, see the traceback above"
-            ) from error
-        else:
-            return found, unreadable
-    none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
-    raise BadImageError(f"{unreadable[0][1]}; {none if skips else REMEDY}")
 
 
 def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[str, Any]) -> None:
