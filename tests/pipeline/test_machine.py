@@ -20,14 +20,6 @@ def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(machine, name, tmp_path / name)
 
 
-def write_groups(lines: str, files: dict[str, str]) -> None:
-    """Write /proc/self/cgroup and files below /sys/fs/cgroup."""
-    machine.GROUPS.write_text(lines)
-    for name, text in files.items():
-        (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
-        (machine.MOUNT / name).write_text(text + "\n")
-
-
 # Cores.
 
 V2 = "1:cpu:/old\n0::/a/b\n"
@@ -47,7 +39,10 @@ V2 = "1:cpu:/old\n0::/a/b\n"
 )
 def test_quota(lines: str, files: dict[str, str], cores: float) -> None:
     assert machine.cpu_quota() == math.inf  # without control groups
-    write_groups(lines, files)
+    machine.GROUPS.write_text(lines)
+    for name, text in files.items():
+        (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.MOUNT / name).write_text(text + "\n")
     assert machine.cpu_quota() == cores
 
 
