@@ -112,10 +112,11 @@ class Ring:
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `Shares` for a worker."""
-        images = max(1, sum(reply.rows for reply in self.replies))
-        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in self.replies) / images
-        core_ms = 1e3 * sum(reply.core_seconds for reply in self.replies) / images
-        all_ms = 1e3 * sum(reply.seconds for reply in self.replies) / images
+        replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
+        images = max(1, sum(reply.rows for reply in replies))
+        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
+        core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
+        all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
         storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
         return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
 
