@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -68,9 +68,9 @@ class Feed:
         dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
         dataset.set_mode(mode, workers=max(1, workers), demand=demand)
 
-    def shares(self, steps: int | None = None, **options: Any) -> Shares | None:
+    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
         """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
-        found, loader = self.train.clock.shares(steps, **options), self.train.loader
+        found, loader = self.train.clock.shares(steps, skip=skip), self.train.loader
         return found and found._replace(
             rate=found.steps * loader.batch_size / found.seconds,
             workers=loader.pool.active,

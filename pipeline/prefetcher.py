@@ -85,8 +85,6 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
         self.slots = [DeviceSlot(format, mixing is not None) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
-        fields = loader.dataset.fields
-        self._images = [name for name, field in fields.items() if field.image]
         self._current = self.slots[0]  # holds the consumer's batch
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -161,8 +159,9 @@ class Prefetcher:
             samples = slot.copy("", host.samples)  # no field has this name
             host.release(self.clock.now())
             if self.mixing is not None:
+                images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)
-                for name in self._images:
+                for name in images:
                     mixed, targets = self.mixing.apply(fields[name], unmixed, host.step)
                     fields[name] = slot.images(name, mixed.shape).copy_(mixed)
                 if self.mixing.label is not None:

@@ -124,7 +124,9 @@ class Ring:
 # In a worker.
 
 
-def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Reply:
+def run_task(
+    tasks: list[Task], rings: Sequence[Ring], pipe: connection.Connection | None = None
+) -> Reply:
     """Fill the rows of the first task. The reply reports an exception; the worker goes on.
 
     With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
@@ -163,7 +165,7 @@ def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Repl
     return Reply(len(task.samples), seconds, computing, waiting, skipped)
 
 
-def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: Any) -> None:
+def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: connection.Connection) -> None:
     """Begin to read the next files of the first task, near its end also those of the next one."""
     task = tasks[0]
     if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
