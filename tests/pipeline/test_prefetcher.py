@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.augment import build
 from pipeline.batch import Batch, DeviceSlot, Field, HostBatch, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
-from pipeline.clock import Shares, StepClock
+from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.prefetcher import Mixing, Prefetcher
 from pipeline.ring import slots_needed
@@ -146,30 +146,29 @@ def test_a_batch_that_the_device_refuses_is_loaded_in_this_process(
     assert dataset.made == 0
 
 
-def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
-    def timing(*, decoding: float, step: float, pause: float = 0.0) -> Shares:
-        class Slow(FakeDataset):
-            def load(self, epoch: int, index: int) -> Mapping[str, Any]:
-                clock.now += decoding / BATCH
-                return super().load(epoch, index)
+@pytest.mark.parametrize(
+    ("decoding", "pause", "wait"), [(0.3, 0.0, 0.75), (0.0, 0.0, 0.0), (0.1, 1.0, 0.5)]
+)
+def test_timing_tells_waiting_from_stepping_and_from_pauses(
+    clock: Clock, decoding: float, pause: float, wait: float
+) -> None:
+    """In seconds for a batch; a step takes 0.1 s."""
 
-        with open_prefetcher(Slow(num_samples=512, num_classes=CLASSES, size=SIZE)) as prefetcher:
-            for batch in prefetcher.batches(0, 4):
-                clock.now += step
-                if batch.step == 1:
-                    with prefetcher.pause():
-                        clock.now += pause
-            found = prefetcher.clock.shares()
-        assert found is not None
-        assert found.steps == 4
-        assert found.late == pytest.approx(0, abs=1e-9)
-        assert found.copy == found.copy_ms == 0
-        assert found.step_ms == pytest.approx(1000 * step) == found.worst_ms
-        return found
+    class Slow(FakeDataset):
+        def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+            clock.now += decoding / BATCH
+            return super().load(epoch, index)
 
-    assert timing(decoding=0.3, step=0.1).wait == pytest.approx(0.75)
-    assert timing(decoding=0.0, step=0.1).wait == 0
-    assert timing(decoding=0.1, step=0.1, pause=1.0).wait == pytest.approx(0.5)
+    with open_prefetcher(Slow(num_samples=512, num_classes=CLASSES, size=SIZE)) as prefetcher:
+        for batch in prefetcher.batches(0, 4):
+            clock.now += 0.1
+            if batch.step == 1:
+                with prefetcher.pause():
+                    clock.now += pause
+        found = prefetcher.clock.shares()
+    assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
+    assert found.step_ms == pytest.approx(100) == found.worst_ms
+    assert (found.wait, found.late) == pytest.approx((wait, 0), abs=1e-9)
 
 
 class LateCopies(Prefetcher):
