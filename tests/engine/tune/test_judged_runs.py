@@ -235,7 +235,7 @@ def test_remedies_that_apply(
     computed = compute(device=torch.device(device), compile=mode)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    feed: Any = SimpleNamespace(config=config, train=train, cores=4)
+    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
     found = remedies(computed, feed)[stage]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
 
