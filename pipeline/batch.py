@@ -28,8 +28,8 @@ class Field:
     # Whether it is normalised and goes through the transforms of a batch. On the device, it is
     # float [B, ..., C, H, W]; other fields arrive as they are.
     image: bool = False
-    # Whether a sample may have fewer rows of it, or lack it. The rest of its memory in a batch is
-    # that of an earlier sample; `Dataset.on_device` knows what is valid.
+    # Whether a sample may lack it. Its row of a batch is then that of an earlier sample;
+    # `Dataset.on_device` knows what is valid.
     partial: bool = False
 
     @property
@@ -54,25 +54,15 @@ def image_field(size: int) -> Field:
 
 
 @dataclass(frozen=True)
-class HostBatch:
-    """One complete slot. Valid until `release` has been called and its event has completed."""
+class Batch:
+    """A batch. Its memory on a GPU or in a ring is reused later: clone it to keep it."""
 
-    fields: dict[str, Tensor]  # [B, *shape]
+    # Name -> tensor [B, ...], as `batch[name]`. For the step, images are [B, ..., C, H, W] in the
+    # training dtype, normalised, and TARGET is there if batch transforms mixed the labels.
+    fields: dict[str, Tensor]
     # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
     # which the fields are those of an earlier batch
     samples: Tensor
-    step: int  # of the sampler
-    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch for the step. On a GPU its memory is reused later: clone it to keep it."""
-
-    # Name -> tensor [B, ...], as `batch[name]`. Images are [B, ..., C, H, W] in the training dtype,
-    # normalised. TARGET is there if batch transforms mixed the labels.
-    fields: dict[str, Tensor]
-    samples: Tensor  # int64 [B, 2], the (epoch, index) of each row
     step: int  # of the sampler
 
     def __getitem__(self, name: str) -> Tensor:
@@ -118,6 +108,13 @@ class Batch:
         self.samples.copy_(other.samples)
         for name, tensor in self.fields.items():
             tensor.copy_(other.fields[name])
+
+
+@dataclass(frozen=True)
+class HostBatch(Batch):
+    """One complete slot. Valid until `release` has been called and its event has completed."""
+
+    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 
 @dataclass(eq=False)

@@ -109,7 +109,7 @@ class HostEvent:
 
 
 @dataclass
-class Marks:
+class BatchEvents:
     """The events of one batch."""
 
     copy_begin: Any = None
@@ -130,8 +130,8 @@ class StepClock:
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
         self._idle: Any = None
-        self._current: Marks | None = None
-        self._unread: deque[Marks] = deque()
+        self._current: BatchEvents | None = None
+        self._unread: deque[BatchEvents] = deque()
         self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
         # Of the newest measured steps, in ms: computing gradients, and exchanging them.
         self.parts: deque[tuple[float, float]] = deque(maxlen=MOST_PARTS)
@@ -158,12 +158,12 @@ class StepClock:
         if self._current is not None:
             self._current.idle = self._current.begin = self._current.ready = self._idle
 
-    def begin_step(self, marks: Marks) -> None:
+    def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        marks.drained = self.cuda and not self._waited and self._idle.query()
-        marks.idle = self._idle
-        marks.begin = marks.ready = self.now()
-        self._current, self._waited = marks, False
+        events.drained = self.cuda and not self._waited and self._idle.query()
+        events.idle = self._idle
+        events.begin = events.ready = self.now()
+        self._current, self._waited = events, False
         # Decided now: if it depended on the step's duration, slow steps would be measured more.
         now = time.monotonic()
         self._measures = not self.cuda or now - self._measured >= SAMPLE_SECONDS
@@ -187,17 +187,17 @@ class StepClock:
         """End the step, once its kernels are launched; return its event, None without a step."""
         if self._current is None:
             return None
-        marks, self._current = self._current, None
-        self._idle = marks.end = self.now()
-        self._unread.append(marks)
+        events, self._current = self._current, None
+        self._idle = events.end = self.now()
+        self._unread.append(events)
         if self._measures and len(self._points) == 2:
             self._waited = self.cuda
-            marks.end.synchronize()  # the next replay of a CUDA graph records the points again
+            events.end.synchronize()  # the next replay of a CUDA graph records the points again
             computed, averaged = self._points["computed"], self._points["averaged"]
-            own = marks.ready.elapsed_time(computed)
+            own = events.ready.elapsed_time(computed)
             if own > 0:  # else the gradient of the first parameter was not computed in this step
                 self.parts.append((own, computed.elapsed_time(averaged)))
-        return marks.end
+        return events.end
 
     def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
         """Return the shares of the oldest unread steps, and count these steps as read.
@@ -208,16 +208,16 @@ class StepClock:
             steps: how many, at most those that have ended; None for all of them.
             skip: leave as many of them out of the figures, but not the last one.
         """
-        marks = list(self._unread)[:steps]
-        if not marks:
+        events = list(self._unread)[:steps]
+        if not events:
             return None
-        for _ in marks:
+        for _ in events:
             self._unread.popleft()
-        marks[-1].end.synchronize()
-        marks = marks[min(skip, len(marks) - 1) :]
+        events[-1].end.synchronize()
+        events = events[min(skip, len(events) - 1) :]
 
         def ms(begin: str, end: str) -> np.ndarray:
-            return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in marks])
+            return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in events])
 
         gaps, spans, copies = ms("idle", "begin"), ms("begin", "end"), ms("copy_begin", "copy_end")
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
@@ -227,13 +227,13 @@ class StepClock:
         total = max(float(gaps.sum() + spans.sum()), 1e-6)
         (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
         return Shares(
-            steps=len(marks),
+            steps=len(events),
             seconds=total / 1000,
             wait=float(waits.sum()) / total,
             late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
             copy=float(copies.sum()) / total,
             ranks=float(ms("begin", "ready").sum()) / total,
-            drained=sum(m.drained for m in marks) / len(marks),
+            drained=sum(m.drained for m in events) / len(events),
             core=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(spans)),

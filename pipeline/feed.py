@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pipeline.dataset import Dataset, FakeDataset
 from pipeline.prefetcher import Mixing, Prefetcher
 from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.shared import Pinned
+from pipeline.shared import page_locked
 
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
@@ -47,8 +47,8 @@ class Feed:
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
     modes: Sequence[str]  # of the training split, to compare; the first one to begin with
-    cores: int  # number of workers for which this rank has cores
-    most: int  # largest number of workers, for which the buffers are allocated
+    num_cores: int  # number of workers for which this rank has cores
+    max_workers: int  # for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
     mode: str = "cpu"  # of the training samples, one of `modes`
 
@@ -56,7 +56,7 @@ class Feed:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.train.loader.pool.active, self.train.loader.dataset.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
-        why = f"{'to be measured; ' * self.measured}there are cores for {self.cores}"
+        why = f"{'to be measured; ' * self.measured}there are cores for {self.num_cores}"
         return f"loader   {workers} worker{'s' * (workers != 1)} ({why}), decoder {names}"
 
     def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
@@ -68,9 +68,9 @@ class Feed:
         dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
         dataset.set_mode(mode, workers=max(1, workers), demand=demand)
 
-    def shares(self, steps: int | None = None, **options: Any) -> Shares | None:
+    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
         """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
-        found, loader = self.train.clock.shares(steps, **options), self.train.loader
+        found, loader = self.train.clock.shares(steps, skip=skip), self.train.loader
         return found and found._replace(
             rate=found.steps * loader.batch_size / found.seconds,
             workers=loader.pool.active,
@@ -111,7 +111,7 @@ def open_feed(
     The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
     `dtype` and `channels_last`: of the images on the device.
     """
-    loader, data, on_gpu = config.loader, config.data, world.device.type == "cuda"
+    loader, data = config.loader, config.data
     cores = machine.cores_for_workers(world.local_size)
     measured = is_measured(config, datasets.train, world.device, cores)
     modes = datasets.modes if measured else datasets.modes[:1]
@@ -138,31 +138,27 @@ def open_feed(
     )
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
+    mixing = _mixing(config, datasets, world)
     depth, share = loader.prefetch_batches, loader.batch_size // world.size
     slots = slots_needed(share, most, factor, depth)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
-    with ExitStack() as stack:
-        if loader.pin_memory and on_gpu:
-            stack.enter_context(Pinned([one for ring in rings for one in ring.buffers]))
-        pool = stack.enter_context(
-            Pool(
-                rings,
-                workers=started,
-                prefetch_factor=factor,
-                timeout_seconds=loader.timeout_seconds,
-                start_method=loader.start_method,
-            )
-        )
+    pool = Pool(
+        rings,
+        prefetch_factor=factor,
+        timeout_seconds=loader.timeout_seconds,
+        start_method=loader.start_method,
+    )
+    train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
+    val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
+    train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
+    val = Prefetcher(val_loader, images, depth=depth)
+    feed = Feed(config, train, val, len(val_sampler), modes, cores, most, measured)
+    buffers = [buffer for ring in rings for buffer in ring.buffers]
+    pinned = page_locked(buffers) if loader.pin_memory and train.cuda else nullcontext()
+    with pinned, pool, closing(train), closing(val):
+        pool.activate(started)
         pool.activate(active)
-        train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
-        val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
-        mixing = _mixing(config, datasets, world)
-        train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
-        val = Prefetcher(val_loader, images, depth=depth)
-        stack.callback(train.close)
-        stack.callback(val.close)
-        feed = Feed(config, train, val, len(val_sampler), modes, cores, most, measured)
         feed.set_mode(modes[0])
         yield feed
 

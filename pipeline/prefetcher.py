@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, HostBatch, ImageFormat
 from pipeline.batch_augment import BatchTransform, batch_part
-from pipeline.clock import Marks, StepClock
+from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.ring import Loader
 
@@ -85,8 +85,6 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
         self.slots = [DeviceSlot(format, mixing is not None) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
-        fields = loader.dataset.fields
-        self._images = [name for name, field in fields.items() if field.image]
         self._current = self.slots[0]  # holds the consumer's batch
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -96,7 +94,7 @@ class Prefetcher:
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Callable[[], tuple[Batch, Marks]]]] = deque()
+        ready: deque[tuple[DeviceSlot, Callable[[], tuple[Batch, BatchEvents]]]] = deque()
         taken = 0
         self.clock.start()
         while True:
@@ -110,10 +108,10 @@ class Prefetcher:
             if not ready:
                 return
             self._current, finish = ready.popleft()
-            batch, marks = finish()
+            batch, events = finish()
             if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(marks.copy_end)
-            self.clock.begin_step(marks)
+                torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
+            self.clock.begin_step(events)
             yield batch
             self.end_step()
 
@@ -146,13 +144,13 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> tuple[Batch, Marks]:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> tuple[Batch, BatchEvents]:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
-        marks, dataset = Marks(), self.loader.dataset
+        events, dataset = BatchEvents(), self.loader.dataset
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
             if self.side is not None and slot.consumed is not None:
                 self.side.wait_event(slot.consumed)
-            marks.copy_begin = self.clock.now()
+            events.copy_begin = self.clock.now()
             try:
                 fields = dataset.on_device(host.fields, slot)
             except RefusedError:
@@ -161,11 +159,12 @@ class Prefetcher:
             samples = slot.copy("", host.samples)  # no field has this name
             host.release(self.clock.now())
             if self.mixing is not None:
+                images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)
-                for name in self._images:
+                for name in images:
                     mixed, targets = self.mixing.apply(fields[name], unmixed, host.step)
                     fields[name] = slot.images(name, mixed.shape).copy_(mixed)
                 if self.mixing.label is not None:
                     fields[TARGET] = slot.copy(TARGET, targets)
-            marks.copy_end = self.clock.now()
-        return Batch(fields, samples, host.step), marks
+            events.copy_end = self.clock.now()
+        return Batch(fields, samples, host.step), events

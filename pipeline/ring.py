@@ -8,7 +8,6 @@ no pin-memory thread. It is split into tasks of TASK_ROWS images, so that all wo
 batch that is needed next. A slot is reused only after the copy out of it has completed.
 """
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -20,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -64,7 +63,7 @@ class LoaderError(RunError):
 
 @dataclass(eq=False)
 class Task:
-    """Rows of one slot to fill: a function of the samples, so any worker may run it."""
+    """Rows of one slot to fill: they depend on the samples only, so any worker may run it."""
 
     ring: int  # position in the pool
     slot: int
@@ -105,24 +104,19 @@ class Ring:
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
-        self.recent: deque[Reply] = deque(maxlen=256)  # the newest replies
+        self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
 
     @property
     def buffers(self) -> list[SharedArray]:
         return [*self.memory.values(), self.samples]
 
-    def sample_in_progress(self, task: Task) -> str:
-        """Return the name of the first sample of a task that is not yet complete."""
-        rows = self.samples.array[task.slot, task.row : task.row + len(task.samples)]
-        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
-        return self.dataset.name(int(task.samples[position, 1]))
-
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `Shares` for a worker."""
-        images = max(1, sum(reply.rows for reply in self.recent))
-        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in self.recent) / images
-        core_ms = 1e3 * sum(reply.core_seconds for reply in self.recent) / images
-        all_ms = 1e3 * sum(reply.seconds for reply in self.recent) / images
+        replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
+        images = max(1, sum(reply.rows for reply in replies))
+        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
+        core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
+        all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
         storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
         return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
 
@@ -130,36 +124,48 @@ class Ring:
 # In a worker.
 
 
-def run_task(tasks: list[Task], rings: Sequence[Ring], pipe: Any = None) -> Reply:
+def run_task(
+    tasks: list[Task], rings: Sequence[Ring], pipe: connection.Connection | None = None
+) -> Reply:
     """Fill the rows of the first task. The reply reports an exception; the worker goes on.
+
+    With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
 
     `pipe`: to read several samples at a time, at the end of the task also those of the next one,
     which is added to `tasks` as soon as the pipe has it; None to read one after the other.
     """
     task, ring = tasks[0], rings[tasks[0].ring]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
-    skipped: list[tuple[int, str]] = []
+    dataset, skips, skipped = ring.dataset, ring.max_bad_fraction is not None, []
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
-    ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
-    try:
-        for done, (epoch, index) in enumerate(task.samples.tolist()):
-            if pipe is not None:
-                _read_ahead(ring, tasks, done, pipe)
-            write = partial(_write_sample, ring, batch, task.row + done, epoch)
-            unreadable, found = _first_readable(ring, write, index)
-            ring.samples.array[task.slot, task.row + done] = epoch, found  # last: it is complete
-            skipped += unreadable
-    except BadImageError as error:
-        return Reply(error=str(error))
-    except LoaderError as error:
-        return Reply(error=str(error), trace="".join(traceback.format_exception(error.__cause__)))
+    dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
+    for done, (epoch, index) in enumerate(task.samples.tolist()):
+        if pipe is not None:
+            _read_ahead(ring, tasks, done, pipe)
+        row, unreadable = task.row + done, []
+        others = dataset.replacements(index) if skips else []
+        for found in chain([index], islice(others, MOST_TRIED)):
+            try:
+                _write(ring, batch, row, dataset.load(epoch, found))
+                break
+            except BadImageError as error:
+                unreadable.append((found, str(error)))
+            except Exception as error:  # e.g. out of memory: without a reply, `wait` would not end
+                reason = "the file was read; a transform or the dataset failed, see the traceback"
+                message = f"{dataset.name(found)}: {describe(error)}: {reason} above"
+                return Reply(error=message, trace=traceback.format_exc())
+        else:
+            none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
+            return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
+        ring.samples.array[task.slot, row] = epoch, found  # last: the row is complete
+        skipped += unreadable
     seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
     return Reply(len(task.samples), seconds, computing, waiting, skipped)
 
 
-def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: Any) -> None:
+def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: connection.Connection) -> None:
     """Begin to read the next files of the first task, near its end also those of the next one."""
     task = tasks[0]
     if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
@@ -168,58 +174,21 @@ def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: Any) -> None:
     ring.dataset.read_ahead(following[done : done + READ_AHEAD, 1].tolist())
 
 
-def _first_readable(
-    ring: Ring, write: Callable[[int], None], index: int
-) -> tuple[list[tuple[int, str]], int]:
-    """Write a sample or, with `max_bad_fraction`, the first readable one of its replacements.
-
-    `write`: writes the sample of an index into its row. Returns the unreadable samples that were
-    replaced, with their messages, and the index that the row holds. Raises BadImageError if the
-    sample and its replacements cannot be read, and LoaderError if a transform or the dataset
-    failed; the cause is its exception.
-    """
-    skips = ring.max_bad_fraction is not None
-    others = ring.dataset.replacements(index) if skips else []
-    unreadable: list[tuple[int, str]] = []
-    for found in chain([index], islice(others, MOST_TRIED)):
-        try:
-            write(found)
-        except BadImageError as error:
-            unreadable.append((found, str(error)))
-        except Exception as error:  # e.g. out of memory; the training process would wait forever
-            raise LoaderError(
-                f"{ring.dataset.name(found)}: {describe(error)}: the file was read; a transform "
-                "or the dataset failed, see the traceback above"
-            ) from error
-        else:
-            return unreadable, found
-    none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
-    raise BadImageError(f"{unreadable[0][1]}; {none if skips else REMEDY}")
-
-
-def _write_sample(
-    ring: Ring, batch: dict[str, np.ndarray], row: int, epoch: int, index: int
-) -> None:
-    """Make a sample and write its fields into a row of a batch."""
-    sample = ring.dataset.load(epoch, index)
+def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[str, Any]) -> None:
+    """Write the fields of a sample into a row of a batch."""
     for name, rows in batch.items():
         if name not in sample:
             if ring.fields[name].partial:
                 continue
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
         value, shape = np.asarray(sample[name]), rows.shape[1:]
-        place: Any = row
-        fits = value.shape == shape
-        if not fits and ring.fields[name].partial and value.ndim:  # perhaps it has fewer rows
-            place = row, slice(len(value))
-            fits = value.shape == rows[place].shape
         is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
-        if not fits or is_cut:
+        if value.shape != shape or is_cut:
             raise ValueError(
                 f"the field {name} is {value.dtype} {value.shape}, and the dataset states "
                 f"{rows.dtype} {shape} in `fields`"
             )
-        rows[place] = value
+        rows[row] = value
 
 
 def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
@@ -254,27 +223,25 @@ def _exit_with_parent() -> None:
 
 def start_forkserver() -> None:
     """Start the process that forks the workers, and do not wait for its imports (a second)."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    with _starting_children(tracker=True):
+    with _starting_children():
         forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def _starting_children(*, tracker: bool) -> Iterator[None]:
+def _starting_children() -> Iterator[None]:
     """Start child processes with the signals blocked that workers ignore.
 
     The forkserver and the resource tracker keep them blocked. The children do not import the main
     script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
-    `tracker`: start the resource tracker first, because its start unblocks the signals.
     """
+    multiprocessing.set_forkserver_preload(PRELOAD)
     main: Any = vars(sys.modules["__main__"])
     hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
-        if tracker:
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # it has unblocked some
         yield
     except (OSError, EOFError) as error:
         reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
@@ -292,52 +259,36 @@ class Worker:
     pipe: connection.Connection
     tasks: deque[Task] = field(default_factory=deque)
 
-    @classmethod
-    def start(cls, start_method: str, rings: Sequence[Ring]) -> "Worker":
-        context: Any = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(PRELOAD)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=worker_main, args=(theirs, rings), daemon=True)
-        with _starting_children(tracker=start_method != "fork"):
-            process.start()
-        theirs.close()
-        return cls(process, ours)
-
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
     """Workers for the rings of training and validation, for the whole run.
 
     It starts no thread: replies are handled inside `submit`, `done`, `wait` and `activate`, so that
-    nothing competes with the training loop for the GIL. With `workers=0` tasks run in this process.
-    A process is kept until the end of the run: an idle one costs memory only, and ten new ones take
-    seconds to start.
+    nothing competes with the training loop for the GIL. Until `activate` starts workers, tasks run
+    in this process. A worker is kept until the end of the `with` block, which kills all of them: an
+    idle one costs memory only, and ten new ones take seconds to start.
 
     Args:
-        workers: number of processes to start; all of them are active.
         prefetch_factor: tasks sent to a worker ahead of its replies.
-        timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
+        timeout_seconds: `wait` fails if no worker replies for this long.
     """
 
     def __init__(
         self,
         rings: Sequence[Ring],
         *,
-        workers: int,
         prefetch_factor: int = 2,
         timeout_seconds: float = 120.0,
         start_method: str = "forkserver",
     ) -> None:
         self.rings = list(rings)
         self.prefetch_factor = prefetch_factor
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = min(timeout_seconds, 1e6)  # poll(2) waits at most 24 days
         self.start_method = start_method
         self.waiting: deque[Task] = deque()
         self.unreadable: set[int] = set()  # training samples that were replaced
         self.workers: list[Worker] = []
         self.active = 0  # workers that receive tasks: the first ones
-        atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
-        self.activate(workers)
 
     @property
     def pids(self) -> list[int]:
@@ -347,11 +298,17 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         """Send tasks to the first `workers` workers, and start those that are missing.
 
         The others finish their tasks and are idle. At least one worker that has been started stays
-        active; without any, tasks run in this process.
+        active. Raises a LoaderError if the system refuses to start one.
         """
         self.active = max(workers, min(1, len(self.workers)))
+        context: Any = multiprocessing.get_context(self.start_method)
         while len(self.workers) < self.active:
-            self.workers.append(Worker.start(self.start_method, self.rings))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=worker_main, args=(theirs, self.rings), daemon=True)
+            with _starting_children():
+                process.start()
+            theirs.close()
+            self.workers.append(Worker(process, ours))
         self._dispatch()
 
     def submit(self, task: Task) -> Task:
@@ -371,14 +328,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
         Raises LoaderError if a task failed, its worker died, or none replied within the timeout.
         """
-        replied = time.monotonic()  # the timeout counts the time of waiting only
         while not all(task.done for task in tasks):
             if not self.workers:
-                task = self.waiting.popleft()
-                self._finish(task, run_task([task], self.rings))
-            elif self._receive(timeout=min(self.timeout_seconds, 5.0)):
-                replied = time.monotonic()
-            elif time.monotonic() - replied > self.timeout_seconds:
+                self.run(self.waiting.popleft())
+            elif not self._receive(self.timeout_seconds):
                 busy = [worker for worker in self.workers if worker.tasks]
                 names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
                 raise LoaderError(
@@ -386,12 +339,61 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     f"still reading {', '.join(names) or 'nothing'}; check the storage"
                 )
 
-    def accept(self, reply: Reply, ring: Ring) -> None:
-        """Count the unreadable samples that a task replaced.
+    def run(self, task: Task) -> None:
+        """Run a task in this process. Raises LoaderError if it failed."""
+        self._finish(task, run_task([task], self.rings))
 
-        Raises LoaderError if there are too many, or if the task failed. The traceback of an error
-        in a transform is logged.
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.kill()
+        # One pause for all: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self.workers = []
+
+    def _dispatch(self) -> None:
+        while self.waiting and self.workers:
+            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
+            if len(worker.tasks) >= self.prefetch_factor:
+                return
+            worker.tasks.append(self.waiting.popleft())
+            with contextlib.suppress(OSError):  # it has died, which `_receive` finds out
+                worker.pipe.send(worker.tasks[-1])
+
+    def _receive(self, timeout: float) -> bool:
+        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
+        ready = connection.wait([worker.pipe for worker in self.workers], timeout)
+        for worker in self.workers:
+            if worker.pipe in ready:
+                try:
+                    while worker.pipe.poll():  # all replies: the next call may be a step away
+                        reply = worker.pipe.recv()
+                        self._finish(worker.tasks.popleft(), reply)
+                except (EOFError, OSError):
+                    worker.process.join(STOP_SECONDS)
+                    code = worker.process.exitcode
+                    killed = "SIGKILL: is the host out of memory?"
+                    cause = killed if code == -signal.SIGKILL else f"exit status {code}"
+                    sample = f" while it made {self._current(worker)}" if worker.tasks else ""
+                    raise LoaderError(
+                        f"loader worker {worker.process.pid} died ({cause}){sample}; the same "
+                        "command resumes from the last checkpoint; if memory is short, set fewer "
+                        "loader.workers"
+                    ) from None
+        self._dispatch()
+        return bool(ready)
+
+    def _finish(self, task: Task, reply: Reply) -> None:
+        """Record a reply, and the unreadable samples that the task replaced.
+
+        Raises LoaderError if they are too many, or if the task failed. The traceback of an error in
+        a transform is logged.
         """
+        task.done = True
+        ring = self.rings[task.ring]
+        ring.replies.append(reply)
         for index, message in reply.skipped:
             if index not in self.unreadable:
                 self.unreadable.add(index)
@@ -409,70 +411,13 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 "ones, or raise this limit"
             )
 
-    def close(self) -> None:
-        """Kill all workers, and drop their tasks."""
-        atexit.unregister(self.close)
-        for worker in self.workers:
-            worker.pipe.close()
-            worker.process.kill()
-        # One pause for all: a worker that reads from a stuck mount does not end.
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in self.workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-        for task in [*self.waiting, *(task for w in self.workers for task in w.tasks)]:
-            task.done = True
-        self.workers = []
-        self.waiting.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _dispatch(self) -> None:
-        while self.waiting and self.workers:
-            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
-            if len(worker.tasks) >= self.prefetch_factor:
-                return
-            worker.tasks.append(self.waiting.popleft())
-            try:
-                worker.pipe.send(worker.tasks[-1])
-            except OSError:
-                raise self._death(worker) from None
-
-    def _receive(self, timeout: float) -> bool:
-        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
-        ready = connection.wait([worker.pipe for worker in self.workers], timeout)
-        for worker in self.workers:
-            if worker.pipe in ready:
-                try:
-                    while worker.pipe.poll():  # all replies: the next call may be a step away
-                        reply = worker.pipe.recv()
-                        self._finish(worker.tasks.popleft(), reply)
-                except (EOFError, OSError):
-                    raise self._death(worker) from None
-        self._dispatch()
-        return bool(ready)
-
-    def _finish(self, task: Task, reply: Reply) -> None:
-        """Record a reply."""
-        task.done = True
-        ring = self.rings[task.ring]
-        self.accept(reply, ring)
-        ring.recent.append(reply)
-
     def _current(self, worker: Worker) -> str:
+        """Return the name of the first sample of a worker's task that is not yet complete."""
         task = worker.tasks[0]
-        return self.rings[task.ring].sample_in_progress(task)
-
-    def _death(self, worker: Worker) -> LoaderError:
-        """Say that a worker died, why and at which sample."""
-        worker.process.join(STOP_SECONDS)
-        code = worker.process.exitcode
-        cause = "SIGKILL: is the host out of memory?" if code == -9 else f"exit status {code}"
-        sample = f" while it made {self._current(worker)}" if worker.tasks else ""
-        return LoaderError(
-            f"loader worker {worker.process.pid} died ({cause}){sample}; the same command resumes "
-            "from the last checkpoint; if memory is short, set fewer loader.workers"
-        )
+        ring = self.rings[task.ring]
+        rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
+        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
+        return ring.dataset.name(int(task.samples[position, 1]))
 
 
 @dataclass(eq=False)
@@ -487,19 +432,19 @@ class Loader:
     def __post_init__(self) -> None:
         self.ring = self.pool.rings[self.number]
         self.dataset, self.batch_size = self.ring.dataset, self.ring.batch_size
-        self.ahead = self.ring.slots - self.in_use
-        assert self.ahead >= 1, "the ring needs a slot more than its consumer uses"
+        self.queue_size = self.ring.slots - self.in_use
+        assert self.queue_size >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
+        """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
         for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(tasks)
         self._queue.clear()
         following = start
         while following < stop or self._queue:
-            while following < stop and len(self._queue) < self.ahead:
+            while following < stop and len(self._queue) < self.queue_size:
                 self._queue.append((following, self._submit(following)))
                 following += 1
             step, tasks = self._queue.popleft()
@@ -532,8 +477,8 @@ class Loader:
 
         Raises LoaderError if an image cannot be read, and names it.
         """
-        task = Task(self.number, batch.step % self.ring.slots, 0, self.samples(batch.step))
-        self.pool.accept(run_task([task], self.pool.rings), self.ring)
+        slot = batch.step % self.ring.slots
+        self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
 def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:

@@ -10,9 +10,9 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from multiprocessing import reduction
 from typing import Any
 
@@ -73,55 +73,55 @@ class SharedArray:
             close(self._fd)
 
 
-class Pinned(AbstractContextManager["Pinned"]):
-    """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
+_locked: dict[int, int] = {}  # address -> bytes that `page_locked` has locked in this process
+
+
+@contextmanager
+def page_locked(arrays: Sequence[SharedArray]) -> Iterator[None]:
+    """Page-lock arrays in the `with` block, so that copies to a GPU are asynchronous.
 
     It saves the copy into pinned memory that torch's DataLoader makes. If one array cannot be
-    page-locked, all of them remain ordinary memory, with a warning. Attribute `locked`: address ->
-    bytes of the arrays; empty if they are not page-locked.
+    page-locked, all of them remain ordinary memory, with a warning. No copy from them may be in
+    progress at the end of the block.
     """
+    # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the next
+    # kernel launch of the same thread.
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(_lock, arrays, torch.cuda.current_device()).result()
+    if failed:
+        logger.warning(
+            "loader.pin_memory: %s, so the batch buffers are ordinary memory and copies to the GPU "
+            "are slower; raise ulimit -l or the memory limit",
+            failed,
+        )
+    try:
+        yield
+    finally:
+        _unlock(arrays)
 
-    total_bytes = 0  # page-locked by this process
 
-    def __init__(self, arrays: Sequence[SharedArray]) -> None:
-        self.locked: dict[int, int] = {}
-        # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the
-        # next kernel launch of the same thread.
-        with ThreadPoolExecutor(1) as thread:
-            failed = thread.submit(self._lock, arrays, torch.cuda.current_device()).result()
-        if failed:
-            logger.warning(
-                "loader.pin_memory: %s, so the batch buffers are ordinary memory and copies to the "
-                "GPU are slower; raise ulimit -l or the memory limit",
-                failed,
-            )
+def _lock(arrays: Sequence[SharedArray], device: int) -> str:
+    """Page-lock all arrays, or none; return what failed."""
+    torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
+    for shared in arrays:
+        address, size = shared.array.ctypes.data, shared.array.nbytes
+        error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(error) != 0:
+            _unlock(arrays)
+            return f"{size / 2**20:.1f} MiB cannot be page-locked ({error})"
+        _locked[address] = size
+    return ""
 
-    def _lock(self, arrays: Sequence[SharedArray], device: int) -> str:
-        """Page-lock all arrays, or none; return what failed."""
-        torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
-        for shared in arrays:
-            address, size = shared.array.ctypes.data, shared.array.nbytes
-            error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-            if int(error) != 0:
-                self.release()
-                return f"{size / 2**20:.1f} MiB cannot be page-locked ({error})"
-            self.locked[address] = size
-            Pinned.total_bytes += size
-        return ""
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Unlock the arrays. No copy from them may be in progress."""
-        for address, size in self.locked.items():
+def _unlock(arrays: Sequence[SharedArray]) -> None:
+    for shared in arrays:
+        address = shared.array.ctypes.data
+        if _locked.pop(address, None) is not None:
             torch.cuda.cudart().cudaHostUnregister(address)
-            Pinned.total_bytes -= size
-        self.locked = {}
 
 
 def page_locked_bytes() -> int:
-    """Return the page-locked memory of this process: that of `Pinned` and that of torch."""
+    """Return the bytes of page-locked memory of this process: that of `page_locked` and torch's."""
     # torch rounds each block up to a power of two, and keeps it for the next tensor.
     torch_bytes: int = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    return Pinned.total_bytes + torch_bytes
+    return sum(_locked.values()) + torch_bytes

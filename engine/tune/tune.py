@@ -97,7 +97,7 @@ def tune(
         lines = [f"not measured, workers={pool.active}: {few}"]
     elif feed.measured:
         began = time.perf_counter()
-        pool.activate(min(PROBE_WORKERS, feed.cores))
+        pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
             with untouched(state):
                 found = tuner.measure()
@@ -237,12 +237,13 @@ class Tuner:
         self.configure(mode, workers, self.demand)
         loader = self.feed.train.loader
         # What workers and device share is right after the batches begun with the first guess.
-        warm = WARM_BATCHES + (max(self.world.all_gather(loader.ahead)) if mode != "cpu" else 0)
+        queued = max(self.world.all_gather(loader.queue_size)) if mode != "cpu" else 0
+        warm = WARM_BATCHES + queued
         for position, batch in enumerate(self.batches(warm + steps)):
             if position == warm:
                 self.synchronize()
                 self.feed.train.clock.shares()
-                loader.ring.recent.clear()
+                loader.ring.replies.clear()
             self.step(batch)
         found = self.feed.shares(steps)
         assert found is not None
@@ -262,7 +263,7 @@ class Tuner:
 
     def max_workers(self, mode: str) -> int:
         """Number of workers of this rank for which there are cores."""
-        return self.feed.train.loader.dataset.workers_in(mode, self.feed.cores)
+        return self.feed.train.loader.dataset.workers_in(mode, self.feed.num_cores)
 
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
@@ -272,11 +273,11 @@ class Tuner:
         """
         most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
-        return max(1, min(self.feed.most, math.floor(most * waiting)))
+        return max(1, min(self.feed.max_workers, math.floor(most * waiting)))
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
-        self.feed.train.loader.pool.activate(min(workers, self.feed.most))
+        self.feed.train.loader.pool.activate(min(workers, self.feed.max_workers))
         self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
 
     def batches(self, count: int) -> Iterator[Batch]:
@@ -326,10 +327,10 @@ class Tuner:
         for batch in loader.batches(self.next_step, self.next_step + MOST_STEPS):
             batch.release(None)
             if batch.step == self.next_step:  # every worker has begun
-                loader.ring.recent.clear()
+                loader.ring.replies.clear()
             elif time.perf_counter() - began > MEASURE_SECONDS / 2:
                 break
-        return Shares(**loader.ring.worker_ms()), batch.step + 1 + loader.ahead
+        return Shares(**loader.ring.worker_ms()), batch.step + 1 + loader.queue_size
 
     def try_mode(self, mode: str) -> str | None:
         """Make some batches in a mode; return why it fails, or None.

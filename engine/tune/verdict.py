@@ -93,7 +93,7 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
         smaller = ["re-encode the images once with scripts/prepare.py --side 352"]
     decoder, typed = feed.train.loader.dataset.decoder, {loader.workers, loader.decoder} != {"auto"}
     if compute.device.type == "cpu":  # where auto measures nothing: these may be its values
-        typed = loader.workers not in ("auto", feed.cores) or loader.decoder == "pillow"
+        typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
     if typed:
         found = ["set loader.workers=auto and loader.decoder=auto in a new run"]
     compiler = ["install a C compiler for loader.decoder=region"]

@@ -18,7 +18,7 @@ from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.clock import Marks, StepClock
+from pipeline.clock import BatchEvents, StepClock
 from tests.batches import batch_of, on_device, toy_loss
 from tests.models.test_vit import short_vit
 from tests.optimizers import OPTIMIZERS
@@ -159,7 +159,7 @@ def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.Mo
     with step:
         for number in range(STEPS):
             batch = random_batch(compute, number)
-            clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
+            clock.begin_step(BatchEvents(copy_begin=clock.now(), copy_end=clock.now()))
             clock.mark("ready")
             step(batch)
             clock.end_step()

@@ -30,7 +30,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     loader: Any = SimpleNamespace(batch_size=32, dataset=dataset)
     world: Any = SimpleNamespace(size=1, broadcast=lambda make: make())
     train = SimpleNamespace(loader=loader)
-    feed: Any = SimpleNamespace(train=train, modes=("cpu",), most=MOST, cores=MOST)
+    feed: Any = SimpleNamespace(train=train, modes=("cpu",), max_workers=MOST, num_cores=MOST)
     never: Any = None
     tuner = Recorded(feed, never, never, world, never, 0)
     tuner.probe, tuner.demand = Shares(cpu_ms=1e3 / probed), demand

@@ -21,7 +21,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.index import Index, load_index
 from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.shared import Pinned, SharedArray
+from pipeline.shared import SharedArray, page_locked
 from tests.batches import on_device
 
 SIZE = 32  # side of the images in pixels
@@ -122,12 +122,13 @@ def open_loader(
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
-    options: dict[str, Any] = {"workers": workers, "start_method": start_method}
     with ExitStack() as stack:
         if pinned:
-            stack.enter_context(Pinned(ring.buffers))
-        pool = Pool([ring], timeout_seconds=1000, **options)  # the machine may be busy
-        yield Loader(stack.enter_context(pool), 0, sampler.samples, in_use=in_use)
+            stack.enter_context(page_locked(ring.buffers))
+        # the machine may be busy
+        pool = stack.enter_context(Pool([ring], timeout_seconds=1000, start_method=start_method))
+        pool.activate(workers)
+        yield Loader(pool, 0, sampler.samples, in_use=in_use)
 
 
 @contextmanager

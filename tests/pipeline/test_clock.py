@@ -1,12 +1,11 @@
 """The clock's CUDA path without a GPU: which figures are read, and when the host waits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from pipeline.clock import Marks, StepClock
+from pipeline.clock import BatchEvents, StepClock
 from tests.conftest import Clock
 
 
@@ -51,12 +50,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def run(clock: StepClock, gpu: Gpu, *, copied: float, begin: float, end: float) -> None:
     """One batch, by the times at which its copy ends, its step begins and its step ends."""
-    marks = Marks()
-    marks.copy_begin = clock.now()
+    events = BatchEvents(copy_begin=clock.now())
     gpu.now = copied
-    marks.copy_end = clock.now()
+    events.copy_end = clock.now()
     gpu.now = begin
-    clock.begin_step(marks)
+    clock.begin_step(events)
     gpu.now = end
     clock.end_step()
 
@@ -67,9 +65,9 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def at_once(clock: StepClock) -> Marks:
+def at_once(clock: StepClock) -> BatchEvents:
     """A batch whose copy takes no time."""
-    return Marks(copy_begin=clock.now(), copy_end=clock.now())
+    return BatchEvents(copy_begin=clock.now(), copy_end=clock.now())
 
 
 def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
@@ -88,35 +86,16 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
     clock = started(cuda=True)
     for seconds in (60, 1, 2, 4):
         run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
+        gpu.finished = 60_000  # the host is ahead, except before the second step
     assert gpu.waits == []
 
-    def read(steps: int | None, **options: Any) -> tuple[int, float] | None:
+    def read(steps: int | None, **options: Any) -> tuple[int, float, float] | None:
         shares = clock.shares(steps, **options)
-        return shares and (shares.steps, shares.seconds)
+        return shares and (shares.steps, shares.seconds, shares.drained)
 
-    assert [read(0), read(2, skip=1), read(1, skip=9)] == [None, (1, 1), (1, 2)]
-    assert read(9) == (1, 4)
+    assert [read(0), read(2, skip=1), read(1, skip=9)] == [None, (1, 1, 1.0), (1, 2, 0.0)]
+    assert read(9) == (1, 4, 0.0)
     assert gpu.waits == [61_000, 63_000, 67_000] and clock.shares() is None
-
-
-def test_a_drained_device_is_counted(gpu: Gpu) -> None:
-    clock = started(cuda=True)
-    run(clock, gpu, copied=0, begin=0, end=10)  # the host is ahead
-    gpu.finished = 10
-    run(clock, gpu, copied=10, begin=10, end=20)
-    shares = clock.shares()
-    assert shares is not None and shares.drained == 0.5
-
-
-@pytest.fixture
-def has_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the seconds in which this thread has waited for a core."""
-
-    def waited(seconds: float) -> None:
-        monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: seconds)
-
-    waited(0.0)
-    return waited
 
 
 def test_points_within_a_graph_are_read_once_per_second(gpu: Gpu, clock: Clock) -> None:
@@ -162,7 +141,9 @@ def test_long_steps_are_measured_no_more_often(gpu: Gpu, clock: Clock, long: int
     assert sum(own > 500 for own, _ in found.parts) < len(found.parts) / 5
 
 
-def test_points_within_a_step_on_a_cpu(clock: Clock, has_cores: Callable[[float], None]) -> None:
+def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
+    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: next(waited))
     found = started(cuda=False)
     found.mark("averaged")  # outside of a step
     for exchange in (5, 3, 3):  # in the first step, the other rank computes until later
@@ -177,7 +158,6 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, has_cores: Callable[[float]
         found.end_step()
     found.begin_step(at_once(found))
     found.end_step()  # computes no gradient
-    has_cores(3.0)
     shares = found.shares()
     assert shares is not None
     assert list(found.parts) == [(4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0)]

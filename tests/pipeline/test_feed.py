@@ -55,7 +55,7 @@ def test_workers(
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
     with opened(image_root, f"loader.workers={workers}", kind=Moded, modes=modes) as found:
         pool, slots = found.train.loader.pool, found.train.loader.ring.slots
-        assert (pool.active, len(pool.workers), found.most, slots) == counts
+        assert (pool.active, len(pool.workers), found.max_workers, slots) == counts
         why = f"{'to be measured; ' if measured else ''}there are cores for 3"
         workers = "1 worker" if counts[0] == 1 else f"{counts[0]} workers"
         assert found.line() == f"loader   {workers} ({why}), decoder {decoder}"

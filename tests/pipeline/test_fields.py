@@ -120,12 +120,6 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields], worke
         assert batch.step == 1 and batch.valid.sum() == 3
 
 
-PARTIAL: Fields = {
-    "file": Field(np.uint8, (5, 2), partial=True),
-    "scale": Field(np.float32, partial=True),
-}
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("changed", "reason"),
@@ -134,39 +128,31 @@ PARTIAL: Fields = {
         ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
         ({"mask": np.zeros((12, 12))}, r"field mask is float64 .* states uint8 \(12, 12\) "),
         ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
-        ({"file": np.zeros((6, 2), np.uint8)}, r"field file is uint8 \(6, 2\), .* uint8 \(5, 2\) "),
-        ({"file": np.zeros((2, 3), np.uint8)}, r"field file is uint8 \(2, 3\), .* uint8 \(5, 2\) "),
     ],
 )
 def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: int) -> None:
-    fields = only("image", "mask", "number")
     with (
-        opened(lambda side: fields(side) | PARTIAL, workers=workers, **changed) as feed,
+        opened(only("image", "mask", "number"), workers=workers, **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
     ):
         list(feed.train.batches(0, 3))
 
 
-def test_a_sample_may_lack_a_partial_field_or_some_of_its_rows() -> None:
-    """The rest of its memory is left as it was, and the other fields arrive."""
+def test_a_sample_may_lack_a_partial_field() -> None:
+    """Its memory is left as it was, and the other fields arrive."""
 
     class Short(Noise):
         def load(self, epoch: int, index: int) -> dict[str, Any]:
             sample = super().load(epoch, index)
-            if index % 3:
-                return sample | {"file": np.full((index % 6, 2), index), "scale": index}
-            return {"image": sample["image"]}
+            return sample | {"box": [index, index]} if index % 3 else {"image": sample["image"]}
 
-    dataset = Short(8, only("image")(SIDE) | PARTIAL)
+    dataset = Short(8, only("image")(SIDE) | {"box": Field(np.float32, (2,), partial=True)})
     with open_loader(dataset, workers=0, slots=2) as loader:
-        for rows in loader.ring.memory.values():
-            rows.array[:] = 77
+        loader.ring.memory["box"].array[:] = 77
         for batch in loader.batches(0, 2):
-            for row, (_, index) in enumerate(batch.samples.tolist()):
-                given = index % 6 if index % 3 else 0
-                expected = np.array([index] * given + [77] * (5 - given))
-                np.testing.assert_array_equal(batch.fields["file"][row], expected[:, None] + [0, 0])
-                assert batch.fields["scale"][row] == (index if given else 77)
+            expected = [index if index % 3 else 77 for index in batch.samples[:, 1].tolist()]
+            assert batch.fields["box"].tolist() == [[each, each] for each in expected]
+            assert batch.fields["image"].any(dim=(1, 2, 3)).all()
     assert Batch.zeros(dataset.fields, CPU).fields.keys() == {"image"}
 
 

@@ -16,16 +16,8 @@ from tests.processes import run_command
 @pytest.fixture(autouse=True)
 def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program read these files, which do not exist yet, instead of those of the machine."""
-    for name in ("GROUPS", "MOUNT", "CPUS"):
+    for name in ("GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
-
-
-def write_groups(lines: str, files: dict[str, str]) -> None:
-    """Write /proc/self/cgroup and files below /sys/fs/cgroup."""
-    machine.GROUPS.write_text(lines)
-    for name, text in files.items():
-        (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
-        (machine.MOUNT / name).write_text(text + "\n")
 
 
 # Cores.
@@ -47,29 +39,11 @@ V2 = "1:cpu:/old\n0::/a/b\n"
 )
 def test_quota(lines: str, files: dict[str, str], cores: float) -> None:
     assert machine.cpu_quota() == math.inf  # without control groups
-    write_groups(lines, files)
+    machine.GROUPS.write_text(lines)
+    for name, text in files.items():
+        (machine.MOUNT / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.MOUNT / name).write_text(text + "\n")
     assert machine.cpu_quota() == cores
-
-
-@pytest.mark.parametrize(
-    ("allowed", "siblings", "threads"),
-    [
-        (16, "0", 1),
-        (16, "0,4", 2),
-        (16, "0-1,8-9", 4),
-        (16, None, 1),
-        (4, "0,4", 1),  # the affinity mask leaves one of them out
-    ],
-)
-def test_threads_per_core(
-    monkeypatch: pytest.MonkeyPatch, allowed: int, siblings: str | None, threads: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
-    if siblings is not None:
-        topology = machine.CPUS / "cpu0" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings + "\n")
-    assert machine.threads_per_core() == threads
 
 
 @pytest.mark.parametrize(
@@ -81,13 +55,12 @@ def test_threads_per_core(
         ({"cores": 16, "cpu_quota": 0.5}, 1, 1),
         ({"cores": 128}, 8, 15),
         ({"cores": 4}, 8, 1),
-        ({"cores": 16, "threads_per_core": 2}, 1, 14),  # a whole core, both of its threads
     ],
 )
 def test_cores_for_workers(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, float], ranks: int, workers: int
 ) -> None:
-    for name, value in ({"threads_per_core": 1} | found).items():
+    for name, value in found.items():
         monkeypatch.setattr(machine, name, lambda value=value: value)
     assert machine.cores_for_workers(ranks) == workers
 
@@ -95,7 +68,6 @@ def test_cores_for_workers(
 def test_system_without_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert machine.cores() == os.cpu_count()
-    assert machine.threads_per_core() == 1
 
 
 # Open files.

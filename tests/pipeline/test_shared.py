@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conf.schema import UserError
-from pipeline.shared import Pinned, SharedArray, page_locked_bytes
+from pipeline.shared import SharedArray, page_locked, page_locked_bytes
 from tests.limits import file_size_limit
 from tests.processes import HANGS_SECONDS, needs_linux
 
@@ -97,11 +97,10 @@ def test_all_buffers_or_none_are_page_locked(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
-    with Pinned(arrays) as pinned:
-        assert sorted(pinned.locked) == sorted(locked) and len(locked) == (2 if most == 9 else 0)
+    with page_locked(arrays):
+        assert len(locked) == (2 if most == 9 else 0)
         assert page_locked_bytes() == (8 * 9 + 7 * 8 if most == 9 else 0)
-        pinned.release()
-        assert not pinned.locked and not locked and page_locked_bytes() == 0
+    assert not locked and page_locked_bytes() == 0
     warning = "loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch buffers are "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
@@ -111,14 +110,14 @@ def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> N
     """Page-locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
-    with Pinned(arrays) as pinned:
-        assert len(pinned.locked) == 2 and pixels[3].is_pinned()
+    with page_locked(arrays):
+        assert pixels[3].is_pinned() and labels.is_pinned()
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with Pinned(arrays) as pinned:
+    with page_locked(arrays):
         assert float(torch.ones(5, device="cuda").sum()) == 5
-        assert not pinned.locked and not pixels.is_pinned()
+        assert not pixels.is_pinned()
         assert caplog.text.count("cannot be page-locked") == 1
         assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
     assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0

@@ -94,7 +94,7 @@ def test_slow_input(
     with open_run(image_root, kind=kind, workers=workers) as (feed, verdict):
         loader = feed.train.loader
         images = sum(len(batch.samples) for batch in feed.train.batches(0, 12))
-        replies = loader.ring.recent
+        replies = loader.ring.replies
         seconds = sum(r.seconds for r in replies) / sum(r.rows for r in replies)
         seconds *= images / max(1, workers)
         row = WAITED._replace(steps=12, seconds=seconds, rate=images / seconds, workers=workers)
@@ -235,7 +235,7 @@ def test_remedies_that_apply(
     computed = compute(device=torch.device(device), compile=mode)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    feed: Any = SimpleNamespace(config=config, train=train, cores=4)
+    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
     found = remedies(computed, feed)[stage]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
 

@@ -106,7 +106,7 @@ def tune(
     dataset = SimpleNamespace(workers_in=workers_in)
     train = SimpleNamespace(loader=SimpleNamespace(batch_size=32, dataset=dataset))
     most, cores = 2 * host.cores, host.cores - 1
-    feed: Any = SimpleNamespace(train=train, modes=modes, most=most, cores=cores)
+    feed: Any = SimpleNamespace(train=train, modes=modes, max_workers=most, num_cores=cores)
     never: Any = None
     tuner = SimulatedTuner(
         *(feed, never, never, ALONE, never, 0),

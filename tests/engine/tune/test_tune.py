@@ -52,7 +52,7 @@ def tuner_of(
     world: World = ALONE,
 ) -> Tuner:
     """On a machine that has cores for so many workers."""
-    feed.cores = cores
+    feed.num_cores = cores
     return Tuner(feed, step, compute(), world, StopSignal(replace(world, size=1)), 0)
 
 
@@ -61,11 +61,11 @@ def test_times_of_a_worker() -> None:
     ring = Ring(FakeDataset(8, 2, 8), batch_size=8, slots=1)
     assert ring.worker_ms() == {"cpu_ms": 0, "storage_ms": 0, "core_ms": 0}
     replies = [Reply(8, 0.5, 0.16, 0.32), Reply(24, 2.7, 0.48, 0.96)]
-    ring.recent.extend(replies)
+    ring.replies.extend(replies)
     found = Shares(**ring.worker_ms())
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((20, 40, 40))
     assert found.per_worker == pytest.approx(10)
-    ring.recent.extend(reply._replace(core_seconds=9 * reply.seconds) for reply in replies)
+    ring.replies.extend(reply._replace(core_seconds=9 * reply.seconds) for reply in replies)
     assert ring.worker_ms()["storage_ms"] == 0  # the two clocks may differ slightly
 
 

@@ -18,7 +18,6 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     """Measure on a CPU, with four simulated cores; the step and a worker for some seconds."""
     patch(feed, "is_measured", lambda config, *_: config.loader.workers == "auto")
     patch(machine, "cores", lambda: 4)
-    patch(machine, "threads_per_core", lambda: 1)
     patch(machine, "cpu_quota", lambda: math.inf)
     patch(tune, "FEWEST_BATCHES", 0)
     patch(tune, "MEASURE_SECONDS", seconds)
