@@ -3,11 +3,14 @@
 import hashlib
 import os
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -17,19 +20,10 @@ from pipeline.build import build_datasets
 from pipeline.class_names import imagenet_names
 from pipeline.decode import describe
 from pipeline.index import Index
-from scripts.lib.checks import (
-    Case,
-    Examined,
-    NotChecked,
-    Row,
-    fail,
-    few,
-    in_threads,
-    ok,
-    sample,
-    warn,
-)
+from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, sample, warn
 
+T = TypeVar("T")
+CHUNK = 1000  # results that wait: a future for each of a million files would take gigabytes
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
@@ -61,9 +55,8 @@ def data(case: Case) -> Iterator[Row]:
         counts = np.bincount(index.labels.array, minlength=len(index.classes))
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
-    for root, found in {index.root: index.left_out for index in case.splits().values()}.items():
-        if found:
-            yield warn(f"{root}: {found}")
+    left_out = {index.root: index.left_out for index in case.splits().values()}
+    yield from (warn(f"{root}: {found}") for root, found in left_out.items() if found)
 
 
 def class_order(case: Case) -> Iterator[Row]:
@@ -84,6 +77,16 @@ def class_order(case: Case) -> Iterator[Row]:
         yield ok(f"by name, {span}: label i is the i-th class")
 
 
+def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) -> Iterator[T]:
+    """Yield the results in order; a terminal shows the progress."""
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(rows), CHUNK):
+            if len(rows) > CHUNK and sys.stderr.isatty():
+                text = f"{start:,} of {len(rows):,} files\x1b[K\r"
+                print(text, end="", file=sys.stderr, flush=True)
+            yield from pool.map(function, rows[start : start + CHUNK])
+
+
 def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
@@ -92,25 +95,21 @@ def readable(case: Case) -> Iterator[Row]:
         look = partial(examine, index, decode.resolve("auto"))
         files = case.examined[name] = list(in_threads(cores, look, rows))
         count = count_of(case, name)
-        bad = tuple(
-            f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem
-        )
+        bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
             skips = name == "train" and config.on_error == "skip"
             cure = "replace or remove them"
             cure += ", or set data.on_error=skip" if name == "train" else ""
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
-            yield (warn if skips else fail)(text, cure, bad)
+            yield (warn if skips else fail)(text, cure, tuple(bad))
         else:
             yield ok(f"{name}: {count} decoded without errors")
-        slow = [file for file in files if file.seconds > SLOW_SAMPLE_SECONDS]
+        slow = [f for f in files if f.seconds > SLOW_SAMPLE_SECONDS]
         if slow:
-            yield warn(
-                f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read",
-                "copy them again or to another disk, or check the storage",
-                tuple(f"{file.path}: {file.seconds:.1f} s" for file in slow),
-            )
+            text = f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read"
+            cure = "copy them again or to another disk, or check the storage"
+            yield warn(text, cure, tuple(f"{f.path}: {f.seconds:.1f} s" for f in slow))
 
 
 def examine(index: Index, decoder: str, row: int) -> Examined:
@@ -171,8 +170,8 @@ def duplicates(case: Case) -> Iterator[Row]:
     train, val = case.splits().values()
     rows = [file.row for file in case.examined.get("val", [])]
     pairs = duplicates_of(val, rows, train)
-    count = count_of(case, "val")
-    text = f"{len(pairs):,} of {count} validation images are copies of training images"
+    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images"
+    text += " are copies of training images"
     details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
     labels, others = val.labels.array, train.labels.array
     elsewhere = sum(labels[a] != others[b] for a, b in pairs)

@@ -112,13 +112,13 @@ def gpu_rows(get: Callable[..., Any]) -> list[Row]:
 
 
 def plan(case: Case) -> Iterator[Row]:
+    """Build the parts of the training, as far as they need no ranks."""
     device = resolve_device(case.config.train.device, 0, case.ranks)
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
-    if config.train.prepare is not None:  # it may have changed the size of the images
-        case.datasets = build_datasets(config)
-    datasets, world = case.datasets, World(0, case.ranks, 0, case.ranks, device)
+    # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
+    datasets, world = build_datasets(config, device), World(0, case.ranks, 0, case.ranks, device)
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
