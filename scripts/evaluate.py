@@ -17,7 +17,7 @@ Exit status: 0 evaluated, 1 failed, 2 wrong arguments.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,20 +55,21 @@ from torch import Tensor, nn
 import train
 from conf import strict_json
 from engine.checkpoint import provenance, write_json
-from engine.compute import autocast, dtype_of
+from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
 from engine.schedule import make_schedule
 from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
-from pipeline.batch import LABEL, Batch
+from pipeline.batch import LABEL
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import open_feed
 from pipeline.machine import cores_for_workers
 from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
+from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
@@ -116,7 +117,7 @@ def run(
     config, device = trained.config, world.device
     add_values(config.log.values)
     parts = make_schedule(config, config.loader.batch_size, world).micro_batches
-    precision = trained.precision(device)
+    precision = choose_precision(config.train.precision, device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
     datasets.prepare()
@@ -136,8 +137,12 @@ def run(
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        batches = batches_of(feed, parts, world)
-        (found,) = evaluate([network], train.validation_values, batches, world)
+        batches = feed.val.batches(0, feed.val_batches)
+        if world.is_main:
+            batches = with_progress(batches, feed.val_batches, "batches")
+        # As in the run: sums depend on it in the last digits.
+        parted = (part for batch in batches for part in batch.split(parts))
+        (found,) = evaluate([network], train.validation_values, parted, world)
     values, rows = found.values(world), found.rows
     seconds = time.perf_counter() - began
     summary = {
@@ -216,15 +221,6 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
             "names of the model's classes, one per line"
         )
     return found
-
-
-def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
-    """Yield the validation batches of this rank, and show the progress on a terminal."""
-    for number, batch in enumerate(feed.val.batches(0, feed.val_batches), 1):
-        yield from batch.split(parts)  # as in the run: sums depend on it in the last digits
-        if world.is_main and sys.stderr.isatty():
-            end = "\r" if number < feed.val_batches else "\r\033[K"
-            print(f"  {100 * number // feed.val_batches} %", end=end, file=sys.stderr, flush=True)
 
 
 def write(found: Evaluated, folder: Path) -> None:

@@ -160,8 +160,8 @@ class Job:
             "step": trained.step,
             "averaged_weights": trained.averaged,
         }
-        texts = {"classes": list(trained.classes), "preprocessing": preprocessing, "model": model}
-        return {name: json.dumps(value) for name, value in texts.items()}
+        texts = list(trained.classes), preprocessing, model
+        return dict(zip(TEXTS, map(json.dumps, texts), strict=True))
 
 
 def explicit(entry: Any) -> Any:
@@ -245,11 +245,8 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     return f"compared with eager mode: {found}"
 
 
-def export(job: Job, out: Path) -> list[str]:
-    """Write, check and only then rename the file.
-
-    Returns:
-        Lines about the check and the file.
+def export(job: Job, out: Path) -> None:
+    """Write, check and only then rename the file; print the difference and what it takes.
 
     Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
     or the model cannot be exported.
@@ -276,7 +273,7 @@ def export(job: Job, out: Path) -> list[str]:
     takes = texts["preprocessing"]["input"]
     graph = f"images {takes['dtype']} {takes['shape']} -> logits"
     graph = "weights alone" if job.to == "safetensors" else graph
-    return [found, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
+    print(found, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}", sep="\n")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -300,7 +297,7 @@ def run(options: argparse.Namespace) -> int:
             f"--preprocessing: takes uint8, and the model was trained on {dtype}; leave it out"
         )
     print(f"exporting {trained.name}", flush=True)
-    print(*export(Job(trained, options.to, options.preprocessing, size), out), sep="\n")
+    export(Job(trained, options.to, options.preprocessing, size), out)
     return 0
 
 

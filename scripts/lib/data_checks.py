@@ -3,14 +3,11 @@
 import hashlib
 import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -21,9 +18,8 @@ from pipeline.class_names import imagenet_names
 from pipeline.decode import describe
 from pipeline.index import Index
 from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, sample, warn
+from scripts.lib.progress import in_threads, with_progress
 
-T = TypeVar("T")
-CHUNK = 1000  # results that wait: a future for each of a million files would take gigabytes
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
@@ -77,23 +73,14 @@ def class_order(case: Case) -> Iterator[Row]:
         yield ok(f"by name, {span}: label i is the i-th class")
 
 
-def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) -> Iterator[T]:
-    """Yield the results in order; a terminal shows the progress."""
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(rows), CHUNK):
-            if len(rows) > CHUNK and sys.stderr.isatty():
-                text = f"{start:,} of {len(rows):,} files\x1b[K\r"
-                print(text, end="", file=sys.stderr, flush=True)
-            yield from pool.map(function, rows[start : start + CHUNK])
-
-
 def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
         rows = sample(len(index), case.sample)
         look = partial(examine, index, decode.resolve("auto"))
-        files = case.examined[name] = list(in_threads(cores, look, rows))
+        seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
+        files = case.examined[name] = list(seen)
         count = count_of(case, name)
         bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
