@@ -114,9 +114,9 @@ def run(
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
     """
-    config, device = trained.config, world.device
+    config, device, loader = trained.config, world.device, trained.config.loader
     add_values(config.log.values)
-    parts = make_schedule(config, config.loader.batch_size, world).micro_batches
+    parts = make_schedule(config, loader.batch_size, world).micro_batches
     precision = choose_precision(config.train.precision, device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
@@ -126,11 +126,10 @@ def run(
     model = trained.build(device)
     network = MirrorAverage(model) if flip else model
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
-    workers = config.loader.workers
-    workers = cores_for_workers(world.local_size) if workers == "auto" else workers
-    images: Any = {"dtype": dtype_of(precision)}
-    images["channels_last"] = trained.channels_last(model, device)
-    fed = replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
+    workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
+    fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
+    channels_last = trained.channels_last(model, device)
+    images: Any = {"dtype": dtype_of(precision), "channels_last": channels_last}
     began = time.perf_counter()
     with (
         open_feed(fed, datasets, world, **images) as feed,
@@ -168,20 +167,18 @@ def run(
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to this machine. Raises UserError: no data.root."""
     config = trained.config
-    loader, data = config.loader, config.data
-    if "loader.batch_size" not in typed_keys(overrides):
+    loader, data, typed = config.loader, config.data, typed_keys(overrides)
+    if "loader.batch_size" not in typed:
         size = loader.batch_size
         if not trained.stored and world.device.type == "cpu":
             size = min(size, CPU_BATCH)
         loader = replace(loader, batch_size=size * world.size)
     if data.source == "folder" and not data.root:
         if not os.path.isabs(data.val):
-            raise UserError(
-                "data.root is missing: pass data.root=/path/to/imagenet (it holds val/<class>/*), "
-                "or data.val=/path/to/images"
-            )
+            cure = "data.root=/path/to/imagenet (with val/<class>/*) or data.val=/path/to/images"
+            raise UserError(f"data.root is missing: pass {cure}")
         data = replace(data, root=str(Path(data.val).parent))
-    if "data.val" in typed_keys(overrides):  # other images than the run has held out
+    if "data.val" in typed:  # other images than the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
     augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
@@ -251,14 +248,13 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
 
 
 def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
-    if as_json:
-        print(strict_json.dumps({**found.summary, "out": str(folder)}), flush=True)
-        return
     results = ", ".join(shown(name, value) for name, value in found.values.items())
     images = found.summary["images"]
     rate = images / found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}", flush=True)
+    line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
+    record = strict_json.dumps({**found.summary, "out": str(folder)})
+    print(record if as_json else line, flush=True)
 
 
 def evaluate_all(options: argparse.Namespace) -> int:

@@ -214,7 +214,7 @@ class Predictor:
     def results(self, batch: Sequence[tuple[str, Loaded]]) -> list[Result]:
         """Predict for a batch; unreadable files stay in their places.
 
-        Raises UserError: `train.predictions` does not fit the model, or `top` does not fit it.
+        Raises UserError: `train.predictions` or `top` does not fit the model.
         """
         images = [image for _, image in batch if not isinstance(image, str)]
         found = self.predicted(np.stack(images)) if images else iter(())

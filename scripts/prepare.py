@@ -239,11 +239,7 @@ def start(to: Path, settings: dict[str, Any]) -> None:
             message = f"contains other files ({others[0]}); give a new or an empty folder"
             raise UserError(f"--to {to}: {message}")
         write_json(marker, {"settings": settings})
-    try:
-        found = dict(json.loads(marker.read_bytes())["settings"])
-    except (ValueError, LookupError, TypeError) as error:
-        message = f"{MARKER} cannot be read ({error}); remove the folder or give another"
-        raise UserError(f"--to {to}: {message}") from None
+    found = json.loads(marker.read_bytes())["settings"]
     changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if changed:
         message = f"started with other settings ({'; '.join(changed)})"

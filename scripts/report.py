@@ -298,16 +298,14 @@ def numbered(runs: Sequence[Curves]) -> Curves:
 def extent(runs: Sequence[Curves]) -> tuple[float, float]:
     """Return the ends of a vertical axis, which leaves out the values of a run that diverged.
 
-    These are FAR times as large as those of the run with the median range.
+    These are FAR times as large as those of the median run.
     """
     points = [np.concatenate([*curves.values()]) for curves in runs if curves]
-    ends = sorted([(p[:, 2].min(), p[:, 3].max()) for p in points], key=np.ptp)
-    low, high = ends[(len(ends) - 1) // 2]
-    far = FAR * max(abs(low), abs(high)) or math.inf
-    return (
-        min(least for least, _ in ends if low - least <= far),
-        max(most for _, most in ends if most - high <= far),
-    )
+    ends = np.array([(p[:, 2].min(), p[:, 3].max()) for p in points])
+    sizes = np.abs(ends).max(1)
+    far = FAR * np.quantile(sizes, 0.5, method="lower") or np.inf
+    low, high = ends[sizes <= far].T
+    return float(low.min()), float(high.max())
 
 
 def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
@@ -434,9 +432,7 @@ def run(options: argparse.Namespace) -> int:
         print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-    page = build(runs)
-    out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
-    out.write_text(page, encoding="utf-8")
+    out.write_text(build(runs), encoding="utf-8")
     print(f"written to {out}")
     return 0
 

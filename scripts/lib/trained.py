@@ -190,27 +190,16 @@ def _config_of_foreign(
     """Return the config that the overrides and the library state, and the names of the classes."""
     typed = typed_keys(overrides)
     if not typed & NAMES_A_MODEL:
-        raise UserError(f"{path}: {_advice(content)}")
+        name = stored_name(content)
+        says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
+        cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
+        raise UserError(f"{path}: is no checkpoint of this version of the program; {cure}")
     config = load(overrides, runnable=False)
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = published(config.model.name, path, val_size=val_size)
     if stated is None:
         return config, ()
     return load(overrides, runnable=False, decided=stated.values), stated.classes
-
-
-def _advice(content: Any) -> str:
-    """Say how to name the model; pytorch/examples, timm and torchvision store its name."""
-    if isinstance(content, dict) and type(content.get("format")) is int:
-        version = f"another version of this program (format {content['format']})"
-        return f"was written by {version}; give model.name=NAME"
-    name = stored_name(content)
-    if name is None:
-        return (
-            "does not name its model; give model.name=NAME, of torchvision, of timm as timm/NAME, "
-            "or of models/"
-        )
-    return f"give model.name=NAME; the file says {name}, which is timm/{name} if timm made it"
 
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:

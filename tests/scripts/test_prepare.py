@@ -431,120 +431,121 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
         labels("sorted", dict(enumerate(sorted(ids.values()), 1)))  # the mistake that people make
 
 
-KIT, ANNOTATIONS = "ILSVRC2012_devkit_t12.tar.gz", "tiny-imagenet-200/val/val_annotations.txt"
-
-
-def edited(files: Source, name: str, old: str, new: str) -> Source:
-    """Return a function that makes the files, with a change in one of them."""
-
-    def made() -> Files:
-        content = dict(files())
-        assert old in str(content[name])
-        content[name] = str(content[name]).replace(old, new, 1)
-        return content
-
-    return made
-
-
-def damaged_cifar(name: str, content: bytes | None) -> Source:
-    files: dict[str, bytes | str] = {**PYTHON_10}
-    if content is None:
-        del files[name]
-    else:
-        files[name] = content
-    return lambda: files
+KIT, VAL_TAR = "ILSVRC2012_devkit_t12.tar.gz", "ILSVRC2012_img_val.tar"
+ANNOTATIONS = "tiny-imagenet-200/val/val_annotations.txt"
 
 
 def image_and(**columns: Any) -> bytes:
-    """Return a Parquet file of one image and other columns."""
+    """Return a Parquet file of one image, with the names of two classes, and other columns."""
     image = [{"bytes": jpeg(1), "path": None}]
     return parquet({"image": image, **columns}, with_names("a", "b") if "label" in columns else "")
 
 
-WRONG: list[tuple[Source, str]] = [
-    # Parquet. The file has names for two classes.
-    (lambda: {"a.parquet": image_and(label=[1])[:-100]}, "a.parquet: is damaged or incomplete ("),
-    (lambda: {"a.parquet": image_and(label=[7])}, "a.parquet: is damaged or incomplete (IndexErr"),
+def nothing() -> Files:
+    return {}
+
+
+# The files, what is changed in them (a file, None without it, or a text and its replacement), and
+# what the message says.
+Change = bytes | str | None | tuple[str, str] | Callable[[], bytes]
+CIFAR_3, SOLUTIONS = "cifar/data_batch_3", "LOC_val_solution.csv"
+WRONG: list[tuple[Source, dict[str, Change], str]] = [
+    (nothing, {"notes.md": "text"}, "holds no images; give ImageNet's"),
+    (nothing, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
+    (nothing, {"a/1.jpg": b"", "b.tar": b""}, "holds images (a/1.jpg) and tar files (b.tar); give"),
+    (nothing, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
+    (nothing, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
     (
-        lambda: {f"{name}.parquet": image_and(label=[1]) for name in ("data/a", "320px/b")},
-        "several datasets (320px, data); g",
-    ),
-    (lambda: {"a.parquet": image_and(caption=[""])}, "has 0 columns of labels in i"),
-    # CIFAR.
-    (lambda: PYTHON_10 | PYTHON_100, "holds CIFAR more than once (., .); give one of them"),
-    *(
-        (damaged_cifar(name, content), message)
-        for name, content, message in [
-            ("data_batch_3", None, "data_batch_3 is missing; download or copy it again"),
-            ("data_batch_3", pickled([2])[:-1], "data_batch_3: is damaged or incomplete ("),
-            ("data_batch_3", pickle.dumps(Evil(), 2), "(its pickle names posix.mkdir)"),
-            ("data_batch_3", pickle.dumps(Evil(), 4), "(its pickle names posix.mkdir)"),
-            ("data_batch_3", pickled([2], "x"), "data_batch_3: is damaged or incomplete ("),
-            ("data_batch_3", pickled([2]).replace(b"(K\0e", b"(K\0K\0e"), "data_batch_3: is dam"),
-            ("batches.meta", pickled_names("x"), "batches.meta: is damaged or incomplete ("),
-        ]
-    ),
-    # General.
-    (lambda: {"notes.md": "text"}, "holds no images; give ImageNet's"),
-    (lambda: {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
-    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "holds images (a/1.jpg) and tar files (b.tar); give"),
-    (lambda: {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
-    (
-        lambda: {f"train-{n}.tar": tar(IMAGES) for n in range(2)} | {"val.tar": tar(IMAGES)},
-        "is the name of 2 images",
-    ),
-    (
-        lambda: {f"part-{n}.tar": tar(SPLITS_IN_A_TAR) for n in range(2)},
+        nothing,
+        {f"part-{n}.tar": tar(SPLITS_IN_A_TAR) for n in range(2)},
         "the names of the tar files do not contain train or val; rename them",
     ),
-    (lambda: {"train-0.tar": b"", "more.tar": b""}, "more.tar: the name does not contain train or"),
-    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
-    (lambda: {"train.tar": b"no tar"}, "is damaged or incomplete"),
-    (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+    (
+        nothing,
+        {"train-0.tar": b"", "more.tar": b""},
+        "more.tar: the name does not contain train or",
+    ),
+    (nothing, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
+    (nothing, {"train.tar": b"no tar"}, "is damaged or incomplete"),
+    (nothing, {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
     # Shards.
     (
-        lambda: {"train.tar": tar({f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"})},
+        nothing,
+        {"train.tar": tar({f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"})},
         "train/a.jpg has no label; add train/a.cls",
     ),
-    (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),
+    (nothing, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),
+    # Parquet.
+    (nothing, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
+    (
+        nothing,
+        {"a.parquet": lambda: image_and(label=[7])},
+        "a.parquet: is damaged or incomplete (I",
+    ),
+    (
+        nothing,
+        {f"{name}.parquet": lambda: image_and(label=[1]) for name in ("data/a", "320px/b")},
+        "several datasets (320px, data); g",
+    ),
+    (nothing, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),
+    # CIFAR.
+    (
+        CIFARS[10][0],
+        {f"x/{n}": f for n, f in PYTHON_100.items()},
+        "CIFAR more than once (cifar, x)",
+    ),
+    (CIFARS[10][0], {CIFAR_3: None}, "data_batch_3 is missing; download or copy it again"),
+    (CIFARS[10][0], {CIFAR_3: pickled([2])[:-1]}, "data_batch_3: is damaged or incomplete ("),
+    (CIFARS[10][0], {CIFAR_3: pickle.dumps(Evil(), 2)}, "(its pickle names posix.mkdir)"),
+    (CIFARS[10][0], {CIFAR_3: pickle.dumps(Evil(), 4)}, "(its pickle names posix.mkdir)"),
+    (CIFARS[10][0], {CIFAR_3: pickled([2], "x")}, "data_batch_3: is damaged or incomplete ("),
+    (
+        CIFARS[10][0],
+        {CIFAR_3: pickled([2]).replace(b"(K\0e", b"(K\0K\0e")},
+        "data_batch_3: is damaged or incomplete (",
+    ),
+    (CIFARS[10][0], {"cifar/batches.meta": pickled_names("x")}, "batches.meta: is damaged or inco"),
     # ImageNet.
-    (lambda: {**official(), KIT: "none", "x": ""}, "devkit_t12.tar.gz: is damaged"),
-    (lambda: {n: d for n, d in official().items() if n != KIT}, "the labels of the validation im"),
-    (lambda: {"ILSVRC2012_img_train.tar": b""}, "ILSVRC2012_img_val.tar is missing"),
-    (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
-    (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "not have the same number of"),
-    (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
-    (
-        lambda: {**official(), "ILSVRC2012_img_val.tar": tar(FLAT)[: 512 * 3]},
-        "img_val.tar: is damaged or incomplete",
-    ),
+    (official, {KIT: "none", "x": ""}, "devkit_t12.tar.gz: is damaged"),
+    (official, {KIT: None}, "the labels of the validation images are missing"),
+    (official, {KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
+    (official, {KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number of"),
+    (official, {KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
+    (official, {VAL_TAR: tar(FLAT)[: 512 * 3]}, "img_val.tar: is damaged or incomplete"),
+    (nothing, {"ILSVRC2012_img_train.tar": b""}, "ILSVRC2012_img_val.tar is missing"),
     # The tables of Kaggle and of Tiny ImageNet.
-    *(
-        (edited(kaggle, "LOC_val_solution.csv", old, new), "solution.csv: is damaged or incomplete")
-        for old, new in [
-            ("ImageId,PredictionString\n", ""),
-            ("n02119789 5 6 7 8", "n02100735 5 6 7 8"),
-            ("n02119789 1 2 3 4 n02119789", "fox 1 2 3 4 fox"),
-            ("ILSVRC2012_val_00000001,", "ILSVRC2012_val_00000002,"),
-        ]
-    ),
+    (kaggle, {SOLUTIONS: ("ImageId,PredictionString\n", "")}, "solution.csv: is damaged"),
+    (kaggle, {SOLUTIONS: ("n02119789 5 6 7 8", "n02100735 5 6 7 8")}, "solution.csv: is damaged"),
+    (kaggle, {SOLUTIONS: ("n02119789 1 2 3 4 n02119789", "fox 1 2 3 4 fox")}, "csv: is damaged"),
+    (kaggle, {SOLUTIONS: ("val_00000001,", "val_00000002,")}, "solution.csv: is damaged"),
+    (tiny, {ANNOTATIONS: ("val_3.JPEG\t", "val_9.JPEG\t")}, "val_3.JPEG has no label (2 in all)"),
     (
-        edited(tiny, ANNOTATIONS, "val_3.JPEG\t", "val_9.JPEG\t"),
-        "val_3.JPEG has no label (2 in all)",
-    ),
-    (
-        edited(tiny, ANNOTATIONS, f"\t{IDS[3]}\t0\t32\t44\t62", ""),
-        "val_annotations.txt: is damaged or incomplete",
+        tiny,
+        {ANNOTATIONS: (f"\t{IDS[3]}\t0\t32\t44\t62", "")},
+        "annotations.txt: is damaged or inco",
     ),
 ]
 
 
-@pytest.mark.parametrize(("files", "message"), WRONG)
+@pytest.mark.parametrize(("files", "changes", "message"), WRONG)
 def test_what_is_wrong_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Source, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: Source,
+    changes: dict[str, Change],
+    message: str,
 ) -> None:
+    content = dict(files())
+    for name, change in changes.items():
+        if change is None:
+            del content[name]
+        elif isinstance(change, tuple):
+            assert change[0] in str(content[name])
+            content[name] = str(content[name]).replace(*change, 1)
+        else:
+            content[name] = change() if callable(change) else change
     monkeypatch.chdir(tmp_path)
-    assert message in refused(write(tmp_path / "source", files()))
+    assert message in refused(write(tmp_path / "source", content))
     assert os.listdir() == ["source"]  # no pickle was executed
 
 
@@ -579,7 +580,7 @@ def test_a_destination_in_the_source_is_refused(
 def test_another_use_of_a_destination_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other files, another size, other images, and a damaged file of settings."""
+    """Other files, another size, and other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
@@ -596,11 +597,6 @@ def test_another_use_of_a_destination_is_refused(
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error()
     assert written(to) == EXPECTED
-    for content in (b"", b"\xff", b"[]", b'{"settings": 3}'):
-        (to / "prepare.json").write_bytes(content)
-        said = error()
-        assert said.startswith(f"prepare.py: --to {to}: prepare.json ") and said.count("\n") == 1
-        assert said.endswith("; remove the folder or give another\n")
 
 
 # Resumed runs.
@@ -694,7 +690,7 @@ def opened(data: bytes) -> Image.Image:
     return image
 
 
-def smaller(data: bytes, name: str = "a.JPEG", side: int = 96) -> bytes:
+def smaller(data: bytes, name: str = "n01/n01_1.JPEG", side: int = 96) -> bytes:
     return prepare.reencoded(data, name, side)
 
 
@@ -703,42 +699,32 @@ def psnr(a: Image.Image, b: Image.Image) -> float:
     return float(10 * np.log10(255**2 / max(1e-9, (difference**2).mean())))
 
 
-@pytest.mark.parametrize("size", [(200, 300), (1000, 97)])
-def test_the_short_side_is_exact_and_the_aspect_ratio_kept(size: tuple[int, int]) -> None:
-    side = 64
+@pytest.mark.parametrize(
+    ("kind", "mode", "size"),
+    [
+        ("JPEG", "RGB", (200, 300)),
+        ("JPEG", "RGB", (1000, 97)),
+        ("JPEG", "L", (200, 300)),
+        ("JPEG", "CMYK", (60, 90)),
+        ("PNG", "RGBA", (300, 200)),
+    ],
+)
+def test_smaller_image_is_a_resize_and_encode_by_pillow(
+    kind: str, mode: str, size: tuple[int, int]
+) -> None:
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation: viewers rotate by 90 degrees
-    image = drawn().resize(size)
-    made = opened(smaller(encoded(image, exif=exif, icc_profile=b"profile" * 20), side=side))
-    assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", side)
-    assert max(made.size) == pytest.approx(side * max(size) / min(size), abs=1)
+    data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)
+    made, short = opened(smaller(data)), min(96, *size)
+    assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", short)
+    assert max(made.size) == pytest.approx(short * max(size) / min(size), abs=1)
     assert (made.width < made.height) == (size[0] < size[1])
-    assert "progressive" not in made.info
-    assert dict(made.getexif()) == {0x0112: 6} and "icc_profile" not in made.info
+    assert dict(made.getexif()) == {0x0112: 6} and not {"progressive", "icc_profile"} & {*made.info}
     assert [layer[1:3] for layer in made.layer] == [(2, 2), (1, 1), (1, 1)]  # type: ignore[attr-defined]  # 4:2:0
-
-
-def test_pixels_equal_a_resize_and_encode_by_pillow() -> None:
-    for seed in range(5):
-        data = encoded(drawn(seed=seed), quality=95)
-        made = opened(smaller(data))
-        exact = opened(data).resize(made.size, Image.Resampling.BILINEAR)  # Pillow's is antialiased
-        at_90 = opened(encoded(exact, quality=90, subsampling="4:2:0"))
-        assert psnr(made, at_90) > 40 and psnr(made, exact) > psnr(at_90, exact) - 0.1
-    assert "exif" not in opened(smaller(encoded(drawn()))).info
-    grey = np.asarray(opened(smaller(encoded(drawn("L")))).convert("RGB"))
-    assert (grey == grey[..., :1]).all()
-
-
-@pytest.mark.parametrize("size", [(60, 90), (200, 300)])
-@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "CMYK"), ("PNG", "RGBA")])
-def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple[int, int]) -> None:
-    data = encoded(drawn(mode).resize(size), kind)
-    result = opened(smaller(data, "n01/n01_1.JPEG"))
-    assert (result.format, result.mode, min(result.size)) == ("JPEG", "RGB", min(96, *size))
     exact = decode.open_picture(data, "pillow").pillow()
-    exact = exact.resize(result.size, Image.Resampling.BILINEAR)
-    assert psnr(result, opened(encoded(exact, quality=90, subsampling="4:2:0"))) > 40
+    exact = exact.resize(made.size, Image.Resampling.BILINEAR)  # Pillow's is antialiased
+    at_90 = opened(encoded(exact, quality=90, subsampling="4:2:0"))
+    assert psnr(made, at_90) > 40 and psnr(made, exact) > psnr(at_90, exact) - 0.1
     assert smaller(data, "a.png") is data  # a file with another name is kept
 
 
