@@ -193,29 +193,27 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     Raises UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
+    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(found) - set(known))
     if val.fields.get("label") != LABEL:
         if known and known != found and hasattr(val, "columns"):  # of numbers
-            raise UserError(
-                f"data.val={trained.config.data.val}: has the columns {', '.join(found)}, the "
-                f"model was trained on {', '.join(known)}; give these, in this order"
-            )
+            trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
+            raise UserError(f"{where} the columns {', '.join(found)}, {trained_on}")
         return known or found
-    unknown = sorted(set(found) - set(known))
     if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
         position = {name: place for place, name in enumerate(known)}
         labels = np.array([position[name] for name in found])[val.index.labels.array]
         val.index = replace(val.index, labels=SharedArray.copy_of(labels))
         return known
-    where = f"data.val={trained.config.data.val}: has {len(found)} classes"
     if known and known != found and (trained.stored or len(found) != len(known)):
         raise UserError(
-            f"{where}, of which the model does not know {', '.join(unknown[:3])} (it knows "
-            f"{', '.join(known[:3])}, ...); give the data it was trained for, or --classes FILE"
+            f"{where} {len(found)} classes, of which the model does not know "
+            f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data that it "
+            "was trained for, or --classes FILE"
         )
     if len(found) != trained.num_classes:
         raise UserError(
-            f"{where}, the model has {trained.num_classes} classes; give --classes FILE with the "
-            "names of the model's classes, one per line"
+            f"{where} {len(found)} classes, the model has {trained.num_classes} classes; give "
+            "--classes FILE with the names of the model's classes, one per line"
         )
     return found
 

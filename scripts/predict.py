@@ -9,15 +9,9 @@ standard input, one path per line. The images get the validation transforms of t
 loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
-batch by batch; of `probability`, the most probable classes:
-  table  for people; the default on a terminal
-  jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
-         "name": ...}, ...]}
-  csv    path,class_1,probability_1,class_2,...,name_1,name_2,...
-Masks are written to PNG files in --out, whose paths are printed.
-
---features FILE.npz also writes the input of the model's last layer, for example for a search for
-similar images: `features`, float32 [images, C], and `paths`. They stay in memory until the end.
+batch by batch: of `probability`, the most probable classes. Masks are written to PNG files in
+--out, whose paths are printed. --features FILE.npz also writes the input of the model's last layer,
+for example for a search for similar images: `features`, float32 [images, C], and `paths`.
 
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 

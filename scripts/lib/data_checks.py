@@ -138,12 +138,12 @@ def odd_files(case: Case) -> Iterator[Row]:
     counts = Counter(kind for file in files for kind in file.odd)
     turns = case.config.data.exif_orientation
     effects = ODD | ({TURNED: "training turns them upright"} if turns else {})
+    kinds = {kind: f"{count:,} {kind}" for kind, count in counts.most_common()}
     details = tuple(
-        f"{count:,} {kind}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
-        for kind, count in counts.most_common()
+        f"{found}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
+        for kind, found in kinds.items()
     )
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common()) or "none"
-    text = f"of {len(files):,} images: {kinds}"
+    text = f"of {len(files):,} images: {', '.join(kinds.values()) or 'none'}"
     if turns:
         del counts[TURNED]
     frequent = [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]
@@ -212,25 +212,22 @@ def colours(case: Case) -> Iterator[Row]:
     moments = [file.moments for file in good_files(case, "train") if file.moments is not None]
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
-    measured = (
-        f"data.mean=[{','.join(f'{v:.3f}' for v in mean)}] "
-        f"data.std=[{','.join(f'{max(v, 0.001):.3f}' for v in std)}]"
-    )
-    inputs = (mean - config.mean) / config.std, std / config.std
-    text = (
-        f"measured {measured}; with the configured values, the input has a mean of "
-        f"{', '.join(f'{v:.2f}' for v in inputs[0])} and a deviation of "
-        f"{', '.join(f'{v:.2f}' for v in inputs[1])}"
-    )
+    means, deviations = (mean - config.mean) / config.std, std / config.std
+    measured = f"data.mean=[{listed(mean, 3)}] data.std=[{listed(std.clip(0.001), 3)}]"
+    text = f"measured {measured}; with the configured values, the input has a mean of "
+    text += f"{listed(means, 2, ', ')} and a deviation of {listed(deviations, 2, ', ')}"
     low, high = DEVIATIONS
-    far = (abs(inputs[0]) > LARGEST_MEAN).any() or ((inputs[1] < low) | (inputs[1] > high)).any()
-    if not far:
+    if (abs(means) <= LARGEST_MEAN).all() and ((low <= deviations) & (deviations <= high)).all():
         yield ok(text)
     elif case.config.model.weights is not None:
         yield ok(f"{text}: far from 0 and 1, but the values must be those of model.weights")
     else:
         cure = f"set {measured}, unless the configured values are intended"
         yield warn(f"{text}: far from 0 and 1", cure)
+
+
+def listed(values: np.ndarray, digits: int, between: str = ",") -> str:
+    return between.join(f"{value:.{digits}f}" for value in values)
 
 
 def good_files(case: Case, name: str) -> list[Examined]:
