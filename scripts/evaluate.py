@@ -207,7 +207,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     if known and known != found and (trained.stored or len(found) != len(known)):
         raise UserError(
             f"{where} {len(found)} classes, of which the model does not know "
-            f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data that it "
+            f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
             "was trained for, or --classes FILE"
         )
     if len(found) != trained.num_classes:
