@@ -29,7 +29,7 @@ if __name__ == "__main__":
         parser.error(f"--seconds {OPTIONS.seconds}: give a number > 0")
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from statistics import median
@@ -68,6 +68,10 @@ class Stage:
     def rate(self) -> float:
         return median(self.rates)
 
+    def __str__(self) -> str:
+        spread = f"{min(self.rates):,.0f}-{max(self.rates):,.0f}"
+        return f"{self.name:<12} {self.rate:>10,.0f} images/s  ({spread})  {self.note}"
+
 
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
     """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
@@ -90,9 +94,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(datasets, config.loader.batch_size, world.device, seconds))
         if "step" in only or "train" in only:
-            stepper = Stepper(datasets, schedule, compute, world)
-            with open_feed(config, datasets, world, **compute.images) as feed:
-                stages = stepper.alone(feed, seconds), stepper.fed(feed, seconds)
+            stages = measure_steps(datasets, schedule, compute, world, seconds)
             found += [stage for stage in stages if stage.name in only]
     return found
 
@@ -137,9 +139,8 @@ def measure_read(dataset: Any, seconds: float) -> Stage:
         sizes.append(len(dataset.read(next(places))))
         return 1
 
-    rates = windows(read, seconds / 2)
-    mean = sum(sizes) / len(sizes)
-    speed = f"{mean / 1e3:.0f} kB per file, {mean * median(rates) / 1e6:,.0f} MB/s"
+    rates, size = windows(read, seconds / 2), sum(sizes) / len(sizes)
+    speed = f"{size / 1e3:.0f} kB per file, {size * median(rates) / 1e6:,.0f} MB/s"
     return Stage("read", rates, f"one process, {speed}")
 
 
@@ -147,16 +148,11 @@ def measure_decode(datasets: Datasets, seconds: float) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     dataset: Any = datasets.train
     places = scattered(len(dataset))
-
-    def decode() -> int:
-        dataset.load(0, next(places))
-        return 1
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(50):
-        decode()
-    rates = windows(decode, seconds)
+        dataset.load(0, next(places))
+    rates = windows(lambda: len([dataset.load(0, next(places))]), seconds)
     torch.set_num_threads(threads)
     note = f"one core, decoder {dataset.decoder}, to {datasets.train_size} px"
     return Stage("decode", rates, note)
@@ -202,63 +198,43 @@ def measure_copy(datasets: Datasets, batch_size: int, gpu: torch.device, seconds
     return Stage("copy", rates, f"pinned: {speed:.1f} GB/s")
 
 
-class Stepper:
-    """train.py's optimiser step, compiled once for both of its measurements."""
+def measure_steps(
+    datasets: Datasets, schedule: Schedule, compute: Compute, world: World, seconds: float
+) -> list[Stage]:
+    """Measure train.py's optimiser step, on four batches that stay on the device and then fed."""
+    config = schedule.config
+    state = train.build_state(config, datasets, compute, world)
+    loss = train.build_loss(config, datasets, compute)
+    train_step = train.build_step(schedule, compute, loss, state, world)
+    meter = Meter(world)
 
-    def __init__(
-        self, datasets: Datasets, schedule: Schedule, compute: Compute, world: World
-    ) -> None:
-        self.schedule, self.compute, self.world = schedule, compute, world
-        self.state = train.build_state(schedule.config, datasets, compute, world)
-        loss = train.build_loss(schedule.config, datasets, compute)
-        self.train_step = train.build_step(schedule, compute, loss, self.state, world)
-        self.meter = Meter(world)
-
-    def step(self, batch: Batch) -> int:
-        self.meter.add(self.train_step(batch))
+    def step(batches: Iterator[Batch]) -> int:
+        batch = next(batches)
+        meter.add(train_step(batch))
         return len(batch.samples)
 
-    def finish(self) -> None:
-        if (kind := self.world.device.type) != "cpu":
+    def finish() -> None:
+        if (kind := world.device.type) != "cpu":
             torch.get_device_module(kind).synchronize()
 
-    def alone(self, feed: Feed, seconds: float) -> Stage:
-        """Measure with four batches that stay on the device."""
-        batches = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        first = [next(batches)]
-        train.fit_memory(self.schedule, self.state, self.world, self.train_step, first)
-        for _ in range(20 if self.world.device.type == "cuda" else 2):
-            self.step(next(batches))
-        self.finish()
-        rates = windows(lambda: self.step(next(batches)), seconds, self.finish)
-        name, size = self.schedule.config.model.name, self.schedule.batch_size
-        note = f"{name}, batch {size}, {self.compute.precision}, "
-        note += f"compile {self.compute.compile}, batch already on the device"
-        return Stage("step", rates, note)
-
-    def fed(self, feed: Feed, seconds: float) -> Stage:
-        """Measure with batches from the feed."""
+    with open_feed(config, datasets, world, **compute.images) as feed:
+        kept = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
+        train.fit_memory(schedule, state, world, train_step, [next(kept)])
+        for _ in range(20 if world.device.type == "cuda" else 2):
+            step(kept)
+        finish()
+        alone = windows(lambda: step(kept), seconds, finish)
         batches = feed.train.batches(0, FOREVER)
-
-        def take() -> int:
-            return self.step(next(batches))
-
-        warm_up(take, feed)
-        self.finish()
+        warm_up(lambda: step(batches), feed)
+        finish()
         feed.train.clock.shares()
-        rates = windows(take, seconds, self.finish)
+        fed = windows(lambda: step(batches), seconds, finish)
         shares = feed.train.clock.shares()
-        waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
-        return Stage("train", rates, f"time in which the device waited for data: {waited}")
-
-
-def table(stages: Sequence[Stage]) -> str:
-    """Format a line per stage: name, median rate, range, note."""
-    lines = []
-    for stage in stages:
-        spread = f"{min(stage.rates):,.0f}-{max(stage.rates):,.0f}"
-        lines.append(f"{stage.name:<12} {stage.rate:>10,.0f} images/s  ({spread})  {stage.note}")
-    return "\n".join(lines)
+    note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
+    note += f"compile {compute.compile}, batch already on the device"
+    waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
+    waited = f"time in which the device waited for data: {waited}"
+    return [Stage("step", alone, note), Stage("train", fed, waited)]
 
 
 def main() -> int:
@@ -266,7 +242,7 @@ def main() -> int:
     if not stages:
         only = " ".join(OPTIONS.only)
         raise UserError(f"--only {only}: nothing can be measured here; add another stage")
-    print(table(stages))
+    print(*stages, sep="\n")
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": cores(),

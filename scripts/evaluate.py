@@ -17,7 +17,7 @@ Exit status: 0 evaluated, 1 failed, 2 wrong arguments.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,20 +55,21 @@ from torch import Tensor, nn
 import train
 from conf import strict_json
 from engine.checkpoint import provenance, write_json
-from engine.compute import autocast, dtype_of
+from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
 from engine.schedule import make_schedule
 from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
-from pipeline.batch import LABEL, Batch
+from pipeline.batch import LABEL
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import open_feed
 from pipeline.machine import cores_for_workers
 from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
+from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
@@ -113,10 +114,10 @@ def run(
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
     """
-    config, device = trained.config, world.device
+    config, device, loader = trained.config, world.device, trained.config.loader
     add_values(config.log.values)
-    parts = make_schedule(config, config.loader.batch_size, world).micro_batches
-    precision = trained.precision(device)
+    parts = make_schedule(config, loader.batch_size, world).micro_batches
+    precision = choose_precision(config.train.precision, device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
     datasets.prepare()
@@ -125,19 +126,22 @@ def run(
     model = trained.build(device)
     network = MirrorAverage(model) if flip else model
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
-    workers = config.loader.workers
-    workers = cores_for_workers(world.local_size) if workers == "auto" else workers
-    images: Any = {"dtype": dtype_of(precision)}
-    images["channels_last"] = trained.channels_last(model, device)
-    fed = replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
+    workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
+    fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
+    channels_last = trained.channels_last(model, device)
+    images: Any = {"dtype": dtype_of(precision), "channels_last": channels_last}
     began = time.perf_counter()
     with (
         open_feed(fed, datasets, world, **images) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        batches = batches_of(feed, parts, world)
-        (found,) = evaluate([network], train.validation_values, batches, world)
+        batches = feed.val.batches(0, feed.val_batches)
+        if world.is_main:
+            batches = with_progress(batches, feed.val_batches, "batches")
+        # As in the run: sums depend on it in the last digits.
+        parted = (part for batch in batches for part in batch.split(parts))
+        (found,) = evaluate([network], train.validation_values, parted, world)
     values, rows = found.values(), found.rows
     seconds = time.perf_counter() - began
     summary = {
@@ -163,20 +167,18 @@ def run(
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to this machine. Raises UserError: no data.root."""
     config = trained.config
-    loader, data = config.loader, config.data
-    if "loader.batch_size" not in typed_keys(overrides):
+    loader, data, typed = config.loader, config.data, typed_keys(overrides)
+    if "loader.batch_size" not in typed:
         size = loader.batch_size
         if not trained.stored and world.device.type == "cpu":
             size = min(size, CPU_BATCH)
         loader = replace(loader, batch_size=size * world.size)
     if data.source == "folder" and not data.root:
         if not os.path.isabs(data.val):
-            raise UserError(
-                "data.root is missing: pass data.root=/path/to/imagenet (it holds val/<class>/*), "
-                "or data.val=/path/to/images"
-            )
+            cure = "data.root=/path/to/imagenet (with val/<class>/*) or data.val=/path/to/images"
+            raise UserError(f"data.root is missing: pass {cure}")
         data = replace(data, root=str(Path(data.val).parent))
-    if "data.val" in typed_keys(overrides):  # other images than the run has held out
+    if "data.val" in typed:  # other images than the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
     augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
@@ -191,40 +193,29 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     Raises UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
+    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(found) - set(known))
     if val.fields.get("label") != LABEL:
         if known and known != found and hasattr(val, "columns"):  # of numbers
-            raise UserError(
-                f"data.val={trained.config.data.val}: has the columns {', '.join(found)}, the "
-                f"model was trained on {', '.join(known)}; give these, in this order"
-            )
+            trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
+            raise UserError(f"{where} the columns {', '.join(found)}, {trained_on}")
         return known or found
-    unknown = sorted(set(found) - set(known))
     if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
         position = {name: place for place, name in enumerate(known)}
         labels = np.array([position[name] for name in found])[val.index.labels.array]
         val.index = replace(val.index, labels=SharedArray.copy_of(labels))
         return known
-    where = f"data.val={trained.config.data.val}: has {len(found)} classes"
     if known and known != found and (trained.stored or len(found) != len(known)):
         raise UserError(
-            f"{where}, of which the model does not know {', '.join(unknown[:3])} (it knows "
-            f"{', '.join(known[:3])}, ...); give the data it was trained for, or --classes FILE"
+            f"{where} {len(found)} classes, of which the model does not know "
+            f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
+            "was trained for, or --classes FILE"
         )
     if len(found) != trained.num_classes:
         raise UserError(
-            f"{where}, the model has {trained.num_classes} classes; give --classes FILE with the "
-            "names of the model's classes, one per line"
+            f"{where} {len(found)} classes, the model has {trained.num_classes} classes; give "
+            "--classes FILE with the names of the model's classes, one per line"
         )
     return found
-
-
-def batches_of(feed: Feed, parts: int, world: World) -> Iterator[Batch]:
-    """Yield the validation batches of this rank, and show the progress on a terminal."""
-    for number, batch in enumerate(feed.val.batches(0, feed.val_batches), 1):
-        yield from batch.split(parts)  # as in the run: sums depend on it in the last digits
-        if world.is_main and sys.stderr.isatty():
-            end = "\r" if number < feed.val_batches else "\r\033[K"
-            print(f"  {100 * number // feed.val_batches} %", end=end, file=sys.stderr, flush=True)
 
 
 def write(found: Evaluated, folder: Path) -> None:
@@ -255,14 +246,13 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
 
 
 def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
-    if as_json:
-        print(strict_json.dumps({**found.summary, "out": str(folder)}), flush=True)
-        return
     results = ", ".join(shown(name, value) for name, value in found.values.items())
     images = found.summary["images"]
     rate = images / found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}", flush=True)
+    line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
+    record = strict_json.dumps({**found.summary, "out": str(folder)})
+    print(record if as_json else line, flush=True)
 
 
 def evaluate_all(options: argparse.Namespace) -> int:

@@ -160,8 +160,8 @@ class Job:
             "step": trained.step,
             "averaged_weights": trained.averaged,
         }
-        texts = {"classes": list(trained.classes), "preprocessing": preprocessing, "model": model}
-        return {name: json.dumps(value) for name, value in texts.items()}
+        texts = list(trained.classes), preprocessing, model
+        return dict(zip(TEXTS, map(json.dumps, texts), strict=True))
 
 
 def explicit(entry: Any) -> Any:
@@ -228,28 +228,22 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
 @torch.no_grad()
 def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     """Return the largest difference from eager mode on random images; ExportError above BOUND."""
-    shape = (sum(BATCHES), *job.pixels)
     highest = job.format.highest
-    levels = np.random.default_rng(0).random(shape) * (highest + (highest > 1))
-    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
-    differences, largest = [], []
-    for batch in images.split(BATCHES):
-        eager = model(job.format.normalised(batch))
-        differences.append((predict(job.input(batch)) - eager).abs().amax())
-        largest.append(eager.abs().amax())
-    # torch's maximum keeps a NaN, that of Python may not.
-    difference, bound = torch.stack(differences).amax(), BOUND * torch.stack(largest).amax()
+    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
+    levels *= highest + (highest > 1)
+    batches = torch.from_numpy(levels.astype(job.trained.image_dtype)).split(BATCHES)
+    eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
+    exported = torch.cat([predict(job.input(batch)) for batch in batches])
+    # torch's maximum keeps a NaN.
+    difference, bound = (exported - eager).abs().amax(), BOUND * eager.abs().amax()
     found = f"largest difference {difference:.2g}, bound {bound:.2g}"
     if not difference <= bound:  # also if it is NaN
         raise ExportError(f"--to {job.to}: differs from eager mode: {found}; nothing is written")
     return f"compared with eager mode: {found}"
 
 
-def export(job: Job, out: Path) -> list[str]:
-    """Write, check and only then rename the file.
-
-    Returns:
-        Lines about the check and the file.
+def export(job: Job, out: Path) -> None:
+    """Write, check and only then rename the file; print the difference and what it takes.
 
     Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
     or the model cannot be exported.
@@ -258,8 +252,7 @@ def export(job: Job, out: Path) -> list[str]:
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
         temporary = Path(folder) / out.name
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the exporters, about their own code
+            with warnings.catch_warnings(action="ignore"):  # of exporters, about their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             found = compare(job, predict, model)
@@ -276,7 +269,7 @@ def export(job: Job, out: Path) -> list[str]:
     takes = texts["preprocessing"]["input"]
     graph = f"images {takes['dtype']} {takes['shape']} -> logits"
     graph = "weights alone" if job.to == "safetensors" else graph
-    return [found, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
+    print(found, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}", sep="\n")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -294,13 +287,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
-    dtype = trained.image_dtype
-    if options.preprocessing and dtype != np.uint8:
-        raise UserError(
-            f"--preprocessing: takes uint8, and the model was trained on {dtype}; leave it out"
-        )
+    if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:
+        found = f"takes uint8, and the model was trained on {dtype}"
+        raise UserError(f"--preprocessing: {found}; leave it out")
     print(f"exporting {trained.name}", flush=True)
-    print(*export(Job(trained, options.to, options.preprocessing, size), out), sep="\n")
+    export(Job(trained, options.to, options.preprocessing, size), out)
     return 0
 
 

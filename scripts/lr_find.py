@@ -76,8 +76,8 @@ def range_test(config: Config, *, steps: int, lowest: float, highest: float) -> 
     Raises TrainingError: the loss diverges at once.
     """
     # Compiling takes longer than the steps. `never`: a checkpoint in the run directory is ignored.
-    mode = "off" if config.model.compile == "auto" else config.model.compile
-    config = replace(config, model=replace(config.model, compile=mode))
+    if config.model.compile == "auto":
+        config = replace(config, model=replace(config.model, compile="off"))
     config = replace(config, checkpoint=replace(config.checkpoint, resume="never"))
     losses: list[float] = []
     with ExitStack() as stack:

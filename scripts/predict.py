@@ -9,15 +9,9 @@ standard input, one path per line. The images get the validation transforms of t
 loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
-batch by batch; of `probability`, the most probable classes:
-  table  for people; the default on a terminal
-  jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
-         "name": ...}, ...]}
-  csv    path,class_1,probability_1,class_2,...,name_1,name_2,...
-Masks are written to PNG files in --out, whose paths are printed.
-
---features FILE.npz also writes the input of the model's last layer, for example for a search for
-similar images: `features`, float32 [images, C], and `paths`. They stay in memory until the end.
+batch by batch: of `probability`, the most probable classes. Masks are written to PNG files in
+--out, whose paths are printed. --features FILE.npz also writes the input of the model's last layer,
+for example for a search for similar images: `features`, float32 [images, C], and `paths`.
 
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
@@ -70,11 +64,10 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice, repeat
 from typing import Any, TextIO
 
 import numpy as np
@@ -85,7 +78,7 @@ from torch import Tensor, nn
 import train
 from conf import cli, strict_json
 from conf.schema import UserError, typed_keys
-from engine.compute import autocast, dtype_of
+from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown
 from models.weights import head_of
@@ -96,6 +89,7 @@ from pipeline.build import build_transform
 from pipeline.class_names import readable
 from pipeline.decode import describe
 from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
+from scripts.lib.progress import in_threads
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
@@ -115,8 +109,8 @@ class Result:
     # Name -> a number, a list of numbers, a mapping of output names to numbers, or a mask, integers
     # [H, W]; `predictions` -> the most probable classes as in a JSON line.
     values: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
     features: np.ndarray | None = None  # float32 [C]
+    reason: str = ""
 
 
 def find_files(paths: Iterable[str]) -> Iterator[str]:
@@ -141,9 +135,6 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
 class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
-    Threads decode: reading, decoding and resizing release the lock of the interpreter, and unlike
-    processes, threads need no time to start.
-
     Args:
         top: number of classes per image; None for MOST, or for all if there are fewer.
         features: whether the results hold the input of the last layer.
@@ -164,15 +155,14 @@ class Predictor:
         self.size = self.transform.image_size
         if self.size != trained.image_size:
             trained.check_size(self.size)
-        if len(trained.image_shape) > 3:
-            shape = [*trained.image_shape]
+        if len(shape := [*trained.image_shape]) > 3:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         on_cpu = loader.decoder in decode.DECODERS
         self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
         self.seed, self.top = config.train.seed, top
         self.exif_orientation = data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
-        precision = self.precision = trained.precision(device)
+        precision = self.precision = choose_precision(config.train.precision, device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -184,9 +174,9 @@ class Predictor:
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
         highest = Field(self.dtype).highest
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
-        typed = "loader.batch_size" in typed_keys(config.typed)
-        most = loader.batch_size if typed or device.type == "cuda" else CPU_BATCH
-        self.batch_size = min(loader.batch_size, most)
+        self.batch_size = loader.batch_size
+        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.typed):
+            self.batch_size = min(CPU_BATCH, loader.batch_size)
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
 
@@ -195,60 +185,49 @@ class Predictor:
 
         At most BATCHES_AHEAD + 1 batches of images are in memory.
         """
-        ahead: deque[list[tuple[str, Future[Loaded]]]] = deque()
-        numbered = zip(paths, count(), strict=False)
-        # The threads of torch belong to the model.
-        pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
-        try:
-            while batch := list(islice(numbered, self.batch_size)):
-                ahead.append([(path, pool.submit(self.load, path, n)) for path, n in batch])
-                if len(ahead) > BATCHES_AHEAD:
-                    yield self.results(ahead.popleft())
-            yield from map(self.results, ahead)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        ahead = BATCHES_AHEAD * self.batch_size
+        loaded = in_threads(self.threads, self.load, enumerate(paths), ahead)
+        while batch := list(islice(loaded, self.batch_size)):
+            yield self.results(batch)
 
-    def load(self, path: str, number: int) -> Loaded:
-        """Read, decode and transform an image; `number` seeds random transforms."""
+    def load(self, numbered: tuple[int, str]) -> tuple[str, Loaded]:
+        """Read, decode and transform the image at a path; its number seeds random transforms."""
+        number, path = numbered
         try:
-            content = Path(path).read_bytes()
-            picture = decode.open_picture(
-                content, self.decoder, exif_orientation=self.exif_orientation
-            )
+            content, turned = Path(path).read_bytes(), self.exif_orientation
+            picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
-                return f"{found}, the model takes {self.channels} of {self.dtype}"
-            return np.ascontiguousarray(pixels)  # a crop would keep the memory of the whole image
+                return path, f"{found}, the model takes {self.channels} of {self.dtype}"
+            return path, np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            return (isinstance(error, OSError) and error.strerror) or describe(error)
+            return path, (isinstance(error, OSError) and error.strerror) or describe(error)
 
-    @torch.no_grad()
-    def results(self, batch: Sequence[tuple[str, Future[Loaded]]]) -> list[Result]:
+    def results(self, batch: Sequence[tuple[str, Loaded]]) -> list[Result]:
         """Predict for a batch; unreadable files stay in their places.
 
-        Raises UserError: `train.predictions` does not fit the model, or `top` does not fit it.
+        Raises UserError: `train.predictions` or `top` does not fit the model.
         """
-        loaded = [(path, future.result()) for path, future in batch]
-        images = [image for _, image in loaded if not isinstance(image, str)]
-        found: Iterator[dict[str, Any]] = iter(())
-        features: Iterator[np.ndarray] = iter(())
-        if images:
-            inputs = self.format.normalised(torch.from_numpy(np.stack(images)).to(self.device))
-            inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
-            with autocast(self.device.type, self.precision):
-                outputs = self.model(inputs)
-            found = iter(self.rows(train.predictions(outputs)))
-            if self.last_input:
-                features = iter(self.last_input[0].float().cpu().numpy())
-        results = []
-        for path, image in loaded:
-            if isinstance(image, str):
-                results.append(Result(path, reason=image))
-                continue
-            results.append(Result(path, next(found), features=next(features, None)))
-        return results
+        images = [image for _, image in batch if not isinstance(image, str)]
+        found = self.predicted(np.stack(images)) if images else iter(())
+        return [
+            Result(path, reason=image) if isinstance(image, str) else Result(path, *next(found))
+            for path, image in batch
+        ]
+
+    @torch.no_grad()
+    def predicted(self, images: np.ndarray) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Yield `Result.values` and `Result.features` of images, [B, S, S, C]."""
+        inputs = self.format.normalised(torch.from_numpy(images).to(self.device))
+        inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
+        with autocast(self.device.type, self.precision):
+            outputs = self.model(inputs)
+        features: Iterable[Any] = repeat(None)
+        if self.last_input:
+            features = self.last_input[0].float().cpu().numpy()
+        return zip(self.rows(train.predictions(outputs)), features, strict=False)
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return `Result.values` of each image."""
@@ -290,8 +269,8 @@ class Predictor:
             name = self.names[i]
             return {"class": name, "index": i, "probability": p, "name": readable(name)}
 
-        rows = zip(*(each.tolist() for each in probabilities.topk(top)), strict=True)
-        return [list(map(entry, *row)) for row in rows]
+        found = probabilities.topk(top)
+        return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, found), strict=True)]
 
 
 def watch_head(model: nn.Module) -> list[Tensor]:

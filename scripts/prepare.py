@@ -75,23 +75,20 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
-
-from conf import cli, strict_json
+from conf import cli
+from engine.checkpoint import replace_file, write_json
 from pipeline import decode, machine
 from pipeline.decode import describe
+from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.sources.files import WHOLE, Place, Sample
 from scripts.lib.sources.layouts import read, recognise
 
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
-CHUNK = 256  # images that are in memory; usually 30 MB
 QUALITY = 90
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
@@ -166,7 +163,9 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
         return Result(outcome, output, len(output))
     if output is data and linked_to(sample.place, target):
         return Result("linked")
-    write_whole(target, output)
+    temporary = Path(f"{target}.tmp")
+    temporary.write_bytes(output)
+    temporary.replace(target)
     return Result(outcome, size=len(output))
 
 
@@ -180,13 +179,6 @@ def linked_to(place: object, target: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def write_whole(target: Path, data: bytes) -> None:
-    """Create or replace a file atomically, in a folder that exists."""
-    temporary = Path(f"{target}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(target)
 
 
 @contextmanager
@@ -209,27 +201,6 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
 
 
-def results(options: argparse.Namespace, samples: list[Sample]) -> Iterator[tuple[Sample, Result]]:
-    """Convert all images in threads; yield the results in order and show the progress."""
-    began = shown = time.monotonic()
-    new = 0
-    pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
-    try:
-        for start in range(0, len(samples), CHUNK):
-            part = samples[start : start + CHUNK]
-            for sample, result in zip(part, pool.map(partial(convert, options), part), strict=True):
-                new += result.outcome != "done_earlier"
-                yield sample, result
-            if time.monotonic() - shown > 5:
-                shown = time.monotonic()
-                done, rate = start + len(part), max(1, new) / (shown - began)
-                left = timedelta(seconds=round((len(samples) - done) / rate))
-                text = f"{done:,} of {len(samples):,} images, {rate:,.0f} images/s, {left} left"
-                print(text, file=sys.stderr, flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
     """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
     counts: Counter[str] = Counter()
@@ -240,7 +211,10 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             if options.format == "tar":
                 target = Path(options.to, f"{split}.tar")
                 archives[split] = stack.enter_context(new_tar(target))
-        for sample, result in results(options, samples):
+        done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
+        for sample, result in zip(
+            samples, with_progress(done, len(samples), "images"), strict=True
+        ):
             member = f"{sample.label}/{sample.name}"
             if result.data:
                 add(archives[sample.split], member, result.data)
@@ -260,25 +234,16 @@ def start(to: Path, settings: dict[str, Any]) -> None:
     """
     to.mkdir(parents=True, exist_ok=True)
     marker = to / MARKER
-    others = sorted(set(os.listdir(to)) - {"lost+found"})
-    if others and not marker.exists():
-        message = f"contains other files ({others[0]}); give a new or an empty folder"
-        raise UserError(f"--to {to}: {message}")
     if not marker.exists():
-        write_report(marker, {"settings": settings})
-    try:
-        found = dict(json.loads(marker.read_bytes())["settings"])
-    except (ValueError, LookupError, TypeError) as error:
-        message = f"{MARKER} cannot be read ({error}); remove the folder or give another"
-        raise UserError(f"--to {to}: {message}") from None
+        if others := sorted(set(os.listdir(to)) - {"lost+found"}):
+            message = f"contains other files ({others[0]}); give a new or an empty folder"
+            raise UserError(f"--to {to}: {message}")
+        write_json(marker, {"settings": settings})
+    found = json.loads(marker.read_bytes())["settings"]
     changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if changed:
         message = f"started with other settings ({'; '.join(changed)})"
         raise UserError(f"--to {to}: {message}; give the same options or another folder")
-
-
-def write_report(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, (strict_json.dumps(content, indent=2) + "\n").encode())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -300,14 +265,13 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.source}: {message}") from None
     images = dict(sorted(Counter(sample.split for sample in samples).items()))
     settings = {"source": outer, "format": options.format, "side": options.side, "images": images}
-    torch.set_num_threads(1)  # every thread of the pool has a core
     to = Path(options.to)
     start(to, settings)
     counts, unreadable = write_all(options, samples)
     listed = to / UNREADABLE
     listed.unlink(missing_ok=True)
     if unreadable:
-        write_whole(listed, os.fsencode("\n".join([*unreadable, ""])))
+        replace_file(listed, "\n".join([*unreadable, ""]))
     words = [f"data.root={to}", *["data.val_fraction=0.1"] * ("val" not in images)]
     report = {
         "settings": settings,
@@ -317,7 +281,7 @@ def run(options: argparse.Namespace) -> int:
         "seconds": round(time.monotonic() - began, 3),
         "train_with": shlex.join(["python", "train.py", *words]),
     }
-    write_report(to / MARKER, report)
+    write_json(to / MARKER, report)
     print(
         f"{report['classes']:,} classes, {images.get('train', 0):,} training, "
         f"{images.get('val', 0):,} validation images",

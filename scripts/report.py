@@ -57,7 +57,7 @@ from conf.overrides import read_yaml
 from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
-SPLITS = ("train", "val")
+SPLITS = {"train": "training", "val": "validation"}  # with their labels
 LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 MOST_CLASSES = 20
@@ -72,7 +72,6 @@ SECTIONS = {
     "Memory and GPU": ["memory_*", "host_*", "gpu_*"],
     "Other metrics": ["*"],
 }
-LABELS = {"train": "training", "val": "validation"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
@@ -93,11 +92,6 @@ class Run:
     classes: dict[str, float] = field(default_factory=dict)  # name -> value of train.best_by
     pictures: list[tuple[str, str]] = field(default_factory=list)  # (tag, data URL), the last each
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
-
-    def values(self, key: str, split: str = "train") -> list[float]:
-        """Return the finite values of a key."""
-        found = (number_in(row.get(key)) for row in self.rows[split])
-        return [value for value in found if math.isfinite(value)]
 
     @property
     def best_by(self) -> str:
@@ -140,14 +134,11 @@ def read_run(folder: Path) -> Run:
         run.status += f" by signal {run.summary['signal']}"
     if history := run.summary.get("history"):  # config.yaml has only the last values
         run.notes.append(f"changes of the config: {show(history)}")
-    run.verdict = run.summary.get("verdict") or []
-    if not run.verdict and (folder / "verdict.json").exists():
-        run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
-    read_rows(run)
-    if (folder / "per_class.json").exists():  # of a classifier
-        for row in json.loads(read_text(run, "per_class.json"))["classes"]:
-            run.classes[row["class"]] = number_in(row.get(run.best_by))
+    run.verdict = run.summary.get("verdict") or list_in(folder / "verdict.json", "verdict")
+    for row in list_in(folder / "per_class.json", "classes"):
+        run.classes[row["class"]] = number_in(row.get(run.best_by))
     run.pictures = read_pictures(folder / "tensorboard")
+    read_rows(run)
     return run
 
 
@@ -160,6 +151,11 @@ def read_text(run: Run, name: str) -> str:
         return ""
 
 
+def list_in(path: Path, key: str) -> list[Any]:
+    """Return the list at a key of a JSON file that only some runs have."""
+    return list(json.loads(path.read_bytes())[key]) if path.exists() else []
+
+
 def read_rows(run: Run) -> None:
     """Fill `rows`; if steps were repeated after a restart, the later rows count."""
     for line in read_text(run, "metrics.jsonl").splitlines():
@@ -168,13 +164,10 @@ def read_rows(run: Run) -> None:
         except ValueError:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
             continue
-        step, before = row["step"], run.rows[row["split"]]
-        for rows in run.rows.values():
-            while rows and (
-                rows[-1]["step"] > step or (rows[-1]["step"] == step and rows is before)
-            ):
+        for split, rows in run.rows.items():
+            while rows and rows[-1]["step"] + (split == row["split"]) > row["step"]:
                 rows.pop()
-        before.append(row)
+        run.rows[row["split"]].append(row)
 
 
 def read_pictures(folder: Path) -> list[tuple[str, str]]:
@@ -226,26 +219,24 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 def class_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Return MOST_CLASSES classes with their values: those that differ most, or are the worst."""
-    table = [
-        (name, [run.classes.get(name, math.nan) for run in runs])
-        for name in dict.fromkeys(name for run in runs for name in run.classes)
-    ]
+    sign = -1 if str(runs[0].config.get("train.best_by")).startswith("-") else 1
 
-    def order(row: tuple[str, list[float]]) -> tuple[float, float]:
-        known = [value for value in row[1] if math.isfinite(value)] or [0.0]
-        sign = -1 if str(runs[0].config.get("train.best_by")).startswith("-") else 1
+    def order(row: list[str]) -> tuple[float, float]:
+        values = [run.classes.get(row[0], math.nan) for run in runs]
+        known = [value for value in values if math.isfinite(value)] or [0.0]
         return min(known) - max(known), sign * min(known)
 
-    rows = sorted(table, key=order)[:MOST_CLASSES]
-    return [[name, *map(rounded, values)] for name, values in rows]
+    return sorted(compared([run.classes for run in runs]), key=order)[:MOST_CLASSES]
 
 
 def time_breakdown(run: Run) -> list[tuple[str, float]]:
     """Return the parts of the time of the training steps and their shares, which add up to 1."""
-    if not run.rows["train"]:
+    rows = run.rows["train"]
+    if not rows:
         return []
     parts = {
-        key.removesuffix("_fraction"): max(0.0, fmean(run.values(key) or [0])) for key in PARTS
+        key.removesuffix("_fraction"): max(0.0, fmean(number_in(row.get(key), 0) for row in rows))
+        for key in PARTS
     }
     parts["compute"] += max(0.0, 1 - sum(parts.values()))  # of which rows without parts consist
     total = sum(parts.values())
@@ -260,22 +251,21 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     place = "epoch" if all(math.isfinite(number_in(row.get("epoch"))) for row in rows) else "step"
-    known = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
-    drawn_with = {f"{key}_{end}" for key in known for end in ("min", "max")}
-    drawn_with |= {f"reference_{key}" for key in known}
-    found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
+    drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     validated = {key for run in runs for row in run.rows["val"] for key in row}
-    for key in known:
+    found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    for key in keys:
         curves = [curves_of(run, key, place) for run in runs]
         if key in drawn_with or not any(curves):
             continue
         section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
         section = "Learning" if key in validated else section
+        together = curves[0] if len(runs) == 1 else numbered(curves)
         # Learning rates and speeds may be far apart.
-        ends = extent(curves if section == "Learning" and key != "lr" else [labelled(curves)])
+        ends = extent(curves if section == "Learning" and key != "lr" else [together])
         if any(ends):
-            drawn = draw(labelled(curves), ends)
-            found[section].append({"title": key, "place": place, **drawn})
+            found[section].append({"title": key, "place": place, **draw(together, ends)})
     return {section: drawn for section, drawn in found.items() if drawn}
 
 
@@ -287,38 +277,35 @@ def curves_of(run: Run, key: str, place: str) -> Curves:
     """Return the finite curves of a key; of a long one, the means of BUCKETS neighbourhoods."""
     curves = {}
     for name in (key, f"reference_{key}"):
-        for split in SPLITS:
-            label = LABELS[split] if name == key else "earlier runs of the recipe"
-            rows = [point_of(row, name, place) for row in run.rows[split]]
+        for split, label in SPLITS.items():
+            columns = place, name, f"{name}_min", f"{name}_max"
+            rows = [[number_in(row.get(column)) for column in columns] for row in run.rows[split]]
             points = np.array(rows).reshape(-1, 4)
-            points = points[np.isfinite(points).all(1)]
+            points = points[np.isfinite(points[:, :2]).all(1)]
             if len(points):
                 parts = np.array_split(points, min(len(points), BUCKETS))
-                ends = [(*p.mean(0)[:2], p[:, 2].min(), p[:, 3].max()) for p in parts]
-                curves[label] = np.array(ends)
+                curves[label if name == key else "earlier runs of the recipe"] = np.array(
+                    [(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in parts]
+                )
     return curves
 
 
-def labelled(runs: Sequence[Curves]) -> Curves:
-    """Return the curves of all runs, whose labels begin with the number of the run."""
-    if len(runs) == 1:
-        return runs[0]
+def numbered(runs: Sequence[Curves]) -> Curves:
+    """Return the curves of several runs, whose labels begin with the number of the run."""
     return {f"{i}, {label}": c for i, run in enumerate(runs, 1) for label, c in run.items()}
 
 
 def extent(runs: Sequence[Curves]) -> tuple[float, float]:
     """Return the ends of a vertical axis, which leaves out the values of a run that diverged.
 
-    These are FAR times as large as those of the run with the median range.
+    These are FAR times as large as those of the median run.
     """
     points = [np.concatenate([*curves.values()]) for curves in runs if curves]
-    ends = sorted([(p[:, 2].min(), p[:, 3].max()) for p in points], key=np.ptp)
-    low, high = ends[(len(ends) - 1) // 2]
-    far = FAR * max(abs(low), abs(high)) or math.inf
-    return (
-        min(least for least, _ in ends if low - least <= far),
-        max(most for _, most in ends if most - high <= far),
-    )
+    ends = np.array([(p[:, 2].min(), p[:, 3].max()) for p in points])
+    sizes = np.abs(ends).max(1)
+    far = FAR * np.quantile(sizes, 0.5, method="lower") or np.inf
+    low, high = ends[sizes <= far].T
+    return float(low.min()), float(high.max())
 
 
 def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
@@ -328,15 +315,15 @@ def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
         ends: of the vertical axis; values outside are drawn on its ends, and listed in `outside`.
     """
     points = np.concatenate([*curves.values()])
-    low, high, step_x = axis(points[:, 0].min(), points[:, 0].max())
-    least, most, step_y = axis(*ends)
     extremes = points[:, 2].min(), points[:, 3].max()
+    ticks_x, ticks_y = ticks(points[:, 0].min(), points[:, 0].max()), ticks(*ends)
 
     def right(x: np.ndarray) -> list[float]:
-        return (WIDTH * (x - low) / (high - low)).round(1).tolist()
+        return (WIDTH * (x - ticks_x[0]) / np.ptp(ticks_x)).round(1).tolist()
 
     def down(y: np.ndarray) -> list[float]:
-        return (HEIGHT * (most - y.clip(least, most)) / (most - least)).round(1).tolist()
+        inside = y.clip(ticks_y[0], ticks_y[-1])
+        return (HEIGHT * (ticks_y[-1] - inside) / np.ptp(ticks_y)).round(1).tolist()
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
         return "M" + "L".join(f"{a} {b}" for a, b in zip(right(x), down(y), strict=True))
@@ -345,58 +332,36 @@ def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
     for label, curve in curves.items():
         x, y, bottom, top = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
-        drawn.append(
-            {
-                "label": label,
-                "line": path(x, y) + "h0",  # a single point is a dot
-                "band": edge if (bottom < top).any() else "",
-                "last": rounded(y[-1]),
-            }
-        )
-    x, y = ticks(low, high, step_x), ticks(least, most, step_y)
+        band = edge if (bottom < top).any() else ""
+        line = path(x, y) + "h0"  # a single point is a dot
+        drawn.append({"label": label, "line": line, "band": band, "last": rounded(y[-1])})
     return {
         "curves": drawn,
-        "x": [*zip(right(x), (f"{value:.4g}" for value in x), strict=True)],
-        "y": [*zip(down(y), (f"{value:.4g}" for value in y), strict=True)],
-        "outside": [rounded(y) for y in extremes if not least <= y <= most],
+        "x": [*zip(right(ticks_x), (f"{value:.4g}" for value in ticks_x), strict=True)],
+        "y": [*zip(down(ticks_y), (f"{value:.4g}" for value in ticks_y), strict=True)],
+        "outside": [rounded(y) for y in extremes if not ticks_y[0] <= y <= ticks_y[-1]],
     }
 
 
-def ticks(low: float, high: float, step: float) -> np.ndarray:
-    return np.arange(round(low / step), round(high / step) + 1) * step
-
-
-def point_of(row: dict[str, Any], key: str, place: str) -> tuple[float, float, float, float]:
-    y = number_in(row.get(key))
-    low, high = number_in(row.get(f"{key}_min"), y), number_in(row.get(f"{key}_max"), y)
-    return number_in(row.get(place)), y, min(low, y, high), max(low, y, high)
-
-
-def axis(low: float, high: float) -> tuple[float, float, float]:
-    """Return the ends of an axis and the distance of its ticks: 1, 2 or 5 times a power of ten."""
+def ticks(low: float, high: float) -> np.ndarray:
+    """Return the ticks of an axis, 1, 2 or 5 times a power of ten apart; its ends are ticks."""
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-200):  # a single value
         low, high = low - max(abs(low), 1e-9) / 2, high + max(abs(high), 1e-9) / 2
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if 5 * power * factor >= high - low)
-    return math.floor(low / step) * step, math.ceil(high / step) * step, step
+    return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
 def build(runs: Sequence[Run]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     names = [run.name for run in runs]
-    for run in runs:
-        if names.count(run.name) > 1:
-            run.name = str(run.folder)
     pictures = defaultdict[str, list[tuple[Run, str]]](list)
     for run in runs:
+        run.name = str(run.folder) if names.count(run.name) > 1 else run.name
         for tag, url in run.pictures:
             pictures[tag].append((run, url))
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "lib"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = FileSystemLoader(Path(__file__).parent / "lib")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("report.html").render(
         runs=runs,
         results=compared([run.results() for run in runs]),
@@ -424,13 +389,11 @@ def reference(runs: Sequence[Run]) -> str:
             found = ", ".join(sorted(set(values)))
             raise UserError(f"--reference: {key} differs ({found}); give runs of one recipe")
     by = runs[0].best_by
-    curves = [by_epoch(run, by) for run in runs]
-    means = [fmean(values) for values in zip(*curves, strict=True)]
-    deviations = [stdev(values) for values in zip(*curves, strict=True)]
-    form = ".2f" if max(means) >= 10 else ".5g"  # percent, or another unit
+    epochs = list(zip(*(by_epoch(run, by) for run in runs), strict=True))
+    form = ".2f" if max(map(max, epochs)) >= 10 else ".5g"  # percent, or another unit
     curve = {
-        name: [float(f"{value:{form}}") for value in values]
-        for name, values in ((by, means), ("std", deviations))
+        name: [float(f"{of(values):{form}}") for values in epochs]
+        for name, of in ((by, fmean), ("std", stdev))
     }
     seconds = fmean(number_in(run.summary.get("seconds"), 0) for run in runs)
     expect = {

@@ -1,12 +1,10 @@
 """What the checks of scripts/doctor.py share: their input, and a row of the result."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +14,6 @@ from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
 from pipeline.sampler import scattered
-
-T = TypeVar("T")
-CHUNK = 1000  # results that wait: a future for each of a million files would take gigabytes
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
@@ -76,16 +71,6 @@ class Case:
         if self.compute is None:
             raise NotChecked("needs the plan, see plan")
         return self.compute
-
-
-def in_threads(workers: int, function: Callable[[int], T], rows: Sequence[int]) -> Iterator[T]:
-    """Yield the results in order; a terminal shows the progress."""
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(rows), CHUNK):
-            if len(rows) > CHUNK and sys.stderr.isatty():
-                text = f"{start:,} of {len(rows):,} files\x1b[K\r"
-                print(text, end="", file=sys.stderr, flush=True)
-            yield from pool.map(function, rows[start : start + CHUNK])
 
 
 def few(names: Iterable[Any], count: int = 5) -> str:

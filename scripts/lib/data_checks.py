@@ -17,18 +17,8 @@ from pipeline.build import build_datasets
 from pipeline.class_names import imagenet_names
 from pipeline.decode import describe
 from pipeline.index import Index
-from scripts.lib.checks import (
-    Case,
-    Examined,
-    NotChecked,
-    Row,
-    fail,
-    few,
-    in_threads,
-    ok,
-    sample,
-    warn,
-)
+from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, sample, warn
+from scripts.lib.progress import in_threads, with_progress
 
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
@@ -61,9 +51,8 @@ def data(case: Case) -> Iterator[Row]:
         counts = np.bincount(index.labels.array, minlength=len(index.classes))
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
-    for root, found in {index.root: index.left_out for index in case.splits().values()}.items():
-        if found:
-            yield warn(f"{root}: {found}")
+    left_out = {index.root: index.left_out for index in case.splits().values()}
+    yield from (warn(f"{root}: {found}") for root, found in left_out.items() if found)
 
 
 def class_order(case: Case) -> Iterator[Row]:
@@ -90,27 +79,24 @@ def readable(case: Case) -> Iterator[Row]:
     for name, index in case.splits().items():
         rows = sample(len(index), case.sample)
         look = partial(examine, index, decode.resolve("auto"))
-        files = case.examined[name] = list(in_threads(cores, look, rows))
+        seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
+        files = case.examined[name] = list(seen)
         count = count_of(case, name)
-        bad = tuple(
-            f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem
-        )
+        bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
             skips = name == "train" and config.on_error == "skip"
             cure = "replace or remove them"
             cure += ", or set data.on_error=skip" if name == "train" else ""
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
-            yield (warn if skips else fail)(text, cure, bad)
+            yield (warn if skips else fail)(text, cure, tuple(bad))
         else:
             yield ok(f"{name}: {count} decoded without errors")
-        slow = [file for file in files if file.seconds > SLOW_SAMPLE_SECONDS]
+        slow = [f for f in files if f.seconds > SLOW_SAMPLE_SECONDS]
         if slow:
-            yield warn(
-                f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read",
-                "copy them again or to another disk, or check the storage",
-                tuple(f"{file.path}: {file.seconds:.1f} s" for file in slow),
-            )
+            text = f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read"
+            cure = "copy them again or to another disk, or check the storage"
+            yield warn(text, cure, tuple(f"{f.path}: {f.seconds:.1f} s" for f in slow))
 
 
 def examine(index: Index, decoder: str, row: int) -> Examined:
@@ -152,12 +138,12 @@ def odd_files(case: Case) -> Iterator[Row]:
     counts = Counter(kind for file in files for kind in file.odd)
     turns = case.config.data.exif_orientation
     effects = ODD | ({TURNED: "training turns them upright"} if turns else {})
+    kinds = {kind: f"{count:,} {kind}" for kind, count in counts.most_common()}
     details = tuple(
-        f"{count:,} {kind}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
-        for kind, count in counts.most_common()
+        f"{found}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
+        for kind, found in kinds.items()
     )
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common()) or "none"
-    text = f"of {len(files):,} images: {kinds}"
+    text = f"of {len(files):,} images: {', '.join(kinds.values()) or 'none'}"
     if turns:
         del counts[TURNED]
     frequent = [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]
@@ -171,8 +157,8 @@ def duplicates(case: Case) -> Iterator[Row]:
     train, val = case.splits().values()
     rows = [file.row for file in case.examined.get("val", [])]
     pairs = duplicates_of(val, rows, train)
-    count = count_of(case, "val")
-    text = f"{len(pairs):,} of {count} validation images are copies of training images"
+    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images"
+    text += " are copies of training images"
     details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
     labels, others = val.labels.array, train.labels.array
     elsewhere = sum(labels[a] != others[b] for a, b in pairs)
@@ -226,25 +212,22 @@ def colours(case: Case) -> Iterator[Row]:
     moments = [file.moments for file in good_files(case, "train") if file.moments is not None]
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
-    measured = (
-        f"data.mean=[{','.join(f'{v:.3f}' for v in mean)}] "
-        f"data.std=[{','.join(f'{max(v, 0.001):.3f}' for v in std)}]"
-    )
-    inputs = (mean - config.mean) / config.std, std / config.std
-    text = (
-        f"measured {measured}; with the configured values, the input has a mean of "
-        f"{', '.join(f'{v:.2f}' for v in inputs[0])} and a deviation of "
-        f"{', '.join(f'{v:.2f}' for v in inputs[1])}"
-    )
+    means, deviations = (mean - config.mean) / config.std, std / config.std
+    measured = f"data.mean=[{listed(mean, 3)}] data.std=[{listed(std.clip(0.001), 3)}]"
+    text = f"measured {measured}; with the configured values, the input has a mean of "
+    text += f"{listed(means, 2, ', ')} and a deviation of {listed(deviations, 2, ', ')}"
     low, high = DEVIATIONS
-    far = (abs(inputs[0]) > LARGEST_MEAN).any() or ((inputs[1] < low) | (inputs[1] > high)).any()
-    if not far:
+    if (abs(means) <= LARGEST_MEAN).all() and ((low <= deviations) & (deviations <= high)).all():
         yield ok(text)
     elif case.config.model.weights is not None:
         yield ok(f"{text}: far from 0 and 1, but the values must be those of model.weights")
     else:
         cure = f"set {measured}, unless the configured values are intended"
         yield warn(f"{text}: far from 0 and 1", cure)
+
+
+def listed(values: np.ndarray, digits: int, between: str = ",") -> str:
+    return between.join(f"{value:.{digits}f}" for value in values)
 
 
 def good_files(case: Case, name: str) -> list[Examined]:

@@ -6,11 +6,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from pipeline.decode import DECODERS, describe
 from pipeline.index import Index
 from scripts import bench
 from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, sample, warn
+from scripts.lib.progress import in_threads
 
 GIB = 1 << 30
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
@@ -68,23 +67,21 @@ def gpu(case: Case) -> Iterator[Row]:
         yield warn(text, "pip install nvidia-ml-py")
         return
     alike: dict[Row, list[int]] = defaultdict(list)  # finding -> GPUs
-    for i, one in enumerate(gpus):
-        for row in gpu_rows(partial(ask, *one)):
+    for i, (nvml, handle) in enumerate(gpus):
+        for row in gpu_rows(nvml, handle):
             alike[row].append(i)
     for row, numbers in alike.items():
         yield replace(row, found=f"GPU {', '.join(map(str, numbers))}: {row.found}")
 
 
-def ask(nvml: Any, gpu: Any, call: str, *arguments: Any) -> Any:
-    """Return nvmlDeviceGet<call> of a GPU; None if its driver or kind does not report it."""
-    try:
-        return getattr(nvml, f"nvmlDeviceGet{call}")(gpu, *arguments)
-    except Exception:
+def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
+    """Return what is wrong with a GPU, or that it is in order."""
+
+    def get(call: str, *arguments: Any) -> Any:
+        with suppress(Exception):  # its driver or kind does not report it
+            return getattr(nvml, f"nvmlDeviceGet{call}")(gpu, *arguments)
         return None
 
-
-def gpu_rows(get: Callable[..., Any]) -> list[Row]:
-    """Return what is wrong with a GPU, or that it is in order."""
     found = []
     others, memory = get("ComputeRunningProcesses") or [], get("MemoryInfo")
     used = memory.total - memory.free if memory else 0
@@ -112,18 +109,17 @@ def gpu_rows(get: Callable[..., Any]) -> list[Row]:
 
 
 def plan(case: Case) -> Iterator[Row]:
+    """Build the parts of the training, as far as they need no ranks."""
     device = resolve_device(case.config.train.device, 0, case.ranks)
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
-    if config.train.prepare is not None:  # it may have changed the size of the images
-        case.datasets = build_datasets(config)
-    datasets, world = case.datasets, World(0, case.ranks, 0, case.ranks, device)
+    # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
+    datasets, world = build_datasets(config, device), World(0, case.ranks, 0, case.ranks, device)
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
-    for note in setup_notes(config, datasets, world):
-        yield warn(note, "training still starts")
+    yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield ok(
         f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "
         f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
@@ -188,9 +184,9 @@ def disk(case: Case) -> Iterator[Row]:
         f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s with fsync; {number} "
         f"checkpoints of at most {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     )
-    if free < number * size:
-        missing = f"{(number * size - free) / 1e9:,.1f} GB"
-        yield fail(text, f"free {missing} more, or lower checkpoint.keep")
+    missing = number * size - free
+    if missing > 0:
+        yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
     elif free < 2 * number * size or size / rate > 30:
         cure = "free space, use a faster disk or raise checkpoint.every_steps"
         yield warn(f"{text}: training may wait for them", cure)
@@ -209,10 +205,13 @@ def storage(case: Case) -> Iterator[Row]:
     if compute.device.type == "cpu":
         yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
         return
-    batch = max(1, case.config.loader.batch_size // case.ranks)
-    one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
-    alone = replace(one.train, prepare=None)
-    fake = replace(one, data=replace(one.data, source="fake"), train=alone)
+    config, batch = case.config, max(1, case.config.loader.batch_size // case.ranks)
+    fake = replace(
+        config,
+        loader=replace(config.loader, batch_size=batch),
+        data=replace(config.data, source="fake"),
+        train=replace(config.train, prepare=None),
+    )
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     needed = step.rate * case.ranks
     text = (
@@ -240,14 +239,12 @@ def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float
         if time.perf_counter() - began > READ_SECONDS:
             return 0
         source, start, length = index.place(row)
-        stored = isinstance(source, Container)
-        path = source.path if stored else index.path(row)
+        path = source.path if isinstance(source, Container) else index.path(row)
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
             return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
         return 0
 
-    with ThreadPoolExecutor(threads) as pool:
-        lengths = [length for length in pool.map(read, rows) if length]
+    lengths = [length for length in in_threads(threads, read, rows) if length]
     return sum(lengths) / (time.perf_counter() - began), sum(lengths) / max(1, len(lengths))

@@ -31,9 +31,9 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
         val_size: side of the validation images, pixels, if the user chose it; the short side
             changes with it.
     """
-    return (
-        _of_timm(name, val_size) if name.startswith("timm/") else _of_vision(name, path, val_size)
-    )
+    if name.startswith("timm/"):
+        return _of_timm(name, val_size)
+    return _of_vision(name, path, val_size)
 
 
 def published_model(path: Path) -> str | None:

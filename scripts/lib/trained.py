@@ -75,17 +75,15 @@ class Trained:
         """Number of optimiser steps; None for files of other projects."""
         return self.stored.get("step")
 
-    def precision(self, device: torch.device) -> str:
-        """Return the precision for a device: fp32, tf32, bf16 or fp16."""
-        return choose_precision(self.config.train.precision, device)
-
     def channels_last(self, model: nn.Module, device: torch.device) -> bool:
         """Return the memory format for a model on a device."""
         return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
     def check_size(self, size: int) -> int:
         """Return the operations for one image. Raises UserError: the model takes no such size."""
-        return count_flops(self._on_meta(), self.shape_at(size), key="data.val_size")
+        with torch.device("meta"):
+            model = self._model()
+        return count_flops(model, self.shape_at(size), key="data.val_size")
 
     def shape_at(self, size: int) -> tuple[int, ...]:
         """Return the shape of an image of `size` pixels on the device, (..., C, size, size)."""
@@ -107,13 +105,9 @@ class Trained:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
-        if rewrite is not None and self.precision(device) == "bf16":
+        if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
             named(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
-
-    def _on_meta(self) -> nn.Module:
-        with torch.device("meta"):
-            return self._model()
 
     def _model(self) -> nn.Module:
         return models.build(
@@ -150,23 +144,34 @@ def open_trained(
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))
     weights = models.weights_in(content, origin=str(path))
+    plan, stored, averaged = {}, {}, False
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
-        found = _open_ours(path, content, weights, overrides)
+        stored = {name: value for name, value in content.items() if name != "state"}
+        plan, averaged = content["plan"], bool(content["state"].get("ema"))
+        config, names = _config_of_run(content, overrides), plan.get("classes", ())
     elif stated := exported(path):
-        config = load_stored(stated.values, overrides)
-        found = _of_config(path, config, weights, stated.classes)
+        config, names = load_stored(stated.values, overrides), stated.classes
     else:
-        found = _open_foreign(path, content, weights, overrides)
-    check_channels(found.config.data, found.image_shape[-3])
+        config, names = _config_of_foreign(path, content, overrides)
+    size = plan.get("image_size", config.data.image_size)
+    channels, count = sizes_in(weights, config.model, image_size=size, origin=str(path))
+    if plan.get("classes"):  # the head may be that of another task
+        count = len(names)
+    shape = tuple(plan.get("image_shape", (channels, size, size)))
+    check_channels(config.data, shape[-3])
+    known = tuple(names) if len(names) == count else ()
+    found = Trained(path, config, weights, averaged, count, known, shape, stored)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
 
 
-def _open_ours(
-    path: Path, content: dict[str, Any], weights: dict[str, torch.Tensor], overrides: Sequence[str]
-) -> Trained:
-    state, plan, given = content["state"], content["plan"], content["config"]
-    stored = {name: value for name, value in content.items() if name != "state"}
+def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
+    if "data.image_size" in typed_keys(overrides):
+        raise UserError(
+            "data.image_size: is the size of the training images, which the checkpoint fixes; "
+            "write data.val_size"
+        )
+    given = content["config"]
     others = {key for key in given if key.partition(".")[0] in SECTIONS} | KEYS
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
@@ -174,61 +179,25 @@ def _open_ours(
     file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
     if file.is_file():  # earlier versions stored the name of the group
         values["data.source"] = read_yaml(file)["source"]
-    config = load_stored(values, overrides)
-    image_size = plan.get("image_size", config.data.image_size)
-    if "data.image_size" in typed_keys(overrides):
-        raise UserError(
-            "data.image_size: is the size of the training images, which the checkpoint fixes; "
-            "write data.val_size"
-        )
-    found = _of_config(path, config, weights, plan.get("classes", ()), image_size)
-    shape = tuple(plan.get("image_shape", found.image_shape))
-    found = replace(found, image_shape=shape, averaged=bool(state.get("ema")), stored=stored)
-    if names := tuple(plan.get("classes", ())):  # the head may be that of another task
-        found = replace(found, classes=names, num_classes=len(names))
-    return found
+    return load_stored(values, overrides)
 
 
-def _of_config(
-    path: Path,
-    config: Config,
-    weights: dict[str, torch.Tensor],
-    classes: Sequence[str],
-    image_size: int | None = None,
-) -> Trained:
-    """Count channels and classes in the weights; names for other numbers of classes are dropped."""
-    size = config.data.image_size if image_size is None else image_size
-    channels, count = sizes_in(weights, config.model, image_size=size, origin=str(path))
-    names = tuple(classes) if len(classes) == count else ()
-    return Trained(path, config, weights, False, count, names, (channels, size, size), {})
-
-
-def _open_foreign(
-    path: Path, content: Any, weights: dict[str, torch.Tensor], overrides: Sequence[str]
-) -> Trained:
+def _config_of_foreign(
+    path: Path, content: Any, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
+    """Return the config that the overrides and the library state, and the names of the classes."""
     typed = typed_keys(overrides)
     if not typed & NAMES_A_MODEL:
-        raise UserError(f"{path}: {_advice(content)}")
+        name = stored_name(content)
+        says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
+        cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
+        raise UserError(f"{path}: is no checkpoint of this version of the program; {cure}")
     config = load(overrides, runnable=False)
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = published(config.model.name, path, val_size=val_size)
-    if stated is not None:
-        config = load(overrides, runnable=False, decided=stated.values)
-    return _of_config(path, config, weights, () if stated is None else stated.classes)
-
-
-def _advice(content: Any) -> str:
-    """Say how to name the model; pytorch/examples, timm and torchvision store its name."""
-    if isinstance(content, dict) and type(content.get("format")) is int:
-        version = f"another version of this program (format {content['format']})"
-        return f"was written by {version}; give model.name=NAME"
-    name = stored_name(content)
-    if name is None:
-        return (
-            "does not name its model; give model.name=NAME, of torchvision, of timm as timm/NAME, "
-            "or of models/"
-        )
-    return f"give model.name=NAME; the file says {name}, which is timm/{name} if timm made it"
+    if stated is None:
+        return config, ()
+    return load(overrides, runnable=False, decided=stated.values), stated.classes
 
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:

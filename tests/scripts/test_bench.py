@@ -30,13 +30,8 @@ def test_stages_on_a_cpu(image_root: Path) -> None:
     assert [stage.name for stage in stages] == ["read", "decode", "loader", "step", "train"]
     for stage in stages:
         assert len(stage.rates) == bench.WINDOWS and min(stage.rates) > 0 and stage.note
-
-
-def test_only_some_stages(image_root: Path) -> None:
-    found = bench.run(compose(image_root), only=("train", "read"), seconds=0.05)
-    assert [stage.name for stage in found] == ["read", "train"]
     fake = cli.load([*BASE, "data=fake"])
-    assert [s.name for s in bench.run(fake, only=("read", "loader"), seconds=0.05)] == ["loader"]
+    assert [s.name for s in bench.run(fake, only=("read", "train"), seconds=0.05)] == ["train"]
 
 
 @pytest.mark.gpu

@@ -108,7 +108,7 @@ def test_features_are_the_input_of_the_last_layer(
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_16", "densenet121", "timm/resnet18"])
 def test_features_of_other_models(name: str) -> None:
-    """The last layer may be a convolution, or get the first of several tokens."""
+    """The last layer may be a convolution, or get the first of several tokens, or their mean."""
     if name.startswith("timm/"):
         timm_module("models")
     with torch.device("meta"):
@@ -117,9 +117,6 @@ def test_features_of_other_models(name: str) -> None:
         model(torch.zeros(2, 3, 224, 224))
     (shape,) = {p.shape[1] for p in model.parameters() if p.ndim > 1 and p.shape[0] == 7}
     assert [one.shape for one in features] == [(2, shape)]
-
-
-def test_features_of_tokens_are_their_mean() -> None:
     model, tokens = torch.nn.Sequential(torch.nn.Linear(6, 5)), torch.rand(2, 7, 6)
     features = predict.watch_head(model)
     model(tokens)

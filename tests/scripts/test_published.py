@@ -56,16 +56,9 @@ def test_every_file_of_torchvision() -> None:
 
 def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
     """Replace timm by a module that states a preprocessing."""
-    common = {
-        "input_size": (3, 224, 224),
-        "test_input_size": None,
-        "crop_pct": 0.9,
-        "test_crop_pct": None,
-        "interpolation": "bicubic",
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.4, 0.5, 0.6),
-        "crop_mode": "center",
-    }
+    common: dict[str, Any] = {"input_size": (3, 224, 224), "test_input_size": None}
+    common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
+    common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
     timm = ModuleType("timm")
     timm.__spec__ = ModuleSpec("timm", None)
     timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)  # type: ignore[attr-defined]

@@ -95,12 +95,15 @@ def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda w: w, "does not name its model; give model.name=NAME, of torchvision, of timm"),
+        (lambda w: w, "is no checkpoint of this .*; give model.name=NAME, of torchvision, of timm"),
         (
             lambda w: {"arch": "resnet50", "state_dict": w},
             "the file says resnet50, which is timm/resnet50 if timm made it",
         ),
-        (lambda w: {"format": 1, "state": {"model": w}}, r"another version of .* \(format 1\)"),
+        (
+            lambda w: {"format": 1, "state": {"model": w}},
+            r"this version .*; give model\.name=NAME, ",
+        ),
     ],
 )
 def test_model_that_is_not_named(

@@ -58,13 +58,9 @@ def damaged(path: str, reason: object) -> UserError:
 
 def tree_of_folder(root: str, others: LeftOut) -> Tree:
     """List the files below a folder, links followed; add the hidden ones to `others`."""
-    paths = [
-        os.path.join(os.fsdecode(folder), os.fsdecode(name))
-        for folder, _, names in walk(os.fsencode(root), others)
-        for name in names
-    ]
-    found = {os.path.relpath(path, root): Place(path) for path in paths}
-    return dict(sorted(found.items()))
+    folders = walk(os.fsencode(root), others)
+    paths = [os.fsdecode(os.path.join(top, name)) for top, _, names in folders for name in names]
+    return {os.path.relpath(path, root): Place(path) for path in sorted(paths)}
 
 
 def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:

@@ -29,11 +29,7 @@ FIRST_LABELS = ["n01751748", "n09193705", "n02105855", "n04263257", "n03125729"]
 
 
 def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
-    """Give every validation image its label.
-
-    Args:
-        tree: the files of the source, which hold the labels.
-        images: file name -> place.
+    """Give every validation image its label. `images`: file name -> place.
 
     Raises UserError: the labels are missing, or they do not belong to these images.
     """

@@ -43,14 +43,10 @@ def read(place: Place | np.ndarray) -> bytes:
 
 
 def recognise(source: str) -> tuple[list[Sample], list[str]]:
-    """Recognise a dataset and list its images.
+    """List the images of train and perhaps val in the order in which they are read quickly.
 
-    Returns:
-        The images, in the order in which they are read quickly, of train and perhaps val; and
-        sentences about what was left out or decided.
-
-    Raises UserError: the format is unknown, ambiguous or incomplete, or a file is damaged; OSError:
-    a folder or a file cannot be read.
+    Also returns sentences about what was left out or decided. Raises UserError: the format is
+    unknown, ambiguous or incomplete, or a file is damaged; OSError: a file cannot be read.
     """
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
@@ -75,10 +71,9 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
 
     Adds files that are not read to `others`.
     """
-    is_folder = os.path.isdir(source)
-    tree = (
-        tree_of_folder(source, others) if is_folder else {os.path.basename(source): Place(source)}
-    )
+    tree = {os.path.basename(source): Place(source)}
+    if os.path.isdir(source):
+        tree = tree_of_folder(source, others)
     if samples := cifar_samples(source, tree):
         return samples
     records: list[Sample] = []
@@ -191,13 +186,8 @@ def read_folder(
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
     Folders in a class are part of the name. The labels of ImageNet's validation images, which are
-    not in class folders, are in other files of the tree.
-
-    Args:
-        splits: name of a folder -> split.
-        others: where files that are not read are added.
-
-    Raises UserError: an image is not in a class folder.
+    not in class folders, are in other files of the tree. `splits`: name of a folder -> split; files
+    that are not read are added to `others`. Raises UserError: an image is not in a class folder.
     """
     images = {path: place for path, place in tree.items() if is_image(path)}
     # Beside the folders, there are files about the data set.
@@ -253,11 +243,7 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
 
 
 def with_splits(samples: list[Sample]) -> tuple[list[Sample], list[str]]:
-    """Choose what becomes train and val.
-
-    Returns:
-        The samples of train and val, and what was decided, in sentences.
-    """
+    """Return the samples of train and val, and what was decided, in sentences."""
     counts = Counter(sample.split for sample in samples)
     notes = []
     if counts[OTHER]:

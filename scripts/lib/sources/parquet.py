@@ -19,10 +19,8 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     There is a column of images, which are structs of bytes and path, and one of the numbers of
     classes. The images are not read.
 
-    Args:
-        path: below SOURCE; it makes the names unique.
-
-    Raises UserError: pyarrow is not installed, the file is damaged, or its columns are not clear.
+    `path`: below SOURCE; it makes the names unique. Raises UserError: pyarrow is not installed, the
+    file is damaged, or its columns are not clear.
     """
     try:
         from pyarrow import parquet

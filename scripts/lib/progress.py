@@ -1,0 +1,53 @@
+"""Work through many items: in threads, in order, with the progress on stderr."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+SECONDS = 5.0  # between two lines of progress
+AHEAD = 256  # results that wait, such as images: usually 30 MB
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_threads(
+    workers: int,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    ahead: int = AHEAD,
+) -> Iterator[Result]:
+    """Yield the results of a function in the order of the items, of which `ahead` are in work.
+
+    Reading, decoding and resizing release the lock of the interpreter, and unlike processes,
+    threads need no time to start. Each thread has one core of torch's.
+    """
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    results = deque[Future[Result]]()
+    try:
+        for item in items:
+            results.append(pool.submit(function, item))
+            if len(results) > ahead:
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
+    """Pass the items on, and print their number, speed and the time left every few seconds."""
+    shown, before = time.monotonic(), 0
+    for done, item in enumerate(items, 1):
+        yield item
+        if (seconds := time.monotonic() - shown) > SECONDS:
+            rate = (done - before) / seconds
+            shown, before = time.monotonic(), done
+            left = timedelta(seconds=round((total - done) / rate))
+            text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
+            print(text, file=sys.stderr, flush=True)
