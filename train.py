@@ -94,9 +94,7 @@ def train(config: Config) -> dict[str, Any]:
         alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.identity |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         verdict = Verdict(compute, feed, train_on_batch, world, alone)
-        log = enter(
-            RunLog(datasets, schedule, compute, run, state, feed, tracker, verdict, started)
-        )
+        log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
@@ -109,16 +107,16 @@ def train(config: Config) -> dict[str, Any]:
             values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
-            row = log.end_step(values, due)
+            row = log.log_step(values, due)
             check_loss(row)  # the newest row: raises if its loss was not finite
             if due.validate:
                 validate(state, schedule, compute, feed, world, log, stop)
             if due.save:
                 save(state, run, log)
-        check_loss(log.end_steps())
+        check_loss(log.log_last_steps())
         if state.step != run.last_saved_step:
             save(state, run, log)
-        return log.finish(stop)
+        return log.finish(stop, started)
 
 
 def build_step(

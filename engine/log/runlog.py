@@ -17,7 +17,6 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.schema import Config
 from engine.checkpoint import file_name
-from engine.compute import Compute
 from engine.distributed import World
 from engine.log.console import header, outcome, train_line, val_line
 from engine.log.meter import Meter, mark_parts, train_row
@@ -36,7 +35,6 @@ from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.build import Datasets
 from pipeline.clock import Shares, mean_of
-from pipeline.feed import Feed
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
@@ -54,23 +52,21 @@ class RunLog(ExitStack):
 
     datasets: Datasets
     schedule: Schedule
-    compute: Compute
     run: Run
     state: TrainState
-    feed: Feed
     tracker: Tracker
     verdict: Verdict  # judges the speed
-    started: float  # time.monotonic() when the program began
 
     def __post_init__(self) -> None:
         super().__init__()
         self.world, self.config = self.run.world, self.run.config
+        self.feed, self.compute = self.verdict.feed, self.verdict.compute
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
         # By whether they are of the first steps of this start, and of the first epoch.
         self._shares: dict[tuple[bool, bool], list[Shares]] = {}
         self.row: dict[str, Any] = {}  # the newest row of training steps
-        self._pause_began = self.started  # time.monotonic() of the newest `pause`
+        self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
         self._observers: list[tuple[str, Observer]] = []
         self.world.broadcast(self._start_observers)
@@ -108,7 +104,7 @@ class RunLog(ExitStack):
         self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.mark("ready")
 
-    def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
+    def log_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.
 
         This does not wait for the GPU, except where the loop waits next, or an epoch has ended.
@@ -130,7 +126,7 @@ class RunLog(ExitStack):
             self._judge_epoch()
         return self.row
 
-    def end_steps(self) -> dict[str, Any]:
+    def log_last_steps(self) -> dict[str, Any]:
         """Write a row of the steps since the last one, if there are any; return the newest row."""
         self.feed.train.end_step()
         if self.meter.steps:
@@ -214,8 +210,10 @@ class RunLog(ExitStack):
         """
         return mean_of([*self._shares.values()][-1]).rate * self.world.size if self._shares else 0.0
 
-    def finish(self, stop: StopSignal) -> dict[str, Any]:
+    def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
+
+        `started`: time.monotonic() when the program began.
 
         A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
         written.
@@ -227,7 +225,7 @@ class RunLog(ExitStack):
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
             **results(self.state, self.schedule),
-            "seconds": time.monotonic() - self.started,
+            "seconds": time.monotonic() - started,
             "images_per_second": self._images_per_second(),
             "workers": self.feed.train.loader.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -46,14 +45,14 @@ MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A pro
 FEWEST_STEPS, MOST_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 LATE_SECONDS = 15.0  # no trial but the first begins after this time
-MOST_TRIALS, MOST_OF_ONE, MOST_OF_EACH = 6, 4, 3  # of all; of a mode alone, and among several
+MOST_TRIALS, MOST_OF_EACH = 6, 3  # of all modes, and of each
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
 MISJUDGED = 1.3  # a probe of two workers is wrong by up to this factor
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
-PAYS, FASTER = 1.015, 1.005  # factors of a rate: worth more workers; more than chance
+PAYS = 1.015  # factor of a rate that is worth more workers
 SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
@@ -61,7 +60,7 @@ SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any cas
 # times as long per image in the run as in the trial.
 RESERVE = 1.4
 
-Tried = dict[int, Shares]  # number of workers -> what some steps have shown
+Tried = dict[int, Shares]  # number of workers -> what some steps have shown, in order
 Trials = dict[str, Tried]  # by mode of the dataset
 
 
@@ -84,44 +83,43 @@ def tune(
     in its folder has it. Returns 0 if nothing was measured. Raises LoaderError if an image cannot
     be read.
     """
-    pool, world, found, lines = feed.train.loader.pool, run.world, dict[str, Any](), list[str]()
+    if not feed.measured:
+        return 0.0
+    pool, world, steps = feed.train.loader.pool, run.world, run.stop_step - state.step
     machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
     tuner = Tuner(feed, step, compute, world, stop, state.step)
-    if feed.measured and (stored := world.broadcast(lambda: _stored(run, feed, machine))):
-        found = stored
+    if found := world.broadcast(lambda: _stored(run, feed, machine)):
         tuner.configure(found["mode"], found["workers"], found["alone"])
-        lines = [*found["lines"], "from an earlier start; autotune.refresh=true measures again"]
-    elif feed.measured and run.stop_step - state.step < FEWEST_BATCHES:
+        how = "from an earlier start; autotune.refresh=true measures again"
+    elif steps < FEWEST_BATCHES:
         tuner.configure(feed.modes[0], tuner.max_workers(feed.modes[0]), math.inf)
-        few = f"{run.stop_step - state.step} steps are over before it matters"
-        lines = [f"not measured, workers={pool.active}: {few}"]
-    elif feed.measured:
-        began = time.perf_counter()
+        how = f"not measured, workers={pool.active}: {steps} steps are over before it matters"
+    else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
             with untouched(state):
                 found = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
-            lines = ["not measured: interrupted by a signal"]
+            how = "not measured: interrupted by a signal"
         else:
-            lines = [*found["lines"], f"measured in {time.perf_counter() - began:.0f} s"]
+            how = f"measured in {found['seconds']:.0f} s"
             tracker.record("autotune.json", {**found, "machine": machine})
         step.reset()
-    if feed.measured:
-        tracker.text("autotune", "\n".join(lines))
+    lines = [*found.get("lines", []), how]
+    tracker.text("autotune", "\n".join(lines))
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
     return float(found.get("alone", 0.0))
 
 
-def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any] | None:
-    """The result of an earlier start of this run; None if there is none for this machine."""
+def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any]:
+    """The result of an earlier start of this run; empty if there is none for this machine."""
     try:
         found = dict(json.loads((run.path / "autotune.json").read_bytes()))
     except (OSError, ValueError, TypeError):
-        return None
+        return {}
     fits = found.get("machine") == machine and found.get("mode") in feed.modes
-    return found if fits and not run.config.autotune.refresh else None
+    return found if fits and not run.config.autotune.refresh else {}
 
 
 @dataclass
@@ -146,9 +144,11 @@ class Tuner:
     def measure(self) -> dict[str, Any]:
         """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
         (resident,) = [batch.clone() for batch in self.batches(1)]
-        for _ in range(FIRST_STEPS):
+        for _ in range(FIRST_STEPS):  # these may compile
             self.step(resident)
-        self.deadline = time.perf_counter() + LATE_SECONDS
+        self.synchronize()
+        began = time.perf_counter()
+        self.deadline = began + LATE_SECONDS
         self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
         self.search()
         mode, workers = best_setting(self.trials)
@@ -160,7 +160,9 @@ class Tuner:
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
             self.demand = self.measure_step(resident, rounds=2)
         lines = self.lines(mode, workers, trial._replace(alone=self.demand))
-        return {"mode": mode, "workers": workers, "alone": self.demand, "lines": lines}
+        seconds = time.perf_counter() - began
+        found = {"mode": mode, "workers": workers, "alone": self.demand, "seconds": seconds}
+        return {**found, "lines": lines}
 
     def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
         """Return the result for a reader."""
@@ -179,58 +181,53 @@ class Tuner:
             *verdict([trial], remedies(self.compute, self.feed)),
         ]
 
-    # The search.
-
     def search(self) -> None:
-        """Add trials until another one would not help.
+        """Try modes in the order in which they are likely to be enough; the first that is ends it.
 
-        Modes come in the order in which they are likely to be enough; the first that is ends it.
+        Rank 0 decides: ranks may have different machines.
         """
         start = self.feed.modes[0]
         lacks = self.most_workers(start) * self.probe.per_worker < self.demand
         modes = sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu")
-        for mode in self.world.broadcast(lambda: modes):  # ranks may have different machines
+        for mode in self.world.broadcast(lambda: modes):
             if mode != start and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue
-            device = 0.0 if mode == "cpu" else self.device_rate()
-            following = partial(self.next_trial, mode, device)
-            while setting := self.world.broadcast(following):
-                workers, steps = setting
-                self.trials.setdefault(mode, {})[workers] = self.trial(mode, workers, steps)
+            self.search_mode(mode)
             if is_enough(self.trials):
                 break
 
-    def next_trial(self, mode: str, device: float) -> tuple[int, int] | None:
-        """Return workers and steps of the next trial in a mode; None if none would help.
+    def search_mode(self, mode: str) -> None:
+        """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
+        workers, most = self.world.broadcast(
+            lambda: (self.max_workers(mode), self.most_workers(mode))
+        )
+        dataset, each = self.feed.train.loader.dataset, self.probe.per_worker
+        # Images/s that it decodes itself, known since `try_mode`.
+        device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
+        top = max((t.rate for tried in self.trials.values() for t in tried.values()), default=0.0)
+        if top and min(self.demand, MISJUDGED * (device + most * each)) <= PAYS * top:
+            return
+        if mode == "cpu":
+            workers = min(most, math.ceil(MARGIN * self.demand / each))
+        tried: Tried = {}
+        while workers not in tried and len(tried) < MOST_OF_EACH and self.has_time():
+            rate = min(self.demand, device + workers * each)
+            steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
+            steps = max(FEWEST_STEPS, min(MOST_STEPS, steps))
+            tried[workers] = trial = self.trial(mode, workers, steps)
+            self.trials[mode] = tried
+            behind = max(each.rate for each in tried.values()) < top
+            waits, is_slowed = trial.wait > TOLERANCE, slowed(trial)
+            if (waits and behind) or (mode != "cpu" and not waits and not is_slowed):
+                break  # another mode is faster, or fewer workers would take more of the device
+            workers = next_number(tried, self.demand, most)
 
-        `device`: images/s that it decodes.
-        """
-        tried, number = self.trials.get(mode, {}), sum(map(len, self.trials.values()))
-        if number == MOST_TRIALS or (number and time.perf_counter() >= self.deadline):
-            return None
-        cap, each = self.most_workers(mode), self.probe.per_worker
-        top = max((t.rate for one in self.trials.values() for t in one.values()), default=0.0)
-        expected = min(self.demand, MISJUDGED * (device + cap * each))
-        if tried:
-            best = tried[best_number(mode, tried)]
-            workers = next_number(mode, tried, self.demand, cap)
-            # If another mode is faster, this one needs more workers, or gives cores to the step.
-            fewer = slowed(best) and best.wait <= TOLERANCE
-            helps = workers > max(tried) if mode == "cpu" else fewer
-            behind = best.rate * FASTER < top and not helps
-            most = MOST_OF_EACH if len(self.feed.modes) > 1 else MOST_OF_ONE
-            if workers in tried or behind or len(tried) == most:
-                return None
-        elif expected <= PAYS * top:
-            return None
-        elif mode == "cpu":
-            workers = min(cap, math.ceil(MARGIN * self.demand / each))
-        else:
-            workers = self.max_workers(mode)
-        rate = min(expected, device + workers * each)
-        steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
-        return workers, max(FEWEST_STEPS, min(MOST_STEPS, steps))
+    def has_time(self) -> bool:
+        """Whether another trial may begin."""
+        number = sum(map(len, self.trials.values()))
+        in_time = number == 0 or time.perf_counter() < self.deadline
+        return number < MOST_TRIALS and self.world.broadcast(lambda: in_time)
 
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         """Train with a mode and a number of workers."""
@@ -258,8 +255,6 @@ class Tuner:
             storage_ms=slow.storage_ms,
             core_ms=slow.core_ms,
         )
-
-    # The parts of a measurement.
 
     def max_workers(self, mode: str) -> int:
         """Number of workers of this rank for which there are cores."""
@@ -333,10 +328,7 @@ class Tuner:
         return Shares(**loader.ring.worker_ms()), batch.step + 1 + loader.queue_size
 
     def try_mode(self, mode: str) -> str | None:
-        """Make some batches in a mode; return why it fails, or None.
-
-        This compiles kernels, and measures `device_rate`.
-        """
+        """Make some batches in a mode, which compiles kernels; return why it fails, or None."""
         failures = self.on_all_ranks(lambda: self._failure(mode))
         return next(filter(None, failures), None)
 
@@ -351,10 +343,6 @@ class Tuner:
             return describe(error)
         known = mode == "cpu" or dataset.device_rate < math.inf
         return None if known else "it has decoded no image"
-
-    def device_rate(self) -> float:
-        """Images/s of `Dataset.on_device`, after `try_mode`."""
-        return min(self.world.all_gather(self.feed.train.loader.dataset.device_rate))
 
     def synchronize(self) -> None:
         """Wait for the GPU, if there is one."""
@@ -383,14 +371,12 @@ def is_enough(trials: Trials) -> bool:
 def best_setting(trials: Trials) -> tuple[str, int]:
     """Return the fastest mode, and its number of workers.
 
-    Among modes that are as fast, the CPU mode if it is enough, because its pixels are exact;
-    otherwise another one, because workers that only just suffice may not do so for long.
+    The CPU mode if it is enough and as fast, because its pixels are exact.
     """
     rates = {name: max(trial.rate for trial in tried.values()) for name, tried in trials.items()}
-    enough = is_enough(trials)
-    least = max(rates.values()) / (PAYS if enough else FASTER)
-    near = [name for name in rates if (name == "cpu") == enough and rates[name] >= least]
-    mode = max(near or rates, key=lambda name: rates[name])
+    mode = max(rates, key=lambda name: rates[name])
+    if is_enough(trials) and rates["cpu"] * PAYS >= rates[mode]:
+        mode = "cpu"
     return mode, best_number(mode, trials[mode])
 
 
@@ -405,28 +391,17 @@ def best_number(mode: str, tried: Tried) -> int:
     return top if mode != "cpu" else min(n for n in near if tried[n].wait <= waits)
 
 
-def next_number(mode: str, tried: Tried, demand: float, cap: int) -> int:
+def next_number(tried: Tried, demand: float, most: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
-    best = best_number(mode, tried)
-    trial, waits = tried[best], tried[best].wait > TOLERANCE
-    below = max((workers for workers in tried if workers < best), default=0)
-    above = min((workers for workers in tried if workers > best), default=cap + 1)
-    if mode != "cpu" and not slowed(trial):
-        if waits:  # a worker more or less: 4 % on some hosts
-            near = (n for n in (best + 1, best - 1) if 1 <= n <= cap and n not in tried)
-            return next(near, best)
-        return best if trial.rate * PAYS >= demand else max(1, 3 * best // 4)
-    if not waits and not slowed(trial):  # the fewest that could suffice, then halfway to too few
-        fewest = min(cap, math.ceil(demand / trial.per_worker))
-        too_few = below or fewest - 1
-        if best - too_few < 2:
-            return best
-        return fewest if too_few < fewest < best else (too_few + best) // 2
-    plenty = min(cap, math.ceil(MARGIN * demand / trial.per_worker))
-    if waits and above - best >= 2:  # more, then halfway to the first that did not pay
-        more = max(best + 1, min(plenty, math.ceil(1.3 * best)))
-        return (best + above) // 2 if above <= cap else more
-    if (slowed(trial) or best == cap) and best - below >= 2:  # fewer: they take the step's cores
-        less = max(1, best // 4) if slowed(trial) else 1
-        return (below + best) // 2 if below else max(1, min(plenty, best - less))
-    return best
+    now, trial = next(reversed(tried.items()))
+    enough = math.ceil(demand / trial.per_worker)
+    if trial.wait > TOLERANCE:
+        plenty = math.ceil(MARGIN * demand / trial.per_worker)
+        more = min(most, max(now + 1, plenty, round(1.3 * now)))
+        if more not in tried:
+            return more
+        return max(1, most - 1) if now == most else (now + more) // 2
+    if slowed(trial):
+        return max(1, 3 * now // 4)  # they take the step's cores
+    too_few = max((workers for workers in tried if workers < now), default=0)
+    return max(min(enough, now), (too_few + now + 1) // 2)

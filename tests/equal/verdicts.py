@@ -1,8 +1,7 @@
 """The cause that limits a run, for measured numbers of each rank."""
 
+from collections import defaultdict
 from typing import Any
-
-KNOWN: dict[str, list[str]] = {"storage": [], "decode": [], "step": []}
 
 
 def cause_of(ranks: list[dict[str, Any]]) -> str:
@@ -17,7 +16,7 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
             values |= {"mode": values["decoder"], "decoder": "region"}
         values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
         measured.append(Shares(**values))
-    return verdict(measured, KNOWN)[0].partition(":")[0]
+    return verdict(measured, defaultdict(list))[0].partition(":")[0]
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""Verdicts of real feeds, with storage, decoding and steps made slow."""
+"""Verdicts of real feeds with slow storage and decoding; which rows are judged; remedies."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,11 @@ import torch
 from conf import cli
 from engine.distributed import World
 from engine.tune.verdict import SHORT, Verdict, remedies
-from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
 from tests.engine.plans import ALONE, compute
+from tests.equal.record import stored
 from tests.pipeline.loaders import opened
 from tests.timings import WAITED
 
@@ -65,15 +64,6 @@ def open_run(
         yield feed, Verdict(compute(), feed, step, world, alone=alone)
 
 
-@pytest.fixture
-def _judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHORT, "run", 0.0)
-
-
-judged_at_once = pytest.mark.usefixtures("_judged_at_once")
-
-
-@judged_at_once
 @pytest.mark.parametrize(
     ("kind", "workers", "says"),
     [
@@ -89,6 +79,7 @@ def test_slow_input(
     says: str,
 ) -> None:
     """The step waits for images as long as the workers measured."""
+    monkeypatch.setitem(SHORT, "run", 0.0)
     monkeypatch.setattr("pipeline.ring.time", WORKER_CLOCK)
     monkeypatch.setattr("pipeline.ring.waited_for_core", lambda: 0.0)
     with open_run(image_root, kind=kind, workers=workers) as (feed, verdict):
@@ -102,54 +93,6 @@ def test_slow_input(
         text = " ".join(verdict.sentences("run"))
     assert text.startswith("input-bound ")
     assert all(part in text for part in says.split(" ... ")), text
-
-
-def verdict_of_steps(
-    feed: Feed, verdict: Verdict, step: Callable[[Batch], object], *, steps: int = 8
-) -> str:
-    """Run some steps as train.py does and return the verdict."""
-    for batch in feed.train.batches(0, 4 + steps):
-        step(batch)
-    shares = feed.shares(skip=4)
-    assert shares is not None
-    verdict.add(shares._replace(core=0.0))
-    return " ".join(verdict.sentences("run"))
-
-
-SYNTHETIC = [
-    *("data=fake", "data.image_size=224", "loader.batch_size=256"),
-    "loader.start_method=forkserver",
-]
-ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "workers": 4}
-
-
-@pytest.mark.gpu
-@judged_at_once
-def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
-    """More kernels than the host can launch in the time they run."""
-
-    def step(batch: Batch) -> None:
-        value = batch["image"].sum()
-        for _ in range(500):
-            value = value + 1
-        time.sleep(0.002)  # as a Python program between its launches
-
-    with open_run(image_root, *SYNTHETIC, "loader.batch_size=4", **ON_GPU) as (feed, verdict):
-        text = verdict_of_steps(feed, verdict, step, steps=100)
-    assert text.startswith("launch-bound")
-
-
-@pytest.mark.gpu
-@judged_at_once
-def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
-    weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    with open_run(image_root, *SYNTHETIC, **ON_GPU) as (feed, verdict):
-        heavy = lambda batch: [weight @ weight for _ in range(40)]  # noqa: E731
-        text = verdict_of_steps(feed, verdict, heavy, steps=50)
-    assert text.startswith("compute-bound")
-
-
-# What is judged.
 
 
 @pytest.fixture
@@ -204,28 +147,48 @@ CPU_RUN = "train.device=cpu"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "bytes_", "stage", "expected"),
+    ("overrides", "bytes_", "cause", "expected"),
     [
-        (["loader.decoder=auto"], 1e5, "storage", ["move", "re-encode the images once with scr"]),
-        ([], 1e4, "storage", ["move the images to faster storage", AUTO]),
-        ([], 1e5, "decode", [AUTO, "re-encode", "use a machine with more CPU cores"]),
-        (["loader.decoder=auto"], 1e4, "decode", ["install a C compiler", "use a machine"]),
+        (
+            ["loader.decoder=auto"],
+            1e5,
+            "input-bound by storage",
+            ["move", "re-encode the images once with scr"],
+        ),
+        ([], 1e4, "input-bound by storage", ["move the images to faster storage", AUTO]),
+        (
+            [],
+            1e5,
+            "input-bound by decode",
+            [AUTO, "re-encode", "use a machine with more CPU cores"],
+        ),
+        (
+            ["loader.decoder=auto"],
+            1e4,
+            "input-bound by decode",
+            ["install a C compiler", "use a machine"],
+        ),
         (
             ["loader.workers=4", "loader.decoder=region", CPU_RUN],
             1e4,
-            "storage",
+            "input-bound by storage",
             ["move"],
         ),  # as auto
-        (["loader.workers=3", "loader.decoder=region", CPU_RUN], 1e4, "storage", ["move", AUTO]),
-        (["loader.decoder=pillow", CPU_RUN], 1e4, "storage", ["move", AUTO]),
-        ([], 1e4, "step", ["set model.compile=default"]),
-        (["model.compile=default"], 1e4, "step", ["set model.compile=tuned"]),
-        (["model.compile=tuned"], 1e4, "step", []),
-        (["model.compile=auto"], 1e4, "step", []),
+        (
+            ["loader.workers=3", "loader.decoder=region", CPU_RUN],
+            1e4,
+            "input-bound by storage",
+            ["move", AUTO],
+        ),
+        (["loader.decoder=pillow", CPU_RUN], 1e4, "input-bound by storage", ["move", AUTO]),
+        ([], 1e4, "compute-bound", ["set model.compile=default"]),
+        (["model.compile=default"], 1e4, "compute-bound", ["set model.compile=tuned"]),
+        (["model.compile=tuned"], 1e4, "compute-bound", []),
+        (["model.compile=auto"], 1e4, "compute-bound", []),
     ],
 )
 def test_remedies_that_apply(
-    overrides: list[str], bytes_: float, stage: str, expected: list[str]
+    overrides: list[str], bytes_: float, cause: str, expected: list[str]
 ) -> None:
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
@@ -236,7 +199,9 @@ def test_remedies_that_apply(
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
     feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
-    found = remedies(computed, feed)[stage]
+    known = remedies(computed, feed)
+    assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
+    found = known[cause]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
 
 

@@ -82,9 +82,6 @@ class SimulatedTuner(Tuner):
     def try_mode(self, mode: str) -> None:
         """The engines work."""
 
-    def device_rate(self) -> float:
-        return 1.08 * self.host.engines
-
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         self.order.append((mode, workers))
         rate, wait, each = self.host.run(mode, workers)
@@ -103,7 +100,7 @@ def tune(
     deadline: float = math.inf,
 ) -> Found:
     noise = np.random.default_rng(seed)
-    dataset = SimpleNamespace(workers_in=workers_in)
+    dataset = SimpleNamespace(workers_in=workers_in, device_rate=1.08 * host.engines)
     train = SimpleNamespace(loader=SimpleNamespace(batch_size=32, dataset=dataset))
     most, cores = 2 * host.cores, host.cores - 1
     feed: Any = SimpleNamespace(train=train, modes=modes, max_workers=most, num_cores=cores)
@@ -133,7 +130,7 @@ slow_test = pytest.mark.slow
 @pytest.mark.parametrize("cores", [4, pytest.param(8, marks=slow_test), 16, 64])
 @pytest.mark.parametrize("misjudged", [0.7, pytest.param(1, marks=slow_test), 1.3])
 def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) -> None:
-    """At least 0.97 of the best rate on 19 of 20 hosts, 0.98 on most, and 0.94 on each."""
+    """At least 0.98 of the best rate on 19 of 20 hosts, and 0.94 on each."""
     ratios, number = [], 0
     for seed, (demand, per_worker, engines, contention, uses) in enumerate(
         itertools.product(
@@ -151,9 +148,8 @@ def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) ->
         number += len(trials)
         assert max(workers for _, workers in trials) < cores
     assert min(ratios) >= 0.94
-    assert np.quantile(ratios, 0.05) >= 0.97
+    assert np.quantile(ratios, 0.05) >= 0.98
     assert number / len(ratios) <= 4
-    assert np.mean(np.array(ratios) >= 0.98) >= 0.9
 
 
 # As measured on an H200 with 16 cores; files of 500x375 px, and the same with a short side of 256.
@@ -169,7 +165,7 @@ def test_choice_on_known_hosts(misjudged: float) -> None:
         (RESNET18, "hybrid", 3),
         (SHRUNK, "cpu", 3),
         (replace(SHRUNK, demand=7379), "cpu", 3),
-        (replace(RESNET50, cores=4), "hybrid", 5),
+        (replace(RESNET50, cores=4), "gpu", 5),
         (replace(RESNET50, engines=1), "cpu", 4),
     ):
         mode, workers, trials = tune(host, misjudged)
@@ -190,12 +186,14 @@ def test_the_deadline_ends_the_search() -> None:
 @pytest.mark.parametrize(
     ("tried", "expected"),
     [
-        ({8: (800, 0.2, False)}, 11),  # it waits: 1.3 times as many
-        ({8: (800, 0.2, False), 11: (790, 0.2, False)}, 9),  # more did not pay: halfway
-        ({14: (900, 0.0, True)}, 11),  # they take the cores of the step
-        ({14: (900, 0.0, True), 8: (850, 0.2, False)}, 11),  # halfway to too few
+        ({8: (800, 0.2, False)}, 12),  # it waits: as many as would be plenty
+        ({8: (800, 0.2, False), 12: (900, 0.2, False)}, 14),  # 1.3 times as many, with a core each
+        ({12: (900, 0.2, False), 14: (890, 0.2, False)}, 13),  # perhaps one core is missing
+        ({14: (900, 0.0, True)}, 10),  # they take the cores of the step
+        ({14: (900, 0.0, True), 10: (850, 0.2, False)}, 13),  # 1.3 times as many
         ({12: (1000, 0.0, False)}, 10),  # the fewest that could suffice
-        ({12: (1000, 0.0, False), 10: (900, 0.1, False)}, 11),
+        ({8: (900, 0.1, False), 12: (1000, 0.0, False)}, 10),
+        ({12: (1000, 0.0, False), 10: (1000, 0.0, False)}, 10),  # no other one helps
     ],
 )
 def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], expected: int) -> None:
@@ -204,4 +202,4 @@ def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], exp
         workers: Shares(cpu_ms=10, rate=rate, wait=wait, alone=1000.0 + 1000.0 * slowed)
         for workers, (rate, wait, slowed) in tried.items()
     }
-    assert next_number("cpu", measured, 1000.0, cap=14) == expected
+    assert next_number(measured, 1000.0, most=14) == expected
