@@ -11,12 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from conf import cli
 from conf.schema import UserError
 from extras import suspects
-from scripts import evaluate
 from scripts.evaluate import Evaluated
-from scripts.lib.trained import open_trained
-from tests.engine.plans import ALONE
 from tests.small_run import run
 
 COLOURS = {"blue": (60, 60, 180), "green": (60, 180, 60), "red": (180, 60, 60)}
@@ -45,24 +43,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def trained(root: Path, tmp_path_factory: pytest.TempPathFactory, toy_runs: None) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "colours"
-    run(root, folder, *OPTIONS)
-    return folder
-
-
-def listed(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
-    options = suspects.arguments([str(folder), *HERE, *words, "--out", str(out)])
-    assert suspects.find(options) == 0
-    with open(out, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_wrong_labels_come_first(
-    trained: Path, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], toy_runs: None
 ) -> None:
-    rows = listed(trained, tmp_path / "found.csv")
+    run(root, tmp_path / "run", *OPTIONS)
+    out = tmp_path / "found.csv"
+    options = suspects.arguments([str(tmp_path / "run"), *HERE, "--out", str(out)])
+    assert suspects.find(options) == 0
+    rows = list(csv.DictReader(out.open(newline="")))
     losses = [float(row["loss"]) for row in rows]
     assert losses == sorted(losses, reverse=True)
     assert all(row["label"] != row["predicted"] for row in rows)
@@ -77,14 +65,10 @@ def test_wrong_labels_come_first(
     assert f"{len(rows)} of 150 training images may have" in capsys.readouterr().out
 
 
-def test_the_images_that_were_held_out_are_not_listed(
-    root: Path, tmp_path: Path, toy_runs: None
-) -> None:
+def test_the_images_that_were_held_out_are_not_listed(root: Path) -> None:
     """data.root holds the class folders itself."""
-    held_out = ["data.val_fraction=0.5", "train.max_steps=1"]
-    run(root / "train", tmp_path / "run", *OPTIONS, *held_out)
-    trained = evaluate.with_config(open_trained(tmp_path / "run", HERE), HERE, ALONE)
-    assert len(suspects.training_images(trained.config).val) == 75
+    config = cli.load(["data=folder", f"data.root={root}/train", "data.val_fraction=0.5"])
+    assert len(suspects.training_images(config).val) == 75
 
 
 def test_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
