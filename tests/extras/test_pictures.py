@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.validation import evaluate
 from extras.pictures import BLUE, Pictures, Predictions, bars
 from pipeline.dataset import FakeDataset
+from scripts import evaluate as evaluate_script
 from tests.batches import batch_of, toy_values
 from tests.conftest import CLASSES as KINDS
 from tests.conftest import VAL_IMAGES
@@ -160,6 +161,12 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
     for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
+    words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
+    assert evaluate_script.evaluate_all(evaluate_script.arguments(words)) == 0
+    names = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png", "evaluation.json"}
+    names |= {"per_class.csv", "confusion.csv", "worst.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert "calibration" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
 
 
 def test_files_of_an_evaluation(logits: Tensor, labels: Tensor, tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-# The samples, as workers make them.
-
-
 def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
     """The first two in five of a task have a file: the others are neighbours, for few copies."""
     plain = crops(image_root / "train")
@@ -93,19 +90,6 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-)
-def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
-    dataset: Any = EngineDataset(crops(image_root / "train"))
-    dataset.set_mode("gpu")
-    dataset.engine = PillowEngines(CPU, 8)  # stays here
-    with open_loader(dataset, start_method=start_method) as loader:
-        for batch in loader.batches(0, 3):
-            assert (batch.fields[GEOMETRY][:, LENGTH] > 0).all()
-            batch.release(None)
-
-
-@pytest.mark.parametrize(
     ("demand", "share"),
     [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
 )
@@ -149,9 +133,6 @@ def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
             assert dataset.shared.array[gpu_decode.SECONDS] == pytest.approx(seconds)
 
 
-# The batches on the device.
-
-
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("batch", ["[]", "[mixup]"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -177,21 +158,6 @@ def test_every_mode_makes_the_batches_of_the_cpu(
             assert_equal(validation(feed), validated)
             assert sum(dataset.engine.files) == before + files
 
-
-@pytest.mark.usefixtures("pillow")
-def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
-    image_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(image_root) as plain:
-        expected = training(plain)
-    monkeypatch.setattr(PillowEngines, "broken", True)
-    with opened(image_root, ENGINES, modes=("gpu",)) as feed:
-        assert_equal(training(feed), expected)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 9
-    assert "the CPU decodes this batch instead" in caplog.text
-
-
-# Where the engines are used.
 
 CROP: Any = {"random_resized_crop": {"size": 24, "interpolation": "bicubic"}}
 GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
@@ -263,9 +229,6 @@ def test_workers_of_each_mode() -> None:
     dataset: Any = EngineDataset(listed(CROP))
     found = {mode: [dataset.workers_in(mode, n) for n in (1, 2, 15)] for mode in dataset.modes}
     assert found == {"cpu": [1, 2, 15], "gpu": [2, 2, READERS], "hybrid": [1, 1, 14]}
-
-
-# On a GPU.
 
 
 @pytest.mark.gpu
