@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from torch import nn
 
 from conf import cli
@@ -13,6 +16,7 @@ from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
 from engine.scores import BestBy
 from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
+from scripts import report
 
 FACTS = {
     "top1": 76.1,
@@ -198,6 +202,32 @@ def test_a_single_low_validation_is_not_a_warning(
     now: dict[str, float], before: dict[str, float]
 ) -> None:
     assert judge(expectation(), now, before)[1] == []
+
+
+def test_the_curve_of_five_runs() -> None:
+    """`report.py --reference` prints the node of a recipe, without the facts of the data."""
+    runs, rng = [report.Run(Path(f"seed{seed}")) for seed in range(5)], np.random.default_rng(0)
+    top1 = rng.uniform(20, 80, (5, 3))
+    for seed, (run, values) in enumerate(zip(runs, top1.tolist(), strict=True)):
+        run.config = {"train.epochs": 3, "train.seed": seed, "optim.lr": 0.1}
+        epochs = enumerate(values, start=1)
+        run.rows["val"] = [{"epoch": n + 0.1, "top1": value, "images": 15} for n, value in epochs]
+    node = yaml.safe_load(report.reference(runs))["expect"]
+    curve = node["reference"]
+    np.testing.assert_allclose(curve["top1"], top1.mean(0), atol=0.006)
+    np.testing.assert_allclose(curve["std"], top1.std(0, ddof=1), atol=0.006)
+    assert (node["top1"], node["std"]) == (curve["top1"][-1], curve["std"][-1])
+    assert node["runs"] == curve["runs"] == 5 and node["val_images"] == 15
+    assert expectation(**node).finish({}) == {"expectation": None}
+    with pytest.raises(UserError, match="--reference: 4 runs; give 5 or more"):
+        report.reference(runs[:4])
+    runs[0].config["optim.lr"] = 0.2
+    with pytest.raises(UserError, match=r"optim.lr differs \(0.1, 0.2\); give runs of one recipe"):
+        report.reference(runs)
+    runs[0].config["optim.lr"] = 0.1
+    del runs[0].rows["val"][-1]
+    with pytest.raises(UserError, match="seed0 was not validated after each of its 3 epochs"):
+        report.reference(runs)
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))

@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import models
 import train
@@ -17,6 +14,7 @@ from conf import cli
 from conf.schema import UserError, config_values
 from engine import checkpoint
 from extras.finetune import completed
+from tests import small_run
 from tests.libraries import timm_module
 from tests.results import same, stored
 
@@ -26,52 +24,21 @@ FAST = [
     "loader.workers=0",
     "log.trackers=[]",
     "train.validate_every_epochs=1000",
-    "augment.train=[{center_crop: {size: 32}}]",  # a flip would change the angle
 ]
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
 
 
-def draw_gratings(root: Path, angles: list[int], *, train: int, val: int) -> Path:
-    """Draw noisy gratings of random colours; the angle, in degrees, is the class."""
-    y, x = np.mgrid[:40, :40]
-    for split, count in (("train", train), ("val", val)):
-        for angle in angles:
-            folder = root / split / f"{angle:03d}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                rng = np.random.default_rng([split == "val", angle, number])
-                across = x * np.cos(np.deg2rad(angle)) + y * np.sin(np.deg2rad(angle))
-                wave = (1 + np.sin(0.8 * across + rng.uniform(0, 6.3)))[..., None] / 2
-                one, other = rng.uniform(0, 255, (2, 3))
-                pixels = one * wave + other * (1 - wave) + rng.normal(0, 25, (40, 40, 3))
-                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-                image.save(folder / f"{number:02d}.jpg")
-    return root
-
-
-def train_on_six_angles(folder: Path, images: int, epochs: int) -> Path:
-    root = draw_gratings(folder / "images", [0, 30, 60, 90, 120, 150], train=images, val=5)
-    options = ["data.image_size=32", "loader.batch_size=16", f"train.epochs={epochs}"]
-    options += ["data=folder", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
-    run = f"run.dir={folder / 'run'}"
-    train.train(cli.load(["recipe=demo", *FAST, *options, f"data.root={root}", run]))
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
-def pretrained(toy_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on six angles that has learned nothing."""
-    return train_on_six_angles(tmp_path_factory.mktemp("pretrained"), images=3, epochs=1)
+def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch."""
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    levels = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
+    small_run.run(image_root, folder, *levels, "train.epochs=1", "loader.workers=0")
+    return folder
 
 
-@pytest.fixture(scope="module")
-def angles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """18 training images of three other angles."""
-    return draw_gratings(tmp_path_factory.mktemp("angles"), [15, 75, 135], train=6, val=40)
-
-
-def overrides(pretrained: Path, angles: Path, folder: Path, *more: str) -> list[str]:
-    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={angles}"]
+def overrides(pretrained: Path, root: Path, folder: Path, *more: str) -> list[str]:
+    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={root}"]
     return [*given, *FAST, "train.epochs=20", f"run.dir={folder}", *more]
 
 
@@ -90,24 +57,6 @@ def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights:
     return f"model.weights={path}"
 
 
-@pytest.mark.slow
-def test_fine_tuning_is_better_than_training_from_scratch(
-    angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Measured: 94 % and 34 %. All but the weights is equal."""
-    learned = train_on_six_angles(tmp_path / "learned", images=40, epochs=8)
-    config = cli.load(overrides(learned, angles, tmp_path / "tuned"))
-    tuned = train.train(config)
-    found = capsys.readouterr().out
-    assert f"note     from {learned}: " in found and "model.name=resnet_tiny" in found
-    assert "for 18 training images: loader.batch_size=8, optim.lr=0.015, schedule.war" in found
-    config = completed(config, 18)
-    alone = replace(config.train, prepare=None)
-    config = replace(config, train=alone, model=replace(config.model, weights=None))
-    config = replace(config, run=replace(config.run, dir=str(tmp_path / "scratch")))
-    assert tuned["top1"] > 80 and train.train(config)["top1"] < 60
-
-
 @pytest.mark.parametrize(
     ("device", "mode"),
     [
@@ -117,18 +66,18 @@ def test_fine_tuning_is_better_than_training_from_scratch(
     ],
 )
 def test_frozen_stages(
-    device: str, mode: str, pretrained: Path, angles: Path, tmp_path: Path
+    device: str, mode: str, pretrained: Path, image_root: Path, tmp_path: Path
 ) -> None:
     """With a moving average, after a resume, and on a GPU in a CUDA graph, compiled or not."""
     options = [f"train.device={device}", f"model.compile={mode}", "train.ema_decay=0.9"]
     options += ["model.freeze=[conv1,bn1,layer1]", "train.epochs=4"]
     for name, more in (("whole", []), ("run", ["train.max_steps=3"]), ("run", [])):
-        train.train(cli.load(overrides(pretrained, angles, tmp_path / name, *options, *more)))
+        train.train(cli.load(overrides(pretrained, image_root, tmp_path / name, *options, *more)))
     state, before = stored(tmp_path / "run"), frozen_tensors(stored(pretrained)["model"])
     if device == "cpu":
         assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
         with pytest.raises(UserError, match=r"model.freeze cannot change within a run"):
-            train.train(cli.load(overrides(pretrained, angles, tmp_path / "run", *options[:3])))
+            train.train(cli.load(overrides(pretrained, image_root, tmp_path / "run", *options[:3])))
     assert same(frozen_tensors(state["model"]), before)
     assert same(frozen_tensors(state["ema"]), before)
     trained = [v for k, v in state["model"].items() if k.startswith(("layer2", "layer3", "fc"))]
@@ -137,6 +86,10 @@ def test_frozen_stages(
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:
+    config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    weights, images = completed(config, 18).notes
+    assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
+    assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, sch")
     table = [(5, 1, 5, 100), (36, 1, 8, 100), (10_000, 1, 256, 26), (21_700, 3, 255, 12)]
     for images, ranks, batch, epochs in table:
         values = decided(images, f"model.weights={pretrained}", ranks=ranks)
@@ -216,7 +169,7 @@ def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
 )
 def test_wrong_input_is_answered_in_one_line(
     pretrained: Path,
-    angles: Path,
+    image_root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -224,7 +177,7 @@ def test_wrong_input_is_answered_in_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train.main(cli.load(overrides(pretrained, angles, tmp_path / "run", typed))) == 2
+    assert train.main(cli.load(overrides(pretrained, image_root, tmp_path / "run", typed))) == 2
     out, err = capsys.readouterr()
     assert re.match(rf"train\.py: {message}", err) and err.count("\n") == 1 and out == "", err
     assert not (tmp_path / "run").exists()

@@ -102,37 +102,29 @@ def subclass(kind: type[nn.Module]) -> Any:
     return type(f"Other{kind.__name__}", (kind,), {})
 
 
+STEMS: list[dict[str, Any]] = [
+    *(dict(kernel_size=3, padding=1), dict(stride=(2, 1)), dict(padding=0), dict(dilation=2)),
+    *(dict(bias=True), dict(groups=3), dict(in_channels=4), dict(padding_mode="reflect")),
+]
+POOLINGS: list[dict[str, Any]] = [
+    *(dict(kernel_size=2), dict(stride=3), dict(padding=0), dict(dilation=2)),
+    *(dict(return_indices=True), dict(ceil_mode=True)),
+]
+NORMS: list[dict[str, Any]] = [
+    *(dict(track_running_stats=False), dict(affine=False), dict(momentum=None)),
+]
 OTHERS = [
-    stem(kernel_size=3, padding=1),
-    stem(stride=(2, 1)),
-    stem(padding=0),
-    stem(dilation=2),
-    stem(bias=True),
-    stem(groups=3),
-    stem(in_channels=4),
-    stem(padding_mode="reflect"),
-    subclass(nn.Conv2d)(**STEM),
-    pooling(kernel_size=2),
-    pooling(stride=3),
-    pooling(padding=0),
-    pooling(dilation=2),
-    pooling(return_indices=True),
-    pooling(ceil_mode=True),
-    subclass(nn.MaxPool2d)(3, 2, 1),
-    nn.BatchNorm2d(6, track_running_stats=False),
-    nn.BatchNorm2d(6, affine=False),
-    nn.BatchNorm2d(6, momentum=None),
-    nn.SyncBatchNorm(6),
-    subclass(nn.BatchNorm2d)(6),
+    *(stem(**changes) for changes in STEMS),
+    *(pooling(**changes) for changes in POOLINGS),
+    *(nn.BatchNorm2d(6, **changes) for changes in NORMS),
+    *(subclass(nn.Conv2d)(**STEM), subclass(nn.MaxPool2d)(3, 2, 1)),
+    *(nn.SyncBatchNorm(6), subclass(nn.BatchNorm2d)(6)),
 ]
 
 
 @pytest.mark.parametrize("layer", OTHERS, ids=str)
 def test_other_layers_are_not_replaced(layer: nn.Module) -> None:
     assert type(exchanged(layer)) is type(layer)
-
-
-# Each layer.
 
 
 def exchanged(module: nn.Module) -> nn.Module:
@@ -142,19 +134,21 @@ def exchanged(module: nn.Module) -> nn.Module:
     return model[0]
 
 
-def gradients(module: nn.Module, images: Tensor) -> list[Tensor]:
-    """Output and all gradients, for the same gradient of the output."""
+def gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Outputs and all gradients, for the same gradients of the outputs."""
     module.zero_grad()
-    images = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    out = module(images)
-    generator = torch.Generator(images.device).manual_seed(2)
-    out.backward(torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device))
-    return [out.detach(), gradient(images), *map(gradient, module.parameters())]
+    leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+    found = module(*(leaf.requires_grad_() for leaf in leaves))
+    outputs = [found] if isinstance(found, Tensor) else [*found]
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    torch.autograd.backward(outputs, given)
+    return [*(out.detach() for out in outputs), *map(gradient, [*leaves, *module.parameters()])]
 
 
-def check(layer: nn.Module, images: Tensor, bound: float = 0) -> None:
-    """Compare output and gradients of a layer with those of its faster version."""
-    ours, theirs = gradients(exchanged(layer), images), gradients(layer, images)
+def check(layer: nn.Module, *inputs: Tensor, bound: float = 0) -> None:
+    """Compare outputs and gradients of a layer with those of its faster version."""
+    ours, theirs = gradients(exchanged(layer), *inputs), gradients(layer, *inputs)
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, equal_nan=True)
 
 
@@ -170,7 +164,7 @@ def test_convolution_over_blocks_is_exact(
     torch.manual_seed(0)
     plain = stem().double()
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
-    check(plain, images, 1e-12)
+    check(plain, images, bound=1e-12)
 
 
 def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -416,28 +410,10 @@ def add_norm(width: int) -> AddNorm:
     return module
 
 
-def norm_gradients_of(module: nn.Module, stream: Tensor, branch: Tensor) -> list[Tensor]:
-    """The two results, and the gradients of the inputs and the parameters."""
-    leaves = [stream.clone().requires_grad_(), branch.clone().requires_grad_()]
-    results = module(*leaves)
-    generator = torch.Generator().manual_seed(2)
-    objective = sum(
-        (result.double() * torch.randn(result.shape, generator=generator).to(result.device)).sum()
-        for result in results
-    )
-    assert isinstance(objective, Tensor)
-    objective.backward()
-    return [*results, *map(gradient, [*leaves, *module.parameters()])]
-
-
 def test_norm_on_the_cpu_is_the_plain_layer() -> None:
     module = add_norm(24)
-    faster = exchanged(module)
-    assert type(faster) is OnePassAddNorm
-    stream, branch = torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16()
-    found = norm_gradients_of(faster, stream, branch)
-    for ours, theirs in zip(found, norm_gradients_of(module, stream, branch), strict=True):
-        assert torch.equal(ours, theirs)
+    assert type(exchanged(module)) is OnePassAddNorm
+    check(module, torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16())
 
 
 @pytest.mark.gpu
@@ -450,8 +426,8 @@ def test_gradients_of_the_norm_compared_with_float64(width: int, rows: tuple[int
     shape = (*rows, width)
     stream = 3 + torch.randn(shape, generator=generator, device="cuda")
     branch = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    exact = norm_gradients_of(copy.deepcopy(module).double(), stream.double(), branch.double())
-    found = norm_gradients_of(exchanged(module), stream, branch)
+    exact = gradients(copy.deepcopy(module).double(), stream.double(), branch.double())
+    found = gradients(exchanged(module), stream, branch)
     assert [t.dtype for t in found[:4]] == [torch.float32, torch.bfloat16] * 2
     for ours, theirs in zip(found, exact, strict=True):
         # The gradient that arrives at the norm has been rounded to bf16.
