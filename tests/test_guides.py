@@ -61,11 +61,8 @@ class Fork:
         run_command(command, variables, cwd=self.root, input=section.diff).check_returncode()
 
     def run(self, command: str, overrides: str = "") -> str:
-        variables = {
-            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
-            "OVERRIDES": f"{self.always} {overrides}",
-            "OMP_NUM_THREADS": "1",
-        }
+        variables = {"PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}"}
+        variables |= {"OVERRIDES": f"{self.always} {overrides}", "OMP_NUM_THREADS": "1"}
         shell = ["sh", "-eu", "-c", command]
         done = run_command(shell, variables, cwd=self.root, seconds=TRAINS_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -87,10 +84,6 @@ class Fork:
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
-
-
-def weights(folder: Path) -> str:
-    return str(summary(folder)["params_sha256"])
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +135,6 @@ def test_changed_trees_pass_ruff_and_mypy(
         fork.apply(section, "--reverse")
 
 
-# The changes of docs/fork.md, with a smaller demo dataset.
-
 # Only keys that do not affect the result, so that the names of the runs are those of the guide.
 SHORT = "train.device=cpu train.max_steps=4 loader.workers=1 log.every_steps=1"
 
@@ -171,6 +162,7 @@ def unchanged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork.runs[-1]
 
 
+WEIGHTS = "params_sha256"
 SAME_WEIGHTS = ("Another storage", "A logged value")
 LOGGED = {"A logged value": "grad_norm", "Two heads": "auxiliary_loss"}
 
@@ -189,18 +181,18 @@ def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_pa
             shutil.rmtree(fork.root / "data" / "demo" / split)
     fork.run(training)
     for folder in fork.runs:
-        assert (weights(folder) == weights(unchanged)) == (heading in SAME_WEIGHTS)
+        assert (summary(folder)[WEIGHTS] == summary(unchanged)[WEIGHTS]) == (
+            heading in SAME_WEIGHTS
+        )
     value = LOGGED.get(heading, "loss")
     assert all(row[value] > 0 for row in rows(fork.runs[-1], "train"))
     if heading == "A loss":  # of ten classes, it starts 0.9 above the cross-entropy
         first, before = (rows(run, "train")[0]["loss"] for run in (fork.runs[-1], unchanged))
         assert 0.5 < first - before < 1.5
     if heading == "An optimiser":  # its state is in the checkpoint
-        straight = weights(fork.runs[-1])
-        assert weights(fork.run_in_two_parts(training, step=2)) == straight
+        straight = summary(fork.runs[-1])[WEIGHTS]
+        assert summary(fork.run_in_two_parts(training, step=2))[WEIGHTS] == straight
 
-
-# The tasks of docs/tasks.md.
 
 # Heading -> the folder of the images that the test draws, and how.
 IMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -1,4 +1,4 @@
-"""What surrounds the program: make, the container and the version."""
+"""What surrounds the program: make, pip and the version."""
 
 import re
 import shutil
@@ -52,16 +52,3 @@ def test_the_version_is_the_same_everywhere() -> None:
     newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
     assert newest == (version, str(citation["date-released"]))
     assert citation["version"] == version
-
-
-def test_image_contains_what_it_copies_and_does_not_run_as_root() -> None:
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    assert "*" in ignored and not {"data", "runs", ".git", ".venv"} & set(kept)
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    steps = [line.split() for line in lines]
-    assert [words[1] for words in steps if words[:1] == ["USER"]] == ["1000"]
-    for words in (words for words in steps if words[:1] == ["COPY"]):
-        assert "--chown=1000" in words
-        for source in (word for word in words[1:-1] if not word.startswith("--")):
-            assert source == "." or (source.strip("/") in kept and list(ROOT.glob(source))), source

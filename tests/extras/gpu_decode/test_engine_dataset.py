@@ -12,8 +12,8 @@ from PIL import Image
 from conf import cli
 from conf.schema import UserError
 from extras import gpu_decode
-from extras.gpu_decode import FILE, GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
-from extras.gpu_decode.geometry import HEIGHT, LENGTH, engines_support
+from extras.gpu_decode import GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
+from extras.gpu_decode.geometry import LENGTH, engines_support
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
 from tests.conftest import Clock
@@ -41,32 +41,6 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_a_row_has_a_file_and_its_geometry_or_pixels(image_root: Path) -> None:
-    """The first two in five of a task have a file: the others are neighbours, for few copies."""
-    plain = crops(image_root / "train")
-    dataset: Any = EngineDataset(plain)
-    assert dataset.room == max(LEAST_ROOM, int(ROOM * plain.mean_bytes()))
-    dataset.set_mode("hybrid")
-    dataset.shared.array[gpu_decode.SHARE] = 0.4
-    with open_loader(dataset, workers=0) as loader:
-        sent = []
-        for batch in loader.batches(0, 6):
-            samples = loader.samples(batch.step)
-            expected = loaded(plain, samples)
-            assert torch.equal(batch.fields["label"], expected["label"])
-            for row, (_, index) in enumerate(samples.tolist()):
-                length, first, *size = batch.fields[GEOMETRY][row, : HEIGHT + 1].int().tolist()
-                if length:
-                    file = batch.fields[FILE].flatten()[first : first + length]
-                    assert file.numpy().tobytes() == plain.read(index)
-                    assert tuple(size) == Image.open(plain.name(index)).size
-                else:
-                    assert torch.equal(batch.fields["image"][row], expected["image"][row])
-                sent.append(length > 0)
-            batch.release(None)
-    assert sent == [row < 3 for row in range(8)] * 6
-
-
 def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
     plain = crops(changeable)
@@ -78,6 +52,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
     dataset: Any = EngineDataset(plain)
+    assert dataset.room == max(LEAST_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.room = 1 << 14  # that of all rows is not enough for the last one
     dataset.set_mode("hybrid")
     dataset.shared.array[gpu_decode.SHARE] = 0.5
