@@ -89,7 +89,7 @@ def test_values_from_the_number_of_images(pretrained: Path) -> None:
     config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
     weights, images = completed(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
-    assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, sch")
+    assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, ")
     table = [(5, 1, 5, 100), (36, 1, 8, 100), (10_000, 1, 256, 26), (21_700, 3, 255, 12)]
     for images, ranks, batch, epochs in table:
         values = decided(images, f"model.weights={pretrained}", ranks=ranks)

@@ -18,30 +18,6 @@ from tests.small_run import run
 OPTIONS = ["loader.workers=0", "train.epochs=4", "train.validate_every_epochs=4"]
 
 
-def test_the_table_of_a_run(
-    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], toy_runs: None
-) -> None:
-    run(image_root, tmp_path / "run", *OPTIONS)
-    words = [str(tmp_path / "run"), "train.device=cpu", "loader.workers=0"]
-    options = suspects.arguments([*words, "--out", str(tmp_path / "found.csv")])
-    assert suspects.find(options) == 0
-    rows = list(csv.DictReader((tmp_path / "found.csv").open(newline="")))
-    losses = [float(row["loss"]) for row in rows]
-    assert rows and losses == sorted(losses, reverse=True)
-    for row in rows:
-        path = Path(row["path"])
-        assert path.is_file() and path.is_relative_to(image_root / "train")
-        assert row["label"] == row["label_name"] == path.parent.name != row["predicted"]
-        assert float(row["probability"]) > 1 / 3
-    assert f"{len(rows)} of 36 training images may have" in capsys.readouterr().out
-
-
-def test_the_images_that_were_held_out_are_not_listed(image_root: Path) -> None:
-    """data.root holds the class folders itself."""
-    words = ["data=folder", f"data.root={image_root / 'train'}", "data.val_fraction=0.5"]
-    assert len(suspects.training_images(cli.load(words)).val) == 18
-
-
 def test_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 2 % of the images, or FEWEST; equal losses stay in order; NaN is no class."""
     images = SimpleNamespace(name=lambda i: f"{i}.jpg")
@@ -69,3 +45,27 @@ def test_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(suspects.table(found)) == 3
     with pytest.raises(UserError, match=r"^x\.pt: is no classifier"):
         suspects.table(replace(found, rows={"mae": columns["loss"]}))
+
+
+def test_the_table_of_a_run(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], toy_runs: None
+) -> None:
+    run(image_root, tmp_path / "run", *OPTIONS)
+    words = [str(tmp_path / "run"), "train.device=cpu", "loader.workers=0"]
+    options = suspects.arguments([*words, "--out", str(tmp_path / "found.csv")])
+    assert suspects.find(options) == 0
+    rows = list(csv.DictReader((tmp_path / "found.csv").open(newline="")))
+    losses = [float(row["loss"]) for row in rows]
+    assert rows and losses == sorted(losses, reverse=True)
+    for row in rows:
+        path = Path(row["path"])
+        assert path.is_file() and path.is_relative_to(image_root / "train")
+        assert row["label"] == row["label_name"] == path.parent.name != row["predicted"]
+        assert float(row["probability"]) > 1 / 3
+    assert f"{len(rows)} of 36 training images may have" in capsys.readouterr().out
+
+
+def test_the_images_that_were_held_out_are_not_listed(image_root: Path) -> None:
+    """data.root holds the class folders itself."""
+    words = ["data=folder", f"data.root={image_root / 'train'}", "data.val_fraction=0.5"]
+    assert len(suspects.training_images(cli.load(words)).val) == 18
