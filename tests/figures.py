@@ -7,7 +7,7 @@ Rows of which no test has run keep their figures.
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,46 +41,28 @@ def figure(request: pytest.FixtureRequest) -> Record:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the figures, and write them to the page of --figures."""
-    ended = [
-        report
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if isinstance(report, pytest.TestReport) and report.when == "call"
-    ]
-    new = dict(count(ended))
-    for row, (result, command) in new.items():
-        terminalreporter.write_line(f"{row}: {result} (goal {GOALS[row]}; {command})")
-    page = terminalreporter.config.getoption("--figures")
-    if page and new:
-        page.write_text(with_figures(page.read_text(), new))
-
-
-def count(reports: Iterable[pytest.TestReport]) -> Iterable[tuple[str, tuple[str, str]]]:
-    """Yield (row, (result, command that repeats it)) for each row that has been recorded."""
-    counts = defaultdict(list)
-    for report in reports:
-        for name, value in report.user_properties:
-            if name == "figure":
-                row, reached, of = value
-                counts[row].append((reached, of, report.nodeid.partition("::")[0]))
+    counts = defaultdict(list)  # row -> (reached, of, test file) of each record
+    for report in (report for several in terminalreporter.stats.values() for report in several):
+        if isinstance(report, pytest.TestReport) and report.when == "call":
+            for name, value in report.user_properties:
+                if name == "figure":
+                    row, *numbers = value
+                    counts[row].append((*numbers, report.nodeid.partition("::")[0]))
+    new = {}
     for row, parts in counts.items():
         reached, of, files = zip(*parts, strict=True)
         command = f'make soak ARGS="{" ".join(sorted(set(files)))}"'
-        yield row, (f"{sum(reached):,} of {sum(of):,}", command)
-
-
-def with_figures(text: str, new: dict[str, tuple[str, str]]) -> str:
-    """Return the page with the new rows; a row that has never been recorded says "not run"."""
-    before, _, rest = text.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    kept = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in table.splitlines()}
-    versions = f"Python {platform.python_version()}, torch {version('torch')}"
-    lines = [HEADER]
-    for row, goal in GOALS.items():
-        if row in new:
-            result, command = new[row]
-            date = time.strftime("%Y-%m-%d", time.gmtime())
-            lines.append(f"| {row} | {goal} | {result} | `{command}` | {date}, {versions} |\n")
-        else:
-            lines.append(kept.get(row, f"| {row} | {goal} | not run | | |\n"))
-    return "".join([before, BEGIN, *lines, END, after])
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        versions = f"{date}, Python {platform.python_version()}, torch {version('torch')}"
+        result = f"{sum(reached):,} of {sum(of):,}"
+        new[row] = f"| {row} | {GOALS[row]} | {result} | `{command}` | {versions} |\n"
+        terminalreporter.write(new[row])
+    page = terminalreporter.config.getoption("--figures")
+    if page and new:
+        before, _, rest = page.read_text().partition(BEGIN)
+        table, _, after = rest.partition(END)
+        kept = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in table.splitlines()}
+        lines = [
+            (kept | new).get(row, f"| {row} | {g} | not run | | |\n") for row, g in GOALS.items()
+        ]
+        page.write_text("".join([before, BEGIN, HEADER, *lines, END, after]))

@@ -20,19 +20,15 @@ def test_size() -> None:
 def test_environment_variables() -> None:
     """Variables give the rank of this process and the cache folder; none affects the result."""
     read = set()
-    for path in PROGRAM.values():
-        for node in nodes(path):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
-                "os.environ.get",
-                "os.getenv",
-            }:
-                read.add(ast.literal_eval(node.args[0]))
-            elif (
-                isinstance(node, ast.Subscript)
-                and ast.unparse(node.value) == "os.environ"
-                and isinstance(node.ctx, ast.Load)
-            ):
-                read.add(ast.literal_eval(node.slice))
+    for node in (node for path in PROGRAM.values() for node in nodes(path)):
+        match node:
+            case ast.Call(func=function, args=[name, *_]):
+                reads = ast.unparse(function) in ("os.environ.get", "os.getenv")
+            case ast.Subscript(value=value, slice=name, ctx=ast.Load()):
+                reads = ast.unparse(value) == "os.environ"
+            case _:
+                continue
+        read |= {ast.literal_eval(name)} if reads else set()
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),

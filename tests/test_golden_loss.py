@@ -16,6 +16,7 @@ import train
 from conf import cli
 from models import zoo
 from models.vit import PatchEmbed, VisionTransformer
+from tests.results import rows
 
 GOLDEN = Path(__file__).with_name("golden-loss.json")
 # Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of
@@ -23,29 +24,17 @@ GOLDEN = Path(__file__).with_name("golden-loss.json")
 # batch norm and no ReLU, which amplify rounding to 1e-2 within 20 steps at this batch size.
 TOLERANCE = 5e-4
 RECIPE = [
-    "model.name=golden",
-    "data.image_size=32",
+    *("model.name=golden", "data.image_size=32"),
     "augment.train=[{random_resized_crop: {size: 32, scale: [0.35, 1.0]}}, horizontal_flip]",
     "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]",
     "augment.batch=[{mixup: {alpha: 0.2}}]",
-    "optim=sgd",
-    "optim.lr=0.03",
-    "optim.nesterov=true",
-    "optim.weight_decay=0.05",
-    "optim.decay_norms=false",
-    "schedule=cosine",
-    "schedule.warmup_epochs=1",
-    "train.label_smoothing=0.1",
-    "train.epochs=7",
-    "train.max_steps=20",
-    "train.ema_decay=0.8",
-    "train.precision=fp32",
-    "train.device=cpu",
-    "loader.batch_size=12",
-    "loader.workers=0",
-    "loader.decoder=pillow",
-    "log.every_steps=1",
-    "log.trackers=[]",
+    *("optim=sgd", "optim.lr=0.03", "optim.nesterov=true"),
+    *("optim.weight_decay=0.05", "optim.decay_norms=false"),
+    *("schedule=cosine", "schedule.warmup_epochs=1", "train.label_smoothing=0.1"),
+    *("train.epochs=7", "train.max_steps=20", "train.ema_decay=0.8"),
+    *("train.precision=fp32", "train.device=cpu"),
+    *("loader.batch_size=12", "loader.workers=0", "loader.decoder=pillow"),
+    *("log.every_steps=1", "log.trackers=[]"),
 ]
 
 
@@ -61,39 +50,26 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
     )
 
 
-@pytest.fixture(autouse=True)
-def _golden_model(monkeypatch: pytest.MonkeyPatch, own_logging: None) -> None:
+@pytest.mark.usefixtures("own_logging")
+def test_losses_are_the_stored_ones(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every training and validation loss in metrics.jsonl of 20 steps."""
     monkeypatch.setitem(zoo.OURS, "golden", golden_model)
-
-
-def losses(images: Path, folder: Path) -> dict[str, list[float]]:
-    """Train 20 steps; return every training and validation loss in metrics.jsonl."""
-    config = cli.load([*RECIPE, f"data.root={images}", f"run.dir={folder}"])
-    assert train.main(config) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    val = [row for row in rows if row["split"] == "val"]
-    return {
-        "train": [row["loss"] for row in rows if row["split"] == "train"],
+    assert train.main(cli.load([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])) == 0
+    val = rows(tmp_path, "val")
+    found = {
+        "train": [row["loss"] for row in rows(tmp_path, "train")],
         "val": [row["loss"] for row in val],
         "val, raw model": [row["loss_raw"] for row in val],
     }
-
-
-def deviation(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
-    """The largest relative difference between two losses of the same step."""
-    pairs = [(a, b) for name in expected for a, b in zip(found[name], expected[name], strict=True)]
-    return max(abs(a - b) / b for a, b in pairs)
-
-
-def test_losses_are_the_stored_ones(image_root: Path, tmp_path: Path) -> None:
-    found = losses(image_root, tmp_path / "run")
     assert [len(values) for values in found.values()] == [20, 7, 7]
     if not GOLDEN.exists():
         lines = (f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")
-    expected = json.loads(GOLDEN.read_text())
-    assert deviation(found, expected) < TOLERANCE, (
-        f"the training has changed: {found} instead of {expected}; if this is intended, write "
-        f"{GOLDEN.name} again (see the docstring of this file)"
-    )
+    for name, expected in json.loads(GOLDEN.read_text()).items():
+        assert found[name] == pytest.approx(expected, rel=TOLERANCE), (
+            f"the training has changed: {found[name]} instead of {expected} ({name}); if this is "
+            f"intended, write {GOLDEN.name} again (see the docstring of this file)"
+        )

@@ -10,14 +10,12 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE, STDOUT
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.processes import ROOT, Started, run_command, run_python, wait_for
+from tests.processes import ROOT, run_command, run_python
 from tests.results import rows
 from tests.task_images import draw_channels, draw_clips, draw_patterns, draw_rows
 
@@ -30,15 +28,9 @@ exec "{sys.executable}" "$@"
 """
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     diff: str
     commands: list[str]
-
-    @property
-    def changed(self) -> int:
-        """Number of added and removed lines, without blank ones."""
-        return len(re.findall(r"^[+-](?!\+\+ |-- )\s*\S", self.diff, re.M))
 
 
 def read_guide(page: str) -> dict[str, Section]:
@@ -54,7 +46,6 @@ def read_guide(page: str) -> dict[str, Section]:
 
 
 CHANGES, TASKS = read_guide("fork.md"), read_guide("tasks.md")
-GUIDE = CHANGES | TASKS
 
 
 class Fork:
@@ -69,32 +60,19 @@ class Fork:
         command = ["git", "apply", *options, "-"]
         run_command(command, variables, cwd=self.root, input=section.diff).check_returncode()
 
-    def start(self, command: str, overrides: str) -> Started:
-        variables = {
-            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
-            "OVERRIDES": f"{self.always} {overrides}",
-            "OMP_NUM_THREADS": "1",
-        }
-        shell = ["sh", "-eu", "-c", command]
-        return Started(shell, variables, cwd=self.root, stdout=PIPE, stderr=STDOUT)
-
     def run(self, command: str, overrides: str = "") -> str:
-        with self.start(command, overrides) as process:
-            output, _ = process.communicate(timeout=TRAINS_SECONDS)
-        assert process.returncode == 0, output
-        return output
+        variables = {"PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}"}
+        variables |= {"OVERRIDES": f"{self.always} {overrides}", "OMP_NUM_THREADS": "1"}
+        shell = ["sh", "-eu", "-c", command]
+        done = run_command(shell, variables, cwd=self.root, seconds=TRAINS_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
-    def kill_and_resume(self, command: str, *, step: int) -> Path:
-        """Kill a training after a checkpoint of `step`, start it again; return its folder."""
-        folder = self.root / "runs" / "killed"
-        overrides = f"run.name=killed checkpoint.every_steps={step}"
-        with self.start(command, overrides) as process:
-            saved = folder / "checkpoints" / f"step-{step:08}.pt"
-            wait_for(f"a checkpoint of step {step}", saved.exists, process, seconds=TRAINS_SECONDS)
-            process.kill_all()
-        assert not (folder / "summary.json").exists()
-        assert "resumed from step-0" in self.run(command, overrides)
-        return folder
+    def run_in_two_parts(self, command: str, *, step: int) -> Path:
+        """Run a training up to a step, then the rest; return its folder."""
+        self.run(command, f"run.name=parts train.max_steps={step}")
+        assert f"resumed from step-{step:08}" in self.run(command, "run.name=parts")
+        return self.root / "runs" / "parts"
 
     @property
     def runs(self) -> list[Path]:
@@ -106,10 +84,6 @@ class Fork:
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
-
-
-def weights(folder: Path) -> str:
-    return str(summary(folder)["params_sha256"])
 
 
 @pytest.fixture(scope="module")
@@ -126,26 +100,23 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# Heading in docs/tasks.md -> lines that its diff may change, and the score that the training
-# reaches; with -, lower scores are better.
-SCORES: dict[str, tuple[int, str, float]] = {
-    "Several labels per image": (40, "map", 85),
-    "A number per image": (30, "-mae", 0.15),
-    "Segmentation": (90, "miou", 70),
-    "Distillation": (35, "top1", 90),
-    "Two views": (70, "knn", 80),
-    "Clips": (60, "top1", 90),
-    "Rows of Hugging Face": (40, "top1", 90),
-    "Other channels": (50, "top1", 90),
+# Heading in docs/tasks.md -> the score that the training reaches; with -, lower ones are better.
+SCORES = {
+    "Several labels per image": ("map", 85),
+    "A number per image": ("-mae", 0.15),
+    "Segmentation": ("miou", 70),
+    "Distillation": ("top1", 90),
+    "Two views": ("knn", 80),
+    "Clips": ("top1", 90),
+    "Rows of Hugging Face": ("top1", 90),
+    "Other channels": ("top1", 90),
 }
-MOST_LINES = 30  # of each diff in docs/fork.md
 
 
-@pytest.mark.parametrize("heading", GUIDE)
-def test_diff_is_short_and_applies(heading: str) -> None:
-    most = SCORES[heading][0] if heading in TASKS else MOST_LINES
-    assert GUIDE[heading].changed <= most
-    done = run_command(["git", "apply", "--check", "-"], input=GUIDE[heading].diff)
+@pytest.mark.parametrize("heading", CHANGES | TASKS)
+def test_diff_applies(heading: str) -> None:
+    diff = (CHANGES | TASKS)[heading].diff
+    done = run_command(["git", "apply", "--check", "-"], input=diff)
     advice = "update the diff; a fork deletes this test with the first command of docs/fork.md"
     assert done.returncode == 0, f"{done.stderr}{advice}"
 
@@ -163,8 +134,6 @@ def test_changed_trees_pass_ruff_and_mypy(
         fork.run("python -m mypy")
         fork.apply(section, "--reverse")
 
-
-# The changes of docs/fork.md, with a smaller demo dataset.
 
 # Only keys that do not affect the result, so that the names of the runs are those of the guide.
 SHORT = "train.device=cpu train.max_steps=4 loader.workers=1 log.every_steps=1"
@@ -193,6 +162,7 @@ def unchanged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork.runs[-1]
 
 
+WEIGHTS = "params_sha256"
 SAME_WEIGHTS = ("Another storage", "A logged value")
 LOGGED = {"A logged value": "grad_norm", "Two heads": "auxiliary_loss"}
 
@@ -200,7 +170,7 @@ LOGGED = {"A logged value": "grad_norm", "Two heads": "auxiliary_loss"}
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", CHANGES)
 def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_path: Path) -> None:
-    """It changes the weights, or it does not; an optimiser's state is in the checkpoint."""
+    """It changes the weights, or it does not."""
     fork = Fork(tmp_path / "tree", demo, SHORT)
     fork.apply(CHANGES[heading])
     *preparations, training = CHANGES[heading].commands
@@ -211,18 +181,18 @@ def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_pa
             shutil.rmtree(fork.root / "data" / "demo" / split)
     fork.run(training)
     for folder in fork.runs:
-        assert (weights(folder) == weights(unchanged)) == (heading in SAME_WEIGHTS)
+        assert (summary(folder)[WEIGHTS] == summary(unchanged)[WEIGHTS]) == (
+            heading in SAME_WEIGHTS
+        )
     value = LOGGED.get(heading, "loss")
     assert all(row[value] > 0 for row in rows(fork.runs[-1], "train"))
     if heading == "A loss":  # of ten classes, it starts 0.9 above the cross-entropy
         first, before = (rows(run, "train")[0]["loss"] for run in (fork.runs[-1], unchanged))
         assert 0.5 < first - before < 1.5
-    if heading == "An optimiser":
-        straight = weights(fork.runs[-1])
-        assert weights(fork.kill_and_resume(training, step=2)) == straight
+    if heading == "An optimiser":  # its state is in the checkpoint
+        straight = summary(fork.runs[-1])[WEIGHTS]
+        assert summary(fork.run_in_two_parts(training, step=2))[WEIGHTS] == straight
 
-
-# The tasks of docs/tasks.md.
 
 # Heading -> the folder of the images that the test draws, and how.
 IMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -255,7 +225,7 @@ def prepared(tree: Path, root: Path, heading: str, device: str) -> Fork:
 
 
 def check_score(heading: str, folder: Path) -> None:
-    _, name, limit = SCORES[heading]
+    name, limit = SCORES[heading]
     found = summary(folder)["best_" + name.removeprefix("-")]
     assert found < limit if name[0] == "-" else found > limit
 
@@ -264,12 +234,7 @@ def check_score(heading: str, folder: Path) -> None:
 @pytest.mark.parametrize("heading", TASKS)
 def test_task_trains_and_resumes(heading: str, tree: Path, tmp_path: Path) -> None:
     fork, training = prepared(tree, tmp_path / "tree", heading, "cpu"), TASKS[heading].commands[-1]
-    with fork.start(training, "run.name=straight") as straight:  # at the same time, to save seconds
-        killed = fork.kill_and_resume(training, step=20)
-        output, _ = straight.communicate()
-    assert straight.returncode == 0, output
-    check_score(heading, fork.root / "runs" / "straight")
-    assert weights(killed) == weights(fork.root / "runs" / "straight")
+    check_score(heading, fork.run_in_two_parts(training, step=20))
     if heading == "Two views":
         check_views(fork, training.strip())
 

@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -25,14 +24,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-class Mistake(NamedTuple):
-    """What is wrong on rank 1: its code, or the folder that holds its images."""
-
-    message: str  # a pattern
-    code: str = ""
-    change: Callable[[Path], object] = lambda folder: None
-
-
 def edit_image(folder: Path) -> None:
     path = folder / "images" / "train" / "dots" / "03.jpg"
     path.write_bytes(path.read_bytes() + b"  ")  # another size
@@ -40,28 +31,28 @@ def edit_image(folder: Path) -> None:
 
 SAME = "; give every rank the same command and data"
 OTHER_IMAGES = rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
-MISTAKES = {
-    "key": Mistake(
+# What is wrong on rank 1: its code, or the folder that holds its images; and the message.
+MISTAKES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "key": (
+        "sys.argv.append('optim.lr=0.3')",
+        lambda folder: None,
         rf"optim\.lr: is 0\.3 on rank 1 and 0\.2 on rank 0{SAME}",
-        code="sys.argv.append('optim.lr=0.3')",
     ),
-    "size": Mistake(OTHER_IMAGES, change=edit_image),
-    "no images": Mistake(
-        r"data\.root=images: .*", change=lambda folder: shutil.rmtree(folder / "images")
-    ),
+    "size": ("", edit_image, OTHER_IMAGES),
+    "no images": ("", lambda folder: shutil.rmtree(folder / "images"), r"data\.root=images: .*"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name: str, image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    mistake = MISTAKES[name]
+    code, change, message = MISTAKES[name]
     for rank in range(2):
         shutil.copytree(image_root, tmp_path / str(rank) / "images")
-    mistake.change(tmp_path / "1")
+    change(tmp_path / "1")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    arguments = [str(script), mistake.code, train.__file__, *RUN]
+    arguments = [str(script), code, train.__file__, *RUN]
     done = ranks.run([sys.executable, *arguments], 2, cwd=tmp_path)
-    assert re.fullmatch(rf"train\.py: {mistake.message}\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"train\.py: {message}\n", done.stderr), done.stderr
     assert (done.returncode, done.stdout) == (2, "")
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """The blur against the arithmetic of its source, stochastic depth against torchvision's."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -55,8 +54,8 @@ def published(base: str, size: int) -> nn.Module:
 )
 def test_blur_is_the_published_one(name: str, size: int, count: int) -> None:
     ours, theirs = build(name, size, blur_pool=True).double(), published(name, size)
-    assert sum(isinstance(module, BlurredConv) for module in ours.modules()) == count
-    assert sum(isinstance(module, Published) for module in theirs.modules()) == count
+    for model, kind in ((ours, BlurredConv), (theirs, Published)):
+        assert sum(isinstance(module, kind) for module in model.modules()) == count
     images = torch.randn(3, 3, size, size, dtype=torch.float64)
     for model in (ours, theirs):
         F.cross_entropy(model(images), torch.arange(3)).backward()
@@ -65,17 +64,14 @@ def test_blur_is_the_published_one(name: str, size: int, count: int) -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("channels", [3, 5])
-def test_weights_are_those_of_the_plain_model(channels: int) -> None:
+def test_weights_are_those_of_the_plain_model() -> None:
     args = {"base": "resnet18", "blur_pool": True, "stochastic_depth_prob": 0.1}
-    more = {"zero_init_residual": True}
-    build = partial(models.build, num_classes=5, image_size=64, in_channels=channels)
-    torch.manual_seed(0)
-    plain = build("resnet18", args=more)
-    torch.manual_seed(0)
-    model = build(NAME, args=args | more)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert same(model.state_dict(), plain.state_dict())
+    more, states = {"zero_init_residual": True}, []
+    for name, given in (("resnet18", more), (NAME, args | more)):
+        torch.manual_seed(0)
+        model = models.build(name, num_classes=5, image_size=64, in_channels=5, args=given)
+        states.append(model.state_dict())
+    assert list(states[0]) == list(states[1]) and same(*states)
 
 
 @pytest.mark.parametrize(
@@ -84,20 +80,12 @@ def test_weights_are_those_of_the_plain_model(channels: int) -> None:
         ({"base": "vit_b_32", "blur_pool": True}, "it has no strided convolutions"),
         ({"base": "vit_s16", "stochastic_depth_prob": 0.1}, "it has no residual blocks"),
         ({"base": "resnet51"}, "^model.name=resnet51: no such model"),
-        ({}, "missing 1 required"),
+        ({"blur_pool": True}, "missing 1 required"),
     ],
 )
 def test_arguments_that_do_not_fit(args: dict[str, Any], message: str) -> None:
-    args = args or {"blur_pool": True}
     with pytest.raises(UserError, match=message), torch.device("meta"):
         models.build(NAME, num_classes=10, image_size=64, args=args)
-
-
-def test_the_model_can_be_exported() -> None:
-    model = build("resnet_tiny", blur_pool=True, stochastic_depth_prob=0.5).eval()
-    images = torch.randn(2, 3, 32, 32)
-    found = torch.export.export(model, (images,)).module()(images)
-    torch.testing.assert_close(found, model(images))
 
 
 @pytest.mark.gpu
@@ -138,7 +126,6 @@ def with_hooks(model: nn.Module, name: str) -> nn.Module:
 def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
     """Logits and gradients of a training step, from the same state of the generator."""
     found, expected = dropping(name, LAST), with_hooks(dropping(name, 0.0), name)
-    assert list(found.state_dict()) == list(expected.state_dict())
     expected.load_state_dict(found.state_dict())
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     logits = []
@@ -148,15 +135,6 @@ def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
         logits[-1].logsumexp(1).sum().backward()
     assert torch.equal(*logits)
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
     torch.manual_seed(3)
     assert not torch.equal(found(images), logits[0])
-
-
-def test_sync_bn_keeps_it() -> None:
-    """The conversion replaces the norms, not the modules that drop."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(dropping("resnet18", LAST))
-    kind = import_torchvision().ops.StochasticDepth
-    assert sum(isinstance(module, kind) for module in model.modules()) == 8
-    assert not any(type(module) is nn.BatchNorm2d for module in model.modules())

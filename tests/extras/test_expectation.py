@@ -2,16 +2,21 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from torch import nn
 
 from conf import cli
+from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
 from engine.scores import BestBy
 from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
+from scripts import report
 
 FACTS = {
     "top1": 76.1,
@@ -61,13 +66,12 @@ def expectation(
 
 def judge(
     found: Expectation, now: Mapping[str, Any], before: Mapping[str, Any]
-) -> tuple[dict[str, float], str | None]:
-    """Return the columns of a validation after another one, and the warning."""
-    found.validated(before, {}) if before else None
-    printed = found.log.tracker.lines
-    printed.clear()
-    columns = found.validated(now, {})
-    return columns, printed[0] if printed else None
+) -> tuple[dict[str, float], list[str]]:
+    """Return the columns of a validation after another one, and what it prints."""
+    if before:
+        found.validated(before, {})
+    found.log.tracker.lines.clear()
+    return found.validated(now, {}), found.log.tracker.lines
 
 
 def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
@@ -105,43 +109,41 @@ def test_the_summary_at_the_end(
         assert expectation(runs=runs, last=earlier).finish({}) == {"expectation": None}
 
 
-# Which runs are compared.
-
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
 FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
+BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
 
 
 @pytest.mark.parametrize(
-    ("found", "at_the_end", "with_the_curve"),
+    ("typed", "changes", "compared"),
     [
-        pytest.param(expectation(*FREE), True, True, id="what the user and the machine choose"),
-        pytest.param(expectation("train.epochs=91"), False, False, id="epochs"),
-        pytest.param(expectation("model.name=resnet18"), False, False, id="model"),
-        pytest.param(expectation("loader.batch_size=512"), False, False, id="batch size"),
-        pytest.param(expectation("optim.lr=1"), False, True, id="learning rate"),
-        pytest.param(expectation("optim=adamw"), False, True, id="optimiser"),
-        pytest.param(expectation("optim.lr=1", "train.epochs=91"), False, False, id="both"),
-        pytest.param(expectation(classes=10), False, False, id="classes"),
-        pytest.param(expectation(train_images=10), False, False, id="training images"),
-        pytest.param(expectation(val_images=10), False, False, id="validation images"),
-        pytest.param(expectation(image="1.png"), False, False, id="PNG, not JPEG"),
-        pytest.param(expectation(format="lossless"), False, False, id="JPEG, not lossless"),
-        pytest.param(expectation(image="tar: 1.PNG", format="lossless"), True, True, id="lossless"),
-        pytest.param(expectation(fitted=64), False, False, id="smaller parts that fit"),
-        pytest.param(expectation(history=("began at",)), False, False, id="continues another run"),
-        pytest.param(expectation(reference={}), True, False, id="no curve"),
+        (FREE, {}, BOTH),  # what the user and the machine choose
+        (["train.epochs=91"], {}, NEITHER),
+        (["model.name=resnet18"], {}, NEITHER),
+        (["loader.batch_size=512"], {}, NEITHER),
+        (["optim.lr=1"], {}, CURVE_ONLY),
+        (["optim=adamw"], {}, CURVE_ONLY),
+        (["optim.lr=1", "train.epochs=91"], {}, NEITHER),
+        ([], {"classes": 10}, NEITHER),
+        ([], {"train_images": 10}, NEITHER),
+        ([], {"val_images": 10}, NEITHER),
+        ([], {"image": "1.png"}, NEITHER),
+        ([], {"format": "lossless"}, NEITHER),
+        ([], {"image": "tar: 1.PNG", "format": "lossless"}, BOTH),
+        ([], {"fitted": 64}, NEITHER),  # smaller parts that fit
+        ([], {"history": ("began at",)}, NEITHER),  # it continues another run
+        ([], {"reference": {}}, (True, False)),
     ],
 )
 def test_which_runs_are_compared(
-    found: Expectation, at_the_end: bool, with_the_curve: bool
+    typed: list[str], changes: dict[str, Any], compared: tuple[bool, bool]
 ) -> None:
-    columns, warning = judge(found, row(2), row(1))
-    assert (columns != {}) == (warning is not None) == with_the_curve
+    """At the end, and with the curve."""
+    found = expectation(*typed, **changes)
+    columns, printed = judge(found, row(2), row(1))
     found.validated(row(3), {})
-    assert (found.finish({})["expectation"] is not None) == at_the_end
-
-
-# The limits.
+    assert ((found.finish({})["expectation"] is not None), columns != {}) == compared
+    assert len(printed) == compared[1]
 
 
 @pytest.mark.parametrize(
@@ -153,39 +155,37 @@ def test_quantiles_of_the_t_distribution(probability: float, freedom: int, value
     assert quantile(probability, freedom) == pytest.approx(value, abs=1e-3)
 
 
-def test_columns_of_a_validation() -> None:
-    """None before the first epoch, within an epoch, or after the last one of the curve."""
-    for epoch in (1, 2):
-        mean, width = CURVE["top1"][epoch - 1], half_width(CURVE["std"][epoch - 1], 20, 3)
-        assert expectation().validated(row(epoch), {}) == {
-            "reference_top1": mean,
-            "reference_top1_min": max(0.0, mean - width),
-            "reference_top1_max": mean + width,
-        }
-    assert [expectation().validated(row(epoch), {}) for epoch in (0, 1.5, 4)] == [{}] * 3
-
-
-# The warning.
-
-
 def limit(epoch: int, sigmas: float) -> float:
     std = max(LEAST_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
     return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
+
+
+def test_columns_of_a_validation() -> None:
+    """None before the first epoch, within an epoch, or after the last one of the curve."""
+    for epoch in (1, 2):
+        mean, low = CURVE["top1"][epoch - 1], limit(epoch, 3)
+        assert expectation().validated(row(epoch), {}) == {
+            "reference_top1": mean,
+            "reference_top1_min": max(0.0, low),
+            "reference_top1_max": pytest.approx(2 * mean - low),
+        }
+    assert [expectation().validated(row(epoch), {}) for epoch in (0, 1.5, 4)] == [{}] * 3
 
 
 def test_two_low_validations_in_a_row_are_one_warning() -> None:
     """The second is more than 3 sigma below, the first more than 2."""
     now, before = limit(2, 3) - 0.1, limit(1, 2) - 0.1
     found = expectation()
-    assert judge(found, row(2, now), row(1, before))[1] == (
+    (warning,) = judge(found, row(2, now), row(1, before))[1]
+    assert warning == (
         f"warning  top1 {now:.2f} % after epoch 2 is worse than the 3 sigma limit of this recipe, "
         f"{limit(2, 3):.2f} (20 runs reached 40 +/- 2), and so was the previous validation, "
         f"top1 {before:.2f} %: check the labels, the learning rate and your code changes; "
         "training continues, Ctrl-C stops it"
     )
-    assert judge(found, row(2, now), row(1, before))[1] is None
-    text = judge(expectation("optim.lr=1", last=row(2)), row(3), {})[1]  # of an earlier start
-    assert text and "check the labels and what differs from the recipe (optim.lr=1);" in text
+    assert judge(found, row(2, now), row(1, before))[1] == []
+    (warning,) = judge(expectation("optim.lr=1", last=row(2)), row(3), {})[1]  # of another start
+    assert "check the labels and what differs from the recipe (optim.lr=1);" in warning
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,38 @@ def test_two_low_validations_in_a_row_are_one_warning() -> None:
 def test_a_single_low_validation_is_not_a_warning(
     now: dict[str, float], before: dict[str, float]
 ) -> None:
-    assert judge(expectation(), now, before)[1] is None
+    assert judge(expectation(), now, before)[1] == []
 
 
-# The recipes.
+def test_the_curve_of_five_runs() -> None:
+    """`report.py --reference` prints the node of a recipe, without the facts of the data."""
+    runs, rng = [report.Run(Path(f"seed{seed}")) for seed in range(5)], np.random.default_rng(0)
+    top1 = rng.uniform(20, 80, (5, 3))
+    for seed, (run, values) in enumerate(zip(runs, top1.tolist(), strict=True)):
+        run.config = {"train.epochs": 3, "train.seed": seed, "optim.lr": 0.1}
+        epochs = enumerate(values, start=1)
+        run.rows["val"] = [{"epoch": n + 0.1, "top1": value, "images": 15} for n, value in epochs]
+    node = yaml.safe_load(report.reference(runs))["expect"]
+    curve = node["reference"]
+    np.testing.assert_allclose(curve["top1"], top1.mean(0), atol=0.006)
+    np.testing.assert_allclose(curve["std"], top1.std(0, ddof=1), atol=0.006)
+    assert (node["top1"], node["std"]) == (curve["top1"][-1], curve["std"][-1])
+    assert node["runs"] == curve["runs"] == 5 and node["val_images"] == 15
+    assert expectation(**node).finish({}) == {"expectation": None}
+    with pytest.raises(UserError, match="--reference: 4 runs; give 5 or more"):
+        report.reference(runs[:4])
+    runs[0].config["optim.lr"] = 0.2
+    with pytest.raises(UserError, match=r"optim.lr differs \(0.1, 0.2\); give runs of one recipe"):
+        report.reference(runs)
+    runs[0].config["optim.lr"] = 0.1
+    del runs[0].rows["val"][-1]
+    with pytest.raises(UserError, match="seed0 was not validated after each of its 3 epochs"):
+        report.reference(runs)
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
 def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
-    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
+    """docs/accuracy.md has a row with these facts, README.md the rounded accuracy."""
     config = cli.load([f"recipe={recipe}", "data.root=/data"])
     expect = config.expect
     if expect is None:
@@ -223,28 +246,23 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         assert expect["status"] == "reproduced here"
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
-    std, runs = expect["std"], expect["runs"]
-    spread = f" +/- {half_width(std, runs, GOOD_SIGMAS):.2g}" if runs else ""
     data = f"{expect['train_images']:,} images ({expect['format']}), {expect['classes']:,} classes"
-    top1, facts = f"{expect['top1']:g}{spread}", ("hardware", "time", "source", "status")
-    hardware, time, source, status = (expect[name] for name in facts)
-    row = f"| `{command}` | {data} | {hardware} | {time} | {top1} | {source} | {status} |"
-    table = (FOLDER.parent / "docs" / "accuracy.md").read_text().splitlines()
-    assert row in table, f"docs/accuracy.md: replace the row of the recipe by {row}"
-    readme = (FOLDER.parent / "README.md").read_text().splitlines()
-    (line,) = [line for line in readme if line.startswith(f"| `{recipe}`")]
-    assert f" {expect['top1']:.1f}" in line, "README.md: the recipe's row has another accuracy"
+    runs, facts = expect["runs"], ("hardware", "time", "source", "status")
+    spread = f" +/- {half_width(expect['std'], runs, GOOD_SIGMAS):.2g}" if runs else ""
+    hardware, time, *rest = (expect[name] for name in facts)
+    cells = [f"`{command}`", data, hardware, time, f"{expect['top1']:g}{spread}", *rest]
+    row = f"| {' | '.join(cells)} |"
+    assert row in (ROOT / "docs" / "accuracy.md").read_text().splitlines(), row
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(rf"^\| `{recipe}`.* {expect['top1']:.1f}", readme, re.MULTILINE)
 
 
 def test_an_expectation_is_not_a_key() -> None:
-    """It is neither typed nor written to config.yaml, and does not change the name of a run."""
+    """It is neither typed nor written to config.yaml. One without an entry is refused."""
     config = cli.load(["data.root=/imagenet"])
     assert config.expect is not None and "expect:" not in cli.to_yaml(config)
     with pytest.raises(UserError, match=r"there is no key expect\.top1"):
         cli.load(["data.root=/imagenet", "expect.top1=3"])
-
-
-def test_an_expectation_without_an_entry() -> None:
     run = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
     log: Any = SimpleNamespace(run=run, datasets=None)
     with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):

@@ -2,21 +2,19 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import models
 import train
 from conf import cli
-from conf.schema import config_values
+from conf.schema import UserError, config_values
 from engine import checkpoint
 from extras.finetune import completed
+from tests import small_run
 from tests.libraries import timm_module
 from tests.results import same, stored
 
@@ -26,73 +24,22 @@ FAST = [
     "loader.workers=0",
     "log.trackers=[]",
     "train.validate_every_epochs=1000",
-    "augment.train=[{center_crop: {size: 32}}]",  # a flip would change the angle
 ]
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
-Program = Callable[..., tuple[int, str, str]]
-
-
-def draw_gratings(root: Path, angles: list[int], *, train: int, val: int) -> Path:
-    """Draw noisy gratings of random colours; the angle, in degrees, is the class."""
-    y, x = np.mgrid[:40, :40]
-    for split, count in (("train", train), ("val", val)):
-        for angle in angles:
-            folder = root / split / f"{angle:03d}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                rng = np.random.default_rng([split == "val", angle, number])
-                across = x * np.cos(np.deg2rad(angle)) + y * np.sin(np.deg2rad(angle))
-                wave = (1 + np.sin(0.8 * across + rng.uniform(0, 6.3)))[..., None] / 2
-                one, other = rng.uniform(0, 255, (2, 3))
-                pixels = one * wave + other * (1 - wave) + rng.normal(0, 25, (40, 40, 3))
-                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-                image.save(folder / f"{number:02d}.jpg")
-    return root
-
-
-def train_on_six_angles(folder: Path, images: int, epochs: int) -> Path:
-    root = draw_gratings(folder / "images", [0, 30, 60, 90, 120, 150], train=images, val=5)
-    options = ["data.image_size=32", "loader.batch_size=16", f"train.epochs={epochs}"]
-    options += ["data=folder", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
-    run = f"run.dir={folder / 'run'}"
-    train.train(cli.load(["recipe=demo", *FAST, *options, f"data.root={root}", run]))
-    return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def learned(toy_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned six angles."""
-    return train_on_six_angles(tmp_path_factory.mktemp("learned"), images=40, epochs=8)
+def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch."""
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    levels = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
+    small_run.run(image_root, folder, *levels, "train.epochs=1", "loader.workers=0")
+    return folder
 
 
-@pytest.fixture(scope="module")
-def pretrained(toy_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the same kind that has learned nothing."""
-    return train_on_six_angles(tmp_path_factory.mktemp("pretrained"), images=3, epochs=1)
-
-
-@pytest.fixture(scope="module")
-def angles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """18 training images of three other angles."""
-    return draw_gratings(tmp_path_factory.mktemp("angles"), [15, 75, 135], train=6, val=40)
-
-
-def overrides(pretrained: Path, angles: Path, folder: Path, *more: str) -> list[str]:
-    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={angles}"]
+def overrides(pretrained: Path, root: Path, folder: Path, *more: str) -> list[str]:
+    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={root}"]
     return [*given, *FAST, "train.epochs=20", f"run.dir={folder}", *more]
-
-
-@pytest.fixture
-def program(
-    pretrained: Path, angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Program:
-    """Run train.py on the three angles; return exit status, stdout and stderr."""
-
-    def program(*more: str) -> tuple[int, str, str]:
-        status = train.main(cli.load(overrides(pretrained, angles, tmp_path / "run", *more)))
-        return status, *capsys.readouterr()
-
-    return program
 
 
 def frozen_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -110,57 +57,39 @@ def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights:
     return f"model.weights={path}"
 
 
-@pytest.mark.slow
-def test_fine_tuning_is_better_than_training_from_scratch(
-    learned: Path, angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [
+        pytest.param("cpu", "off", marks=pytest.mark.slow),
+        pytest.param("cuda", "off", marks=pytest.mark.gpu),
+        pytest.param("cuda", "default", marks=[pytest.mark.gpu, pytest.mark.slow]),
+    ],
+)
+def test_frozen_stages(
+    device: str, mode: str, pretrained: Path, image_root: Path, tmp_path: Path
 ) -> None:
-    """Measured: 94 % and 34 %. All but the weights is equal."""
-    config = cli.load(overrides(learned, angles, tmp_path / "tuned"))
-    tuned = train.train(config)
-    found = capsys.readouterr().out
-    assert f"note     from {learned}: " in found and "model.name=resnet_tiny" in found
-    assert "for 18 training images: loader.batch_size=8, optim.lr=0.015, schedule.war" in found
-    config = completed(config, 18)
-    alone = replace(config.train, prepare=None)
-    config = replace(config, train=alone, model=replace(config.model, weights=None))
-    config = replace(config, run=replace(config.run, dir=str(tmp_path / "scratch")))
-    assert tuned["top1"] > 80 and train.train(config)["top1"] < 60
-
-
-@pytest.mark.slow
-def test_frozen_stages_and_resume_bit_by_bit(
-    program: Program, pretrained: Path, tmp_path: Path
-) -> None:
-    """With a moving average; frozen parameters have no optimiser state."""
-    options = ["train.ema_decay=0.9", "train.epochs=4"]
-    for more in ([f"run.dir={tmp_path}/whole"], ["train.max_steps=3"], []):
-        assert program("model.freeze=[conv1,bn1,layer1]", *options, *more)[0] == 0
-    state = stored(tmp_path / "run")
-    assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
-    before = frozen_tensors(stored(pretrained)["model"])
+    """With a moving average, after a resume, and on a GPU in a CUDA graph, compiled or not."""
+    options = [f"train.device={device}", f"model.compile={mode}", "train.ema_decay=0.9"]
+    options += ["model.freeze=[conv1,bn1,layer1]", "train.epochs=4"]
+    for name, more in (("whole", []), ("run", ["train.max_steps=3"]), ("run", [])):
+        train.train(cli.load(overrides(pretrained, image_root, tmp_path / name, *options, *more)))
+    state, before = stored(tmp_path / "run"), frozen_tensors(stored(pretrained)["model"])
+    if device == "cpu":
+        assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
+        with pytest.raises(UserError, match=r"model.freeze cannot change within a run"):
+            train.train(cli.load(overrides(pretrained, image_root, tmp_path / "run", *options[:3])))
     assert same(frozen_tensors(state["model"]), before)
     assert same(frozen_tensors(state["ema"]), before)
     trained = [v for k, v in state["model"].items() if k.startswith(("layer2", "layer3", "fc"))]
     with_gradient = [v for v in trained if v.is_floating_point()]
     assert 0 < len(state["optimizer"]["state"]) < len(with_gradient)  # not the statistics
-    status, _, err = program(*options)
-    assert status == 2 and "'layer1'], is []; model.freeze cannot change within a run" in err
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["off", pytest.param("default", marks=pytest.mark.slow)])
-def test_frozen_stages_on_a_gpu(mode: str, learned: Path, angles: Path, tmp_path: Path) -> None:
-    """The step is a CUDA graph, compiled or not."""
-    options = ["train.device=cuda", "model.freeze=[conv1,bn1,layer1]", f"model.compile={mode}"]
-    config = cli.load(overrides(learned, angles, tmp_path, *options, "train.ema_decay=0.9"))
-    summary = train.train(config)
-    before, state = frozen_tensors(stored(learned)["model"]), stored(tmp_path)
-    assert same(frozen_tensors(state["model"]), before)
-    assert same(frozen_tensors(state["ema"]), before)
-    assert summary["top1"] > 70
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:
+    config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    weights, images = completed(config, 18).notes
+    assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
+    assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, ")
     table = [(5, 1, 5, 100), (36, 1, 8, 100), (10_000, 1, 256, 26), (21_700, 3, 255, 12)]
     for images, ranks, batch, epochs in table:
         values = decided(images, f"model.weights={pretrained}", ranks=ranks)
@@ -234,17 +163,21 @@ def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
     [
         ("model.weights=null", "model.weights is missing: fine-tuning starts from trained "),
         ("model.weights=gone.pth", "model.weights=gone.pth: cannot be read .No such file"),
-        ("model.weights=.", r"\.: holds no checkpoints; give a file or the folder of a run"),
         ("model.name=resnet18", "model.weights=.*: does not fit the model: .* missing, .*"),
         ("model.freeze=[layer9]", r"model.freeze=.layer9.: there is no layer9; give some of .*"),
-        ("train.loss=polly", "train.loss=polly: not allowed; give cross_entropy, bce"),
     ],
 )
 def test_wrong_input_is_answered_in_one_line(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, message: str
+    pretrained: Path,
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, out, err = program(typed)
-    assert status == 2 and out == ""
-    assert re.match(rf"train\.py: {message}", err) and err.count("\n") == 1, err
+    assert train.main(cli.load(overrides(pretrained, image_root, tmp_path / "run", typed))) == 2
+    out, err = capsys.readouterr()
+    assert re.match(rf"train\.py: {message}", err) and err.count("\n") == 1 and out == "", err
     assert not (tmp_path / "run").exists()

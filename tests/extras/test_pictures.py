@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from engine.validation import evaluate
-from extras.pictures import BLUE, Predictions, bars
+from extras.pictures import BLUE, Pictures, Predictions, bars
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
-from scripts.lib.trained import open_trained
 from tests.batches import batch_of, toy_values
 from tests.conftest import CLASSES as KINDS
 from tests.conftest import VAL_IMAGES
@@ -68,22 +66,18 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     pairs = found.confusions(CLASSES)
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
-    rows = found.per_class(NAMES)
-    for label in range(CLASSES):
-        own = [i for i in range(IMAGES) if labels[i] == label]
+    for label, row in enumerate(found.per_class(NAMES)):
+        own = labels.numpy() == label
         for prediction in range(CLASSES):
-            count = sum(found.predictions[i] == prediction for i in own)
+            count = (own & (found.predictions == prediction)).sum()
             assert ((label, prediction, count) in pairs) == (count > 0)
-        top1 = 100 * sum(found.predictions[i] == label for i in own) / len(own)
-        top5 = sum(found.top5[i] for i in own) / len(own)
-        loss = sum(found.losses[i] for i in own) / len(own)
-        assert rows[label] == {
+        assert found.top5 is not None and row == {
             "class": NAMES[label],
             "name": "goldfish" if label == 1 else NAMES[label],
-            "images": len(own),
-            "top1": pytest.approx(top1),
-            "top5": pytest.approx(top5),
-            "loss": pytest.approx(loss),
+            "images": own.sum(),
+            "top1": pytest.approx(100 * (found.predictions[own] == label).mean()),
+            "top5": pytest.approx(found.top5[own].mean()),
+            "loss": pytest.approx(found.losses[own].mean()),
         }
 
 
@@ -167,38 +161,35 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
     for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
-    evaluated(tmp_path)
+    words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
+    assert evaluate_script.evaluate_all(evaluate_script.arguments(words)) == 0
+    names = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png", "evaluation.json"}
+    names |= {"per_class.csv", "confusion.csv", "worst.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert "calibration" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
 
 
-def evaluated(folder: Path) -> None:
-    """Check the files of scripts/evaluate.py; a folder that is a WordNet ID has a name, too."""
-    overrides = ["train.device=cpu", "loader.workers=0"]
-    trained = evaluate_script.with_config(open_trained(folder, overrides), overrides, ALONE)
-    result = evaluate_script.run(trained, ALONE, flip=False)
-    result, out = replace(result, classes=("n01443537", *KINDS[1:])), folder / "out"
-    out.mkdir()
-    evaluate_script.write(result, out)
-    pictures = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png"}
-    tables = {"evaluation.json", "per_class.csv", "confusion.csv", "worst.csv"}
-    assert {path.name for path in out.iterdir()} == pictures | tables
-    for name in pictures:
-        Image.open(out / name).load()
-    content = json.loads((out / "evaluation.json").read_text())
-    assert sum(content["calibration"]["images"]) == content["images"] == 15
+def test_files_of_an_evaluation(logits: Tensor, labels: Tensor, tmp_path: Path) -> None:
+    """A folder that is a WordNet ID also has a name."""
+    batch = batch_of(image=logits, label=labels)
+    (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
+    found, images = Predictions.of(validation.rows), FakeDataset(IMAGES, CLASSES, 8)
+    assert found is not None
+    content = Pictures.evaluated(tmp_path, validation.rows, NAMES, images)
+    assert sum(content["calibration"]["images"]) == IMAGES
+    for name in ("worst.jpg", "confusion.png", "per_class.png", "reliability.png"):
+        Image.open(tmp_path / name).load()
     classes, pairs, worst = (
-        list(csv.DictReader((out / f"{name}.csv").open()))
+        list(csv.DictReader((tmp_path / f"{name}.csv").open()))
         for name in ("per_class", "confusion", "worst")
     )
-    assert [row["class"] for row in classes] == list(result.classes)
-    assert [row["name"] for row in classes] == ["goldfish", *KINDS[1:]]
-    accuracy = sum(float(row["top1"]) * VAL_IMAGES for row in classes) / 15
-    assert accuracy == pytest.approx(content["top1"])
+    assert [row["class"] for row in classes] == NAMES
+    assert [row["name"] for row in classes] == ["cat", "goldfish", *"abcde"]
+    assert sum(int(row["images"]) for row in pairs) == IMAGES and len(worst) == 100
     right = sum(int(row["images"]) for row in pairs if row["class"] == row["prediction"])
-    assert 100 * right / 15 == pytest.approx(content["top1"])
-    names = dict(zip(result.classes, [row["name"] for row in classes], strict=True))
-    for row in [*worst, *pairs]:
-        assert row["name"] == names[row["class"]]
-        assert row["prediction_name"] == names[row["prediction"]]
-    assert len(worst) == 15 and float(worst[0]["loss"]) == float(result.rows["loss"].max())
-    for row in worst:
-        assert Path(row["path"]).parent.name == row["class"].replace("n01443537", KINDS[0])
+    assert 100 * right / IMAGES == pytest.approx(found.top1.mean())
+    row = worst[0]
+    assert row["prediction_name"] == row["prediction"].replace("n01443537", "goldfish")
+    first = found.worst(1)[0]
+    assert float(worst[0]["loss"]) == found.losses[first]
+    assert (worst[0]["path"], worst[0]["class"]) == (images.name(first), NAMES[labels[first]])

@@ -6,85 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from conf import cli
 from conf.schema import UserError
 from extras import suspects
-from scripts import evaluate
 from scripts.evaluate import Evaluated
-from scripts.lib.trained import open_trained
-from tests.engine.plans import ALONE
 from tests.small_run import run
 
-COLOURS = {"blue": (60, 60, 180), "green": (60, 180, 60), "red": (180, 60, 60)}
-PER_CLASS, WRONG = 50, 2  # in each class, so many labels are wrong
-# 150 images in batches of 10: 60 steps.
-OPTIONS = ["loader.batch_size=10", "loader.workers=0", "optim.lr=0.05", "train.epochs=4"]
-OPTIONS += ["train.validate_every_epochs=4"]
-HERE = ["train.device=cpu", "loader.workers=0"]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noisy images of three colours; the wrong ones are named after their colour."""
-    root = tmp_path_factory.mktemp("colours")
-    rng = np.random.default_rng(0)
-    names = sorted(COLOURS)
-    for split, count in (("train", PER_CLASS), ("val", 4)):
-        for place, name in enumerate(names):
-            for number in range(count):
-                wrong = split == "train" and number < WRONG
-                label = names[(place + 1) % len(names)] if wrong else name
-                pixels = np.clip(rng.normal(COLOURS[name], 40, (40, 40, 3)), 0, 255)
-                path = root / split / label / f"{'wrong-' * wrong}{name}-{number:03d}.jpg"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels.astype(np.uint8)).save(path, quality=90)
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(root: Path, tmp_path_factory: pytest.TempPathFactory, toy_runs: None) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "colours"
-    run(root, folder, *OPTIONS)
-    return folder
-
-
-def listed(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
-    options = suspects.arguments([str(folder), *HERE, *words, "--out", str(out)])
-    assert suspects.find(options) == 0
-    with open(out, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_wrong_labels_come_first(
-    trained: Path, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = listed(trained, tmp_path / "found.csv")
-    losses = [float(row["loss"]) for row in rows]
-    assert losses == sorted(losses, reverse=True)
-    assert all(row["label"] != row["predicted"] for row in rows)
-    first = rows[: WRONG * len(COLOURS)]
-    found = [row for row in first if "wrong" in row["path"]]
-    assert len(found) >= 0.8 * len(first)
-    for row in found:
-        path = Path(row["path"])
-        assert path.is_file() and path.is_relative_to(root / "train")
-        assert row["label"] == row["label_name"] == path.parent.name
-        assert row["predicted"] == path.name.split("-")[1] and float(row["probability"]) > 1 / 3
-    assert f"{len(rows)} of 150 training images may have" in capsys.readouterr().out
-
-
-def test_the_images_that_were_held_out_are_not_listed(
-    root: Path, tmp_path: Path, toy_runs: None
-) -> None:
-    """data.root holds the class folders itself."""
-    held_out = ["data.val_fraction=0.5", "train.max_steps=1"]
-    run(root / "train", tmp_path / "run", *OPTIONS, *held_out)
-    trained = evaluate.with_config(open_trained(tmp_path / "run", HERE), HERE, ALONE)
-    assert len(suspects.training_images(trained.config).val) == 75
+OPTIONS = ["loader.workers=0", "train.epochs=4", "train.validate_every_epochs=4"]
 
 
 def test_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +45,27 @@ def test_table_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(suspects.table(found)) == 3
     with pytest.raises(UserError, match=r"^x\.pt: is no classifier"):
         suspects.table(replace(found, rows={"mae": columns["loss"]}))
+
+
+def test_the_table_of_a_run(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], toy_runs: None
+) -> None:
+    run(image_root, tmp_path / "run", *OPTIONS)
+    words = [str(tmp_path / "run"), "train.device=cpu", "loader.workers=0"]
+    options = suspects.arguments([*words, "--out", str(tmp_path / "found.csv")])
+    assert suspects.find(options) == 0
+    rows = list(csv.DictReader((tmp_path / "found.csv").open(newline="")))
+    losses = [float(row["loss"]) for row in rows]
+    assert rows and losses == sorted(losses, reverse=True)
+    for row in rows:
+        path = Path(row["path"])
+        assert path.is_file() and path.is_relative_to(image_root / "train")
+        assert row["label"] == row["label_name"] == path.parent.name != row["predicted"]
+        assert float(row["probability"]) > 1 / 3
+    assert f"{len(rows)} of 36 training images may have" in capsys.readouterr().out
+
+
+def test_the_images_that_were_held_out_are_not_listed(image_root: Path) -> None:
+    """data.root holds the class folders itself."""
+    words = ["data=folder", f"data.root={image_root / 'train'}", "data.val_fraction=0.5"]
+    assert len(suspects.training_images(cli.load(words)).val) == 18

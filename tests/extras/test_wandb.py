@@ -1,9 +1,7 @@
 """Weights & Biases: what it is told, and that no failure of it stops training."""
 
-import json
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +11,38 @@ import train
 from tests.small_run import compose
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
-# A module in place of wandb: it appends each call to a file, and fails in one of them.
-FAKE = """
-import json, os
-
-def called(name, /, **content):
-    with open(os.environ["FAKE_CALLS"], "a") as file:
-        file.write(json.dumps({"call": name, **content}, default=str) + "\\n")
-    if name == os.environ.get("FAKE_FAILS"):
-        raise OSError("no network")
-
-class Settings(dict):
-    pass
-
-def setup(settings):
-    pass
-
-class Run:
-    def __init__(self, dir):
-        self.url, self.dir = None, f"{dir}/wandb/offline-run/files"
-    def define_metric(self, name, **options):
-        called("define_metric", name=name, **options)
-    def log(self, row):
-        called("log", row=row)
-    def finish(self):
-        called("finish")
-
-def init(dir, **options):
-    called("init", **options)
-    return Run(dir)
-"""
-Calls = Callable[[], list[dict[str, Any]]]
+Call = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+class Fake:
+    """Stands in for wandb: it notes each call, and fails in one of them."""
 
+    Settings = dict
 
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Put the fake module first on the path; return a function that returns the calls so far."""
-    file = tmp_path / "calls"
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "wandb.py").write_text(FAKE)
-    monkeypatch.setenv("FAKE_CALLS", str(file))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    return lambda: [json.loads(line) for line in file.read_text().splitlines()]
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.calls, self.url = fails, list[Call](), None
+
+    def note(self, name: str, /, **content: Any) -> None:
+        self.calls.append({"call": name, **content})
+        if name == self.fails:
+            raise OSError("no network")
+
+    def setup(self, settings: Any) -> None:
+        pass
+
+    def init(self, dir: str, **options: Any) -> "Fake":
+        self.dir = f"{dir}/wandb/offline-run/files"
+        self.note("init", **options)
+        return self
+
+    def define_metric(self, name: str, **options: Any) -> None:
+        self.note("define_metric", name=name, **options)
+
+    def log(self, row: Any) -> None:
+        self.note("log", row=row)
+
+    def finish(self) -> None:
+        self.note("finish")
 
 
 def start(root: Path, folder: Path, steps: int) -> None:
@@ -67,10 +50,14 @@ def start(root: Path, folder: Path, steps: int) -> None:
     train.train(compose(root, folder, "loader.workers=0", *options))
 
 
-def test_the_rows_of_two_starts(image_root: Path, tmp_path: Path, calls: Calls) -> None:
+def test_the_rows_of_two_starts(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one continues the run, also in another place; another directory is another."""
+    fake = Fake()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     start(image_root, tmp_path / ("run" * 60), 2)
-    init, _, axis, one, two, val, finish = calls()
+    init, _, axis, one, two, val, finish = fake.calls
     settings = init["settings"]
     assert settings["silent"] is True  # wandb asks nothing on the terminal
     assert 0 < settings["init_timeout"] <= 60 and 0 < settings["finish_timeout"] <= 60
@@ -85,34 +72,25 @@ def test_the_rows_of_two_starts(image_root: Path, tmp_path: Path, calls: Calls) 
     (tmp_path / ("run" * 60)).rename(tmp_path / "moved")
     start(image_root, tmp_path / "moved", 3)
     start(image_root, tmp_path / "run", 1)
-    first, second, other = (call["id"] for call in calls() if call["call"] == "init")
+    first, second, other = (call["id"] for call in fake.calls if call["call"] == "init")
     assert first == second != other
 
 
-@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+@pytest.mark.parametrize("fails", ["import", "init", "log", "finish"])
 def test_failure_is_one_warning(
     fails: str,
     image_root: Path,
     tmp_path: Path,
-    calls: Calls,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("FAKE_FAILS", fails)
+    fake = Fake(fails)
+    monkeypatch.setitem(sys.modules, "wandb", None if fails == "import" else fake)  # type: ignore[arg-type]
     start(image_root, tmp_path / "run", 1)
-    assert calls()[-1]["call"] == fails
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.startswith("extras.wandb:Board: OSError: no network; training continues")
+    if fails == "import":
+        assert warning.endswith("training continues without it; pip install wandb")
+    else:
+        assert warning.startswith("extras.wandb:Board: OSError: no network; training continues")
+        assert fake.calls[-1]["call"] == fails
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
-
-
-def test_wandb_is_not_installed(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    start(image_root, tmp_path / "run", 1)
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.endswith("training continues without it; pip install wandb")

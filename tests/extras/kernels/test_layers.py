@@ -27,7 +27,7 @@ from tests.models.test_vit import short_vit
 from tests.results import same
 
 
-def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
     """ResNet-18 with random weights and statistics, plain and rewritten."""
     torch.manual_seed(0)
     plain = models.build("resnet18", num_classes=10, image_size=64).to(dtype)
@@ -38,13 +38,11 @@ def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
             nn.init.uniform_(module.bias, -0.1, 0.1)
     rewritten = copy.deepcopy(plain)
     rewrite(rewritten, channels_last=True)
+    if device == "cuda":
+        plain, rewritten = (
+            m.cuda().to(memory_format=torch.channels_last) for m in (plain, rewritten)
+        )
     return plain, rewritten
-
-
-def batch(size: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)
-    return images, torch.arange(4)
 
 
 def gradient(tensor: Tensor) -> Tensor:
@@ -52,17 +50,8 @@ def gradient(tensor: Tensor) -> Tensor:
     return tensor.grad.clone()
 
 
-def step(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits and the gradients of all parameters."""
-    model.zero_grad()
-    logits = model(images)
-    F.cross_entropy(logits, labels).backward()
-    return logits.detach(), [gradient(parameter) for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("typed", ["model=resnet18", "model.name=resnet18"])
-def test_they_are_the_default(typed: str) -> None:
-    name = cli.load([typed, "data=fake"]).model.rewrite
+def test_they_are_the_default() -> None:
+    name = cli.load(["model=resnet18", "data=fake"]).model.rewrite
     assert name is not None and named(name, "model.rewrite") is rewrite
 
 
@@ -78,44 +67,23 @@ def test_layers_of_a_resnet_are_replaced_once() -> None:
     assert linear_weights(model) == decayed
 
 
-def check_step(
-    ours: nn.Module, theirs: nn.Module, given: tuple[Tensor, Tensor], bound: float
-) -> None:
-    """Compare the logits (absolute) and gradients (relative) of a training step."""
-    logits, grads = step(ours, *given)
-    expected, expected_grads = step(theirs, *given)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
-    for (name, _), a, b in zip(theirs.named_parameters(), grads, expected_grads, strict=True):
-        assert (a - b).norm() < bound * b.norm(), name
-
-
 @pytest.mark.parametrize("size", [64, pytest.param(65, marks=pytest.mark.slow)])
 def test_rewritten_resnet_computes_the_same(size: int) -> None:
     """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
-    plain, rewritten = pair()
+    plain, rewritten = pair(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)
     for _ in range(2):
-        check_step(rewritten, plain, batch(size), 1e-5)
+        for model in (plain, rewritten):
+            model.zero_grad()
+            F.cross_entropy(model(images), torch.arange(4)).backward()
+        torch.testing.assert_close(rewritten(images), plain(images), rtol=0, atol=1e-5)
+        for a, b in zip(rewritten.parameters(), plain.parameters(), strict=True):
+            assert (gradient(a) - gradient(b)).norm() < 1e-5 * gradient(b).norm()
     assert list(rewritten.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(rewritten.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
-    assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 2
-    images, _ = batch(size)
+    assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 4
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_rewritten_resnet_computes_the_same() -> None:
-    """Gradients to 1e-9, including values recomputed after the statistics have changed.
-
-    Runs torch.compile up to code generation, which the GPU tests cover.
-    """
-    plain, rewritten = pair()
-    compiled = torch.compile(rewritten, backend="aot_eager_decomp_partition", dynamic=False)
-    for _ in range(2):
-        check_step(compiled, plain, batch(), 1e-9)
-    torch._dynamo.reset()
-
-
-# Layers that must not be replaced.
 
 
 STEM = dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
@@ -134,37 +102,29 @@ def subclass(kind: type[nn.Module]) -> Any:
     return type(f"Other{kind.__name__}", (kind,), {})
 
 
+STEMS: list[dict[str, Any]] = [
+    *(dict(kernel_size=3, padding=1), dict(stride=(2, 1)), dict(padding=0), dict(dilation=2)),
+    *(dict(bias=True), dict(groups=3), dict(in_channels=4), dict(padding_mode="reflect")),
+]
+POOLINGS: list[dict[str, Any]] = [
+    *(dict(kernel_size=2), dict(stride=3), dict(padding=0), dict(dilation=2)),
+    *(dict(return_indices=True), dict(ceil_mode=True)),
+]
+NORMS: list[dict[str, Any]] = [
+    *(dict(track_running_stats=False), dict(affine=False), dict(momentum=None)),
+]
 OTHERS = [
-    stem(kernel_size=3, padding=1),
-    stem(stride=(2, 1)),
-    stem(padding=0),
-    stem(dilation=2),
-    stem(bias=True),
-    stem(groups=3),
-    stem(in_channels=4),
-    stem(padding_mode="reflect"),
-    subclass(nn.Conv2d)(**STEM),
-    pooling(kernel_size=2),
-    pooling(stride=3),
-    pooling(padding=0),
-    pooling(dilation=2),
-    pooling(return_indices=True),
-    pooling(ceil_mode=True),
-    subclass(nn.MaxPool2d)(3, 2, 1),
-    nn.BatchNorm2d(6, track_running_stats=False),
-    nn.BatchNorm2d(6, affine=False),
-    nn.BatchNorm2d(6, momentum=None),
-    nn.SyncBatchNorm(6),
-    subclass(nn.BatchNorm2d)(6),
+    *(stem(**changes) for changes in STEMS),
+    *(pooling(**changes) for changes in POOLINGS),
+    *(nn.BatchNorm2d(6, **changes) for changes in NORMS),
+    *(subclass(nn.Conv2d)(**STEM), subclass(nn.MaxPool2d)(3, 2, 1)),
+    *(nn.SyncBatchNorm(6), subclass(nn.BatchNorm2d)(6)),
 ]
 
 
 @pytest.mark.parametrize("layer", OTHERS, ids=str)
 def test_other_layers_are_not_replaced(layer: nn.Module) -> None:
     assert type(exchanged(layer)) is type(layer)
-
-
-# Each layer.
 
 
 def exchanged(module: nn.Module) -> nn.Module:
@@ -174,19 +134,21 @@ def exchanged(module: nn.Module) -> nn.Module:
     return model[0]
 
 
-def gradients(module: nn.Module, images: Tensor) -> list[Tensor]:
-    """Output and all gradients, for the same gradient of the output."""
+def gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Outputs and all gradients, for the same gradients of the outputs."""
     module.zero_grad()
-    images = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    out = module(images)
-    generator = torch.Generator(images.device).manual_seed(2)
-    out.backward(torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device))
-    return [out.detach(), gradient(images), *map(gradient, module.parameters())]
+    leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+    found = module(*(leaf.requires_grad_() for leaf in leaves))
+    outputs = [found] if isinstance(found, Tensor) else [*found]
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    torch.autograd.backward(outputs, given)
+    return [*(out.detach() for out in outputs), *map(gradient, [*leaves, *module.parameters()])]
 
 
-def check(layer: nn.Module, images: Tensor, bound: float = 0) -> None:
-    """Compare output and gradients of a layer with those of its faster version."""
-    ours, theirs = gradients(exchanged(layer), images), gradients(layer, images)
+def check(layer: nn.Module, *inputs: Tensor, bound: float = 0) -> None:
+    """Compare outputs and gradients of a layer with those of its faster version."""
+    ours, theirs = gradients(exchanged(layer), *inputs), gradients(layer, *inputs)
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, equal_nan=True)
 
 
@@ -202,7 +164,7 @@ def test_convolution_over_blocks_is_exact(
     torch.manual_seed(0)
     plain = stem().double()
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
-    check(plain, images, 1e-12)
+    check(plain, images, bound=1e-12)
 
 
 def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,17 +307,14 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_compiled_variance_of_values_far_from_zero() -> None:
     """The compiled sums are in float32 and shifted by one of the values, as in the source."""
     generator = torch.Generator("cuda").manual_seed(3)
-    images = (100 + torch.randn(32, 64, 56, 56, generator=generator, device="cuda")).to(
-        memory_format=torch.channels_last
-    )
+    images = 100 + torch.randn(32, 64, 56, 56, generator=generator, device="cuda")
+    images = images.to(memory_format=torch.channels_last)
     for dtype in (torch.float32, torch.bfloat16):
         module = nn.BatchNorm2d(64, momentum=1.0).cuda()
         ours = exchanged(module)
         ours.compile(dynamic=False)
         found, theirs = normalised(ours, images.to(dtype)), normalised(module, images.to(dtype))
-        assert found[0] < 1e-4
-        assert found[1] < 1e-4
-        assert found[2] < theirs[2] + 1e-3
+        assert found[0] < 1e-4 and found[1] < 1e-4 and found[2] < theirs[2] + 1e-3
 
 
 def objective(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -386,26 +345,17 @@ def statistics_differ(a: nn.Module, b: nn.Module) -> float:
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 
 
-def pair_on_gpu() -> tuple[nn.Module, nn.Module]:
-    plain, rewritten = (
-        model.cuda().to(memory_format=torch.channels_last) for model in pair(torch.float32)
-    )  # type: ignore[call-overload]
-    return plain, rewritten
-
-
 def batch_on_gpu() -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
-    images = torch.randn(32, 3, 64, 64, generator=generator, device="cuda").to(
-        memory_format=torch.channels_last
-    )
-    return images, torch.arange(32, device="cuda") % 10
+    images = torch.randn(32, 3, 64, 64, generator=generator, device="cuda")
+    return images.to(memory_format=torch.channels_last), torch.arange(32, device="cuda") % 10
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float64() -> None:
     """Up to rounding: no error is hidden by a tolerance for low precision."""
-    plain, rewritten = (model.double() for model in pair_on_gpu())
+    plain, rewritten = (model.double() for model in pair(torch.float32, "cuda"))
     images, labels = batch_on_gpu()
     losses, grads = train_two_steps(plain, images.double(), labels, compiled=False)
     our_losses, our_grads = train_two_steps(rewritten, images.double(), labels)
@@ -414,25 +364,39 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
     assert statistics_differ(rewritten, plain) < 1e-9
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.usefixtures("repeatable")
-def test_compiled_resnet_learns_the_same_in_bf16() -> None:
-    """Losses to 3 %; gradient errors at most 1.5 times those of the plain model; equal bits twice.
+def vit_pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = short_vit(10, 64).cuda()
+    nn.init.normal_(plain.head.weight, std=0.05)
+    rewritten = copy.deepcopy(plain)
+    rewrite(rewritten, channels_last=False)
+    return plain, rewritten
 
-    bf16 changes the gradients by a third at this size; the two models differ by a quarter.
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("vit", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_model_learns_the_same_in_bf16(vit: bool) -> None:
+    """Losses to 1 or 3 %; gradient errors little above those of the plain model; equal bits twice.
+
+    bf16 changes the gradients of this ResNet by a third; the two models differ by a quarter.
     """
-    (plain, rewritten), (images, labels) = pair_on_gpu(), batch_on_gpu()
-    again = copy.deepcopy(rewritten)
-    _, exact = train_two_steps(copy.deepcopy(plain), images, labels, compiled=False)
+    plain, rewritten = vit_pair() if vit else pair(torch.float32, "cuda")
+    images, labels = batch_on_gpu()
+    images = images.contiguous() if vit else images
+    precise, again = copy.deepcopy(plain).double(), copy.deepcopy(rewritten)
+    _, exact = train_two_steps(precise, images.double(), labels, compiled=False)
     losses, grads = train_two_steps(plain, images, labels, bf16=True)
     our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
-    assert our_losses == pytest.approx(losses, rel=0.03)
-    assert our_losses[1] < our_losses[0]
-    assert (our_grads - exact).norm() < 1.5 * (grads - exact).norm()
+    assert our_losses == pytest.approx(losses, rel=0.01 if vit else 0.03)
+    error, plain_error = (our_grads - exact).norm(), (grads - exact).norm()
+    assert error < (1.2 if vit else 1.5) * plain_error
     assert F.cosine_similarity(our_grads, grads, dim=0) > 0.9
+    if vit:
+        assert 1.2 * plain_error < 0.1 * exact.norm()
+        return
+    assert our_losses[1] < our_losses[0]
     assert statistics_differ(rewritten, plain) < 0.05
-
     losses_again, grads_again = train_two_steps(again, images, labels, bf16=True)
     assert losses_again == our_losses and torch.equal(grads_again, our_grads)
     assert same(again.state_dict(), rewritten.state_dict())
@@ -446,28 +410,10 @@ def add_norm(width: int) -> AddNorm:
     return module
 
 
-def norm_gradients_of(module: nn.Module, stream: Tensor, branch: Tensor) -> list[Tensor]:
-    """The two results, and the gradients of the inputs and the parameters."""
-    leaves = [stream.clone().requires_grad_(), branch.clone().requires_grad_()]
-    results = module(*leaves)
-    generator = torch.Generator().manual_seed(2)
-    objective = sum(
-        (result.double() * torch.randn(result.shape, generator=generator).to(result.device)).sum()
-        for result in results
-    )
-    assert isinstance(objective, Tensor)
-    objective.backward()
-    return [*results, *map(gradient, [*leaves, *module.parameters()])]
-
-
 def test_norm_on_the_cpu_is_the_plain_layer() -> None:
     module = add_norm(24)
-    faster = exchanged(module)
-    assert type(faster) is OnePassAddNorm
-    stream, branch = torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16()
-    found = norm_gradients_of(faster, stream, branch)
-    for ours, theirs in zip(found, norm_gradients_of(module, stream, branch), strict=True):
-        assert torch.equal(ours, theirs)
+    assert type(exchanged(module)) is OnePassAddNorm
+    check(module, torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16())
 
 
 @pytest.mark.gpu
@@ -480,29 +426,10 @@ def test_gradients_of_the_norm_compared_with_float64(width: int, rows: tuple[int
     shape = (*rows, width)
     stream = 3 + torch.randn(shape, generator=generator, device="cuda")
     branch = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    exact = norm_gradients_of(copy.deepcopy(module).double(), stream.double(), branch.double())
-    found = norm_gradients_of(exchanged(module), stream, branch)
+    exact = gradients(copy.deepcopy(module).double(), stream.double(), branch.double())
+    found = gradients(exchanged(module), stream, branch)
     assert [t.dtype for t in found[:4]] == [torch.float32, torch.bfloat16] * 2
     for ours, theirs in zip(found, exact, strict=True):
         # The gradient that arrives at the norm has been rounded to bf16.
         bound = 1e-6 if ours is found[0] else 6e-3
         assert (ours.double() - theirs).norm() < bound * theirs.norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("repeatable")
-def test_compiled_vit_learns_the_same() -> None:
-    """The gradient errors of bf16 are at most 1.2 times those of the plain layers."""
-    torch.manual_seed(0)
-    plain = short_vit(10, 64).cuda()
-    nn.init.normal_(plain.head.weight, std=0.05)
-    rewritten = copy.deepcopy(plain)
-    rewrite(rewritten, channels_last=False)
-    images, labels = batch_on_gpu()
-    images = images.contiguous()
-    precise = copy.deepcopy(plain).double()
-    _, exact = train_two_steps(precise, images.double(), labels, compiled=False)
-    losses, grads = train_two_steps(plain, images, labels, bf16=True)
-    our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
-    assert our_losses == pytest.approx(losses, rel=0.01)
-    assert (our_grads - exact).norm() < 1.2 * (grads - exact).norm() < 0.1 * exact.norm()

@@ -39,7 +39,7 @@ from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from tests.extras.rand_augment.test_operations import TIMM
-from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, open_loader, opened, training
+from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 from tests.processes import run_python
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -59,18 +59,8 @@ def example_images(size: int, photo: Path) -> np.ndarray:
     # Equalize divides the number of pixels below the highest level by 255.
     steps = np.zeros((size**2, 3), np.uint8)
     steps[:509], steps[-1] = 7, 9
-    return np.stack(
-        [
-            noise,
-            real,
-            real[::-1] // 3 + 40,
-            noise // 128 * 255,
-            flat,
-            halves.repeat(3, -1),
-            corner,
-            steps.reshape(size, size, 3),
-        ]
-    )
+    few = [real[::-1] // 3 + 40, noise // 128 * 255, flat, halves.repeat(3, -1), corner]
+    return np.stack([noise, real, *few, steps.reshape(size, size, 3)])
 
 
 def rows_of(drawn: Sequence[Sequence[Operation]], size: int) -> Tensor:
@@ -105,9 +95,6 @@ def applied(image: np.ndarray, *operations: Operation) -> np.ndarray:
     for each in operations:
         made = apply(made, each)
     return np.asarray(made)
-
-
-# The rows for the kernels, read here as the kernels read them.
 
 
 def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
@@ -201,20 +188,6 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
         assert_equal(training(feed), expected)
 
 
-@pytest.mark.parametrize(
-    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-)
-def test_it_is_sent_to_workers(image_root: Path, start_method: str) -> None:
-    plain = crops(image_root / "train")
-    plain.transform = Compose([*plain.transform.transforms, RandAugment()], SIZE)
-    dataset: Any = DrawnOperations(plain)
-    with open_loader(dataset, start_method=start_method) as loader:
-        (batch,) = loader.batches(0, 1)
-        for row, (epoch, index) in enumerate(loader.samples(0).tolist()):
-            drawn = dataset.load(epoch, index)["operations"]
-            np.testing.assert_array_equal(batch.fields["operations"][row], drawn)
-
-
 class Negative(FolderDataset):
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         return {"image": 255 - picture.pixels()}
@@ -241,13 +214,7 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
         assert isinstance(found, DrawnOperations) == drawn and (drawn or found is dataset)
     fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)
     assert on_gpu.on_gpu(fake, cli.load(["data=fake"]), CPU) is fake
-
-
-def test_the_kernels_need_a_gpu() -> None:
-    assert not has_kernels(CPU)
-
-
-# The pixels.
+    assert not has_kernels(CPU)  # the function that was imported
 
 
 @pytest.mark.gpu
@@ -324,10 +291,8 @@ def test_without_a_compiler_the_workers_apply_the_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warning says why; Triton keeps what it compiled in a folder of its own."""
-    code = (
-        "import torch, extras.rand_augment.on_gpu as gpu;"
-        "print(gpu.has_kernels(torch.device('cuda', 0)))"
-    )
+    code = "import torch, extras.rand_augment.on_gpu as gpu;"
+    code += "print(gpu.has_kernels(torch.device('cuda', 0)))"
     monkeypatch.delenv("CC", raising=False)
     variables = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     ended = run_python("-c", code, **variables)
