@@ -246,7 +246,6 @@ def _sync(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers."""
     if isinstance(content, Tensor):
         yield content
     elif isinstance(content, (dict, list, tuple)):

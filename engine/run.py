@@ -169,15 +169,17 @@ class Run(AbstractContextManager["Run"]):
                 partial.unlink()
             if state.best:
                 checkpoint.link_best(self.checkpoints, int(state.best["step"]))
-        with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-            expected = "finished", state.step, self.config.train.best_by
-            found = tuple(map(summary.get, ("status", "step", "best_by")))
-            if state.step >= self.stop_step and found == expected:
-                return summary
-        self.write("config.yaml", to_yaml(self.config))  # fsyncs the name of checkpoints/, too
-        self.write("overrides.yaml", to_yaml(self.config.typed))
-        (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
+            path = self.path / "summary.json"
+            with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
+                summary: dict[str, Any] = json.loads(path.read_bytes())
+                expected = "finished", state.step, self.config.train.best_by
+                found = tuple(map(summary.get, ("status", "step", "best_by")))
+                if state.step >= self.stop_step and found == expected:
+                    return summary
+            # This also fsyncs the name of checkpoints/ in the folder.
+            checkpoint.replace_file(self.path / "config.yaml", to_yaml(self.config))
+            checkpoint.replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
+            path.unlink(missing_ok=True)  # of an earlier start
         return None
 
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
@@ -200,7 +202,6 @@ class Run(AbstractContextManager["Run"]):
     def _write(
         self, copied: dict[str, Any], wait_for_copy: Callable[[], None], flush: Callable[[], None]
     ) -> None:
-        """Write a checkpoint, in the thread."""
         try:
             flush()
             wait_for_copy()
@@ -222,17 +223,6 @@ class Run(AbstractContextManager["Run"]):
             futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` raises the error
             writing, self._writing = self._writing, None
             writing.result()
-
-    def write(self, name: str, content: str) -> None:
-        """Replace a file of the folder. After a CheckpointError, the earlier one is intact."""
-        path = self.path / name
-        try:
-            checkpoint.replace_file(path, content)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be written: {error.strerror}; check the disk, and run the same "
-                "command again: checkpoints are intact"
-            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock.
@@ -389,7 +379,6 @@ def _lock(path: Path) -> int:
 
 
 def _move_aside(path: Path) -> None:
-    """Rename the folder of an earlier run, and create an empty one."""
     number = 1
     folder = path.resolve()  # the path may be a link to another disk
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():

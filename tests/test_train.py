@@ -472,16 +472,18 @@ def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) ->
     assert gc.isenabled() is before is True
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
-def test_a_file_of_the_run_cannot_be_written(name: str, status: Any, folder: Path) -> None:
-    """One line; the same command resumes once the obstacle is removed."""
-    obstacle = folder / f"{name}.tmp"  # the temporary name of the new file
+def test_a_file_of_the_run_cannot_be_written(status: Any, folder: Path) -> None:
+    """The same command resumes once the obstacle, at the temporary name, is removed."""
+    config, summary = (folder / f"{name}.tmp" for name in ("config.yaml", "summary.json"))
     (folder / "checkpoints").mkdir(parents=True)
-    obstacle.mkdir()
-    number, error = status()
-    assert number == 1 and error.count("\n") == 1
-    assert error.startswith(f"train.py: {folder / name}: cannot be written: ")
-    obstacle.rmdir()
+    config.mkdir()
+    message = f"train.py: run.dir={folder}: cannot be used: Is a directory; give a writable folder"
+    assert status() == (2, f"{message}\n")
+    config.rmdir()
+    summary.mkdir()
+    with pytest.raises(IsADirectoryError, match=re.escape(str(summary))):
+        status()
+    summary.rmdir()
     assert status()[0] == 0
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
