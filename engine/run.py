@@ -64,27 +64,20 @@ class Run(AbstractContextManager["Run"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
     Rank 0 writes the folder, run.dir, and all ranks read the checkpoint to resume.
-
-    Attributes:
-        resumed: the checkpoint from which this start continues; None at step 0. Set by `find`.
-        is_first_start: whether the folder has no checkpoint yet: this start begins at step 0 or
-            with the checkpoint of another run. Set by `find`.
-        finished: summary.json of an earlier start that finished this run, or None.
-        facts: what each checkpoint stores besides step and state: see `run_facts`.
-        last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
-            step at which this start begins.
-        stop_step: step at which training ends.
     """
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
-        self.resumed: Path | None = None
+        self.resumed: Path | None = None  # the checkpoint from which this start continues
+        # Whether the folder has no checkpoint yet; `resumed` is None or of another run.
         self.is_first_start = True
-        self.finished: dict[str, Any] | None = None
-        self.facts: dict[str, Any] = {}
-        self.last_saved_step = self.stop_step = 0
+        self.finished: dict[str, Any] | None = None  # summary.json, if an earlier start finished
+        self.facts: dict[str, Any] = {}  # of `run_facts`, in each checkpoint
+        self.stop_step = 0  # where training ends
+        # Of the newest checkpoint, perhaps still being written; at first, where training begins
+        self.last_saved_step = 0
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
