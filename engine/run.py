@@ -52,6 +52,7 @@ FIXED = (
     "model.freeze",
     "loader.batch_size",
 )
+WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {
@@ -271,10 +272,11 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     # An optimiser or a dataset that moves to another module stays the same.
     alike = {name: FIELDS[name].metadata["alike"] for name in keys}
     keys |= {name: alike[name](value) for name, value in keys.items() if is_name(value)}
-    if (weights := config.model.weights) not in (None, "pretrained"):
-        with open(checkpoint.find(weights), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        keys["model.weights"] = f"SHA-256 {digest[:16]}"
+    for name in WEIGHTS:
+        if keys[name] not in (None, "pretrained"):
+            with open(checkpoint.find(keys[name]), "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            keys[name] = f"SHA-256 {digest[:16]}"
     if config.train.deterministic:  # eager and compiled steps round differently
         keys["model.compile"] = compute.compile
     return {
