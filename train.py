@@ -45,7 +45,7 @@ from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain, fit_memory
 from engine.optim import build_optimizer
-from engine.run import Run, model_facts, run_identity
+from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
 from engine.scores import BestBy, class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
@@ -74,12 +74,7 @@ def train(config: Config) -> dict[str, Any]:
         config = resolve_config(config, world)
         run = enter(Run(config, world))
         datasets, schedule, compute, loss, state = build_parts(config, run, world)
-        run.resume(
-            state,
-            run_identity(datasets, schedule, compute),
-            model_facts(datasets, compute),
-            schedule.stop_step,
-        )
+        run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
         introduce(datasets, schedule, compute, state, run)
         if run.finished is not None:
             return run.finished
@@ -88,11 +83,11 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
         train_on_batch = enter(build_step(schedule, compute, loss, state, world))
-        stop = enter(StopSignal(world, run.failed))
+        stop = enter(StopSignal(world))
         first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first)
         alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
-        run.identity |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
+        run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         verdict = Verdict(compute, feed, train_on_batch, world, alone)
         log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
         enter(garbage_collection_paused())
@@ -304,7 +299,7 @@ def build_parts(
     Raises UserError for nearly all that the user must change; nothing has been created.
     """
     check_log(config, world)
-    _, stored = run.find()  # identity of the checkpoint to resume
+    stored = run.find().get("identity", {})  # of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds
     mode = stored.get("pixels", "cpu") if stored else None

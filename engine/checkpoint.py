@@ -76,9 +76,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
     """
     path = folder / file_name(content["step"])
     try:
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            _sync(folder.parent)
+        folder.mkdir(parents=True, exist_ok=True)
         with _replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
@@ -147,32 +145,38 @@ def intact(path: Path) -> bool:
     return False
 
 
-def newest_intact(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint, and warn about newer ones; None if there is none at all.
+def verify(path: Path) -> None:
+    """Raise CheckpointError if a file that torch.load has read is damaged all the same."""
+    if not intact(path):
+        raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
 
-    Raises CheckpointError if all are damaged.
+
+def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """Read the first intact file of `paths`, which begin with the newest checkpoint.
+
+    Raises CheckpointError if all are damaged, and what `load` raises.
     """
-    found = files(folder)
-    newest = next(filter(intact, reversed(found)), None)
-    if found and newest is None:
+    newest = next(filter(intact, paths), None)
+    if newest is None:
         raise CheckpointError(
-            f"{found[-1]}: damaged, and so is every checkpoint before it; start over with "
+            f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
             "checkpoint.resume=never"
         )
-    if newest is not None and newest != found[-1]:
-        logger.warning("%s: damaged; continuing from %s instead", found[-1], newest.name)
-    return newest
+    if newest != paths[0]:
+        logger.warning("%s: damaged; continuing from %s instead", paths[0], newest.name)
+    return newest, load(newest, verified=True)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
-    Raises CheckpointError if it is missing, damaged or something else, UserError if it has
-    another format.
+    `verified`: the caller has checked the CRC-32 sums. Raises CheckpointError if the file is
+    missing, damaged or something else, UserError if it has another format.
     """
     try:
         content: dict[str, Any] = read_torch_file(path)
-        verify(path)
+        if not verified:
+            verify(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
@@ -187,12 +191,6 @@ def load(path: Path) -> dict[str, Any]:
     if is_ours(content):
         return content
     raise CheckpointError(f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}")
-
-
-def verify(path: Path) -> None:
-    """Raise CheckpointError if a file that torch.load has read is damaged all the same."""
-    if not intact(path):
-        raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
 
 
 def is_ours(content: Any) -> bool:
@@ -248,7 +246,6 @@ def _sync(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers."""
     if isinstance(content, Tensor):
         yield content
     elif isinstance(content, (dict, list, tuple)):

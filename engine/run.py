@@ -65,64 +65,54 @@ class Run(AbstractContextManager["Run"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
     Rank 0 writes the folder, run.dir, and all ranks read the checkpoint to resume.
-
-    Attributes:
-        resumed: the checkpoint from which this start continues; None at step 0. Set by `find`.
-        finished: summary.json of an earlier start that finished this run, or None.
-        identity: what each checkpoint stores as the run's identity.
-        last_saved_step: step of the newest checkpoint, perhaps still being written; at first, the
-            step at which this start begins.
-        stop_step: step at which training ends.
     """
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
-        self.resumed: Path | None = None
-        self.finished: dict[str, Any] | None = None
-        self.identity: dict[str, Any] = {}
-        self.last_saved_step = self.stop_step = 0
-        self._found: dict[str, Any] = {}  # content of `resumed`, until it is loaded
-        self._content: dict[str, Any] = {}  # of each checkpoint, besides step, state and identity
+        self.resumed: Path | None = None  # the checkpoint from which this start continues
+        # Whether the folder has no checkpoint yet; `resumed` is None or of another run.
+        self.is_first_start = True
+        self.finished: dict[str, Any] | None = None  # summary.json, if an earlier start finished
+        self.facts: dict[str, Any] = {}  # of `run_facts`, in each checkpoint
+        self.stop_step = 0  # where training ends
+        # Of the newest checkpoint, perhaps still being written; at first, where training begins
+        self.last_saved_step = 0
+        self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
         self._lock: int | None = None
 
-    @property
-    def is_first_start(self) -> bool:
-        """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
-        return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
-
-    def find(self) -> tuple[int, dict[str, Any]]:
-        """Read the checkpoint to resume; return its step and identity; 0, {} if none. Collective.
+    def find(self) -> dict[str, Any]:
+        """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
 
         Raises UserError if the folder holds something else, or if the checkpoint that
         checkpoint.resume names is not one or not of this run; CheckpointError if all are damaged.
         """
         given = self.config.checkpoint.resume
-        own = self.world.broadcast(self._newest)
-        self.resumed = own or (None if given in ("auto", "never") else Path(given))
-        if self.resumed is None:
-            return 0, {}
-        try:
-            self._found = found = checkpoint.load(self.resumed)
-        except CheckpointError as error:
-            if own is not None:
-                raise
-            raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
-        # The same command again resumes the run; the checkpoint with which it began may be gone.
-        same = "auto", found["state"].get("origin"), str(self.resumed.resolve())
-        if own is not None and given not in same and os.path.realpath(given) not in same:
-            raise UserError(
-                f"checkpoint.resume={given}: {self.path} holds a run that has not begun with this "
-                f"checkpoint, or a later one; leave the key out to continue from {own.name}, "
-                "or give another run.name to branch off"
-            )
-        return found["step"], found["identity"]
+        if own := self.world.broadcast(self._own_checkpoints):
+            self.is_first_start = False
+            self.resumed, self._stored = checkpoint.load_newest(own)
+            # The same command again resumes. The checkpoint with which it began may be gone.
+            same = self._stored["state"].get("origin"), str(self.resumed.resolve())
+            if given != "auto" and os.path.realpath(given) not in same:
+                raise UserError(
+                    f"checkpoint.resume={given}: {self.path} holds a run that has not begun with "
+                    "this checkpoint, or a later one; leave the key out to continue from "
+                    f"{self.resumed.name}, or give another run.name to branch off"
+                )
+        elif given not in ("auto", "never"):
+            self.resumed = Path(given)
+            try:
+                self._stored = checkpoint.load(self.resumed)
+            except CheckpointError as error:
+                message = f"checkpoint.resume: {error}; give the path of a step-*.pt"
+                raise UserError(message) from None
+        return self._stored
 
-    def _newest(self) -> Path | None:
-        """Return the newest intact checkpoint of this folder; refuse a folder that is no run."""
+    def _own_checkpoints(self) -> list[Path]:
+        """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
         with _usable(self.path):
             refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
             content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
@@ -131,26 +121,24 @@ class Run(AbstractContextManager["Run"]):
                     f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
                     "own"
                 )
-            restarts = self.config.checkpoint.resume == "never"
-            return None if restarts else checkpoint.newest_intact(self.checkpoints)
+        restarts = self.config.checkpoint.resume == "never"
+        return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
 
-    def resume(
-        self, state: TrainState, identity: dict[str, Any], facts: dict[str, Any], stop_step: int
-    ) -> None:
-        """Load what `find` has found, claim the folder and write config.yaml. Collective.
+    def resume(self, state: TrainState, facts: dict[str, Any], stop_step: int) -> None:
+        """Load what `find` has read, claim the folder and write config.yaml. Collective.
 
-        `identity`: of `run_identity`; `facts`: of `model_facts`; training ends at `stop_step`.
+        `facts`: of `run_facts`; training ends at `stop_step`.
 
         Raises UserError, before anything is created, if the checkpoint is of another training, or
         if another process uses the folder. If the run is finished, nothing is written.
         """
-        self.world.require_same(identity)
+        self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
         if self.resumed is not None:
             accept = self.config.checkpoint.accept_changes
             changes = accepted_changes(
-                self.resumed, self._found, identity, accept=accept, stop_step=stop_step
+                self.resumed, self._stored, facts["identity"], accept=accept, stop_step=stop_step
             )
-            _load_state(state, self.resumed, self._found)
+            _load_state(state, self.resumed, self._stored)
             if self.is_first_start or changes.keys() & VALIDATED_ON:
                 # The best checkpoint is in another folder, or was validated on other images.
                 state.best, state.last = {}, {}
@@ -159,36 +147,33 @@ class Run(AbstractContextManager["Run"]):
                 state.history.append(f"began at step {state.step:,} with {self.resumed}")
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
-        self._found = {}  # frees the memory
-        self.last_saved_step, self.stop_step = state.step, stop_step
+        self._stored = {}  # frees the memory
+        self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
         self.finished = self.world.broadcast(lambda: self._claim(state))
-        values = {**config_values(self.config), "ranks": self.world.size}
-        made_by = self.world.broadcast(checkpoint.provenance)
-        self.identity = identity
-        self._content = {"config": values, "made_by": made_by, "plan": facts}
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
-        """Lock the folder and write the config; return the summary if the run is finished."""
+        """Lock the folder; return its summary if the run is finished, else write the config."""
         with _usable(self.path):
             if self.config.checkpoint.resume == "never" and self.path.exists():
                 os.close(_lock(self.path))  # no other process trains in it
                 _move_aside(self.path)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path)
-            for each in self.checkpoints.iterdir():
-                if each.suffix in (".tmp", ".json"):  # of a kill; manifests of an earlier version
-                    each.unlink()
+            for partial in self.checkpoints.glob("*.tmp"):  # of a kill
+                partial.unlink()
             if state.best:
                 checkpoint.link_best(self.checkpoints, int(state.best["step"]))
-        with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-            expected = "finished", state.step, self.config.train.best_by
-            found = tuple(map(summary.get, ("status", "step", "best_by")))
-            if state.step >= self.stop_step and found == expected:
-                return summary
-        self.write("config.yaml", to_yaml(self.config))
-        self.write("overrides.yaml", to_yaml(self.config.typed))
-        (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
+            path = self.path / "summary.json"
+            with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
+                summary: dict[str, Any] = json.loads(path.read_bytes())
+                expected = "finished", state.step, self.config.train.best_by
+                found = tuple(map(summary.get, ("status", "step", "best_by")))
+                if state.step >= self.stop_step and found == expected:
+                    return summary
+            # This also fsyncs the name of checkpoints/ in the folder.
+            checkpoint.replace_file(self.path / "config.yaml", to_yaml(self.config))
+            checkpoint.replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
+            path.unlink(missing_ok=True)  # of an earlier start
         return None
 
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
@@ -200,7 +185,7 @@ class Run(AbstractContextManager["Run"]):
         self.wait()
         self.world.broadcast_buffers(state.model)
         stored = state.state_dict()
-        content = {"step": state.step, "state": stored, "identity": self.identity, **self._content}
+        content = {"step": state.step, "state": stored, **self.facts}
         # timm, among others, looks for the weights here. They are in the file only once.
         content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
@@ -211,7 +196,6 @@ class Run(AbstractContextManager["Run"]):
     def _write(
         self, copied: dict[str, Any], wait_for_copy: Callable[[], None], flush: Callable[[], None]
     ) -> None:
-        """Write a checkpoint, in the thread."""
         try:
             flush()
             wait_for_copy()
@@ -223,11 +207,6 @@ class Run(AbstractContextManager["Run"]):
         finally:
             copied.clear()  # frees the memory before the next copy
 
-    def failed(self) -> bool:
-        """Whether the last checkpoint of this rank could not be written. Does not wait."""
-        writing = self._writing
-        return writing is not None and writing.done() and writing.exception() is not None
-
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.broadcast(self._wait)
@@ -238,17 +217,6 @@ class Run(AbstractContextManager["Run"]):
             futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` raises the error
             writing, self._writing = self._writing, None
             writing.result()
-
-    def write(self, name: str, content: str) -> None:
-        """Replace a file of the folder. After a CheckpointError, the earlier one is intact."""
-        path = self.path / name
-        try:
-            checkpoint.replace_file(path, content)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be written: {error.strerror}; check the disk, and run the same "
-                "command again: checkpoints are intact"
-            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock.
@@ -270,16 +238,25 @@ class Run(AbstractContextManager["Run"]):
                 self._lock = None
 
 
-def model_facts(datasets: Datasets, compute: Compute) -> dict[str, Any]:
-    """Return what a checkpoint stores in addition to the config, so that its model can be used."""
+def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
+    """Return what each checkpoint of a run stores in addition to its step and its state.
+
+    `identity` is compared when the run resumes; `config` and `plan` are for programs that use the
+    model; `made_by` is for the reader.
+    """
     image = datasets.train.fields[IMAGE]
     return {
-        "classes": list(datasets.classes),
-        "image_size": datasets.train_size,
-        "image_shape": list(image.on_device),
-        "image_dtype": np.dtype(image.dtype).name,
-        "channels_last": compute.channels_last,
-        "rewrites_layers": compute.rewrite is not None,
+        "identity": run_identity(datasets, schedule, compute),
+        "config": {**config_values(schedule.config), "ranks": schedule.ranks},
+        "plan": {
+            "classes": list(datasets.classes),
+            "image_size": datasets.train_size,
+            "image_shape": list(image.on_device),
+            "image_dtype": np.dtype(image.dtype).name,
+            "channels_last": compute.channels_last,
+            "rewrites_layers": compute.rewrite is not None,
+        },
+        "made_by": checkpoint.provenance(),
     }
 
 
@@ -297,7 +274,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     keys |= {name: alike[name](value) for name, value in keys.items() if is_name(value)}
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
-            with open(checkpoint.find(Path(keys[name])), "rb") as file:
+            with open(checkpoint.find(keys[name]), "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             keys[name] = f"SHA-256 {digest[:16]}"
     if config.train.deterministic:  # eager and compiled steps round differently
@@ -385,7 +362,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> int:
     """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
-    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -397,7 +374,6 @@ def _lock(path: Path) -> int:
 
 
 def _move_aside(path: Path) -> None:
-    """Rename the folder of an earlier run, and create an empty one."""
     number = 1
     folder = path.resolve()  # the path may be a link to another disk
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():

@@ -1,11 +1,10 @@
 """Signals that end training: save a checkpoint and stop all ranks after the same step."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -15,8 +14,7 @@ from engine.distributed import World
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class StopSignal:
+class StopSignal(ExitStack):
     """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
 
     The handler only notes the signal, and the step in progress is completed. A signal to one rank
@@ -27,21 +25,15 @@ class StopSignal:
     from the terminal and from torchrun.
     """
 
-    FAILED: ClassVar = 1000  # above all signals
-    world: World
-    # Whether this rank must stop because it cannot continue; the next save raises the error.
-    failed: Callable[[], bool] = lambda: False
-    received: int = 0  # number of the signal that this process received
-    # The signal that stops all ranks, or FAILED if one cannot continue, as of the last `poll`.
-    number: int = 0
-    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.received = 0  # number of the signal that this process received
+        self.number = 0  # of the signal that stops all ranks, as of the last `poll`
 
     def __enter__(self) -> "StopSignal":
-        self._stack.enter_context(handle_stops(self._receive))
+        self.enter_context(handle_stops(self._receive))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
@@ -55,8 +47,7 @@ class StopSignal:
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective; does not wait for the GPU."""
         if self.number == 0:
-            own = self.FAILED if self.failed() else self.received
-            self.number = int(self.world.max(torch.tensor(own)))
+            self.number = int(self.world.max(torch.tensor(self.received)))
         return self.number != 0
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:

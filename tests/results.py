@@ -43,10 +43,8 @@ def strictly_parsed(text: str) -> Any:
 
 
 def newest(folder: Path) -> Path:
-    """Return the newest checkpoint of a run."""
-    found = checkpoint.newest_intact(folder / "checkpoints")
-    assert found is not None
-    return found
+    """Return the newest intact checkpoint of a run."""
+    return checkpoint.load_newest(checkpoint.files(folder / "checkpoints")[::-1])[0]
 
 
 def stored(folder: Path) -> dict[str, Any]:

@@ -6,10 +6,10 @@ processes with workers.
 
 import gc
 import json
+import re
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
 from tests.limits import file_size_limit
-from tests.processes import HANGS_SECONDS, Started, wait_for
+from tests.processes import Started, wait_for
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import command, compose, run
 
@@ -426,33 +426,27 @@ def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) ->
     assert gc.isenabled() is before is True
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
-def test_a_file_of_the_run_cannot_be_written(name: str, status: Any, folder: Path) -> None:
-    """One line; the same command resumes once the obstacle is removed."""
-    obstacle = folder / f"{name}.tmp"  # the temporary name of the new file
+def test_a_file_of_the_run_cannot_be_written(status: Any, folder: Path) -> None:
+    """The same command resumes once the obstacle, at the temporary name, is removed."""
+    config, summary = (folder / f"{name}.tmp" for name in ("config.yaml", "summary.json"))
     (folder / "checkpoints").mkdir(parents=True)
-    obstacle.mkdir()
-    number, error = status()
-    assert number == 1 and error.count("\n") == 1
-    assert error.startswith(f"train.py: {folder / name}: cannot be written: ")
-    obstacle.rmdir()
+    config.mkdir()
+    message = f"train.py: run.dir={folder}: cannot be used: Is a directory; give a writable folder"
+    assert status() == (2, f"{message}\n")
+    config.rmdir()
+    summary.mkdir()
+    with pytest.raises(IsADirectoryError, match=re.escape(str(summary))):
+        status()
+    summary.rmdir()
     assert status()[0] == 0
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
-def test_disk_full(go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch) -> None:
-    """A failed checkpoint ends the run in the next step; the next start resumes before it."""
+def test_disk_full(go: Any, status: Any, folder: Path, short: Ended) -> None:
+    """A failed checkpoint ends the run at the next one; the next start resumes before it."""
     go("train.max_steps=3")
-    save, runs, begin = Run.save, list[Run](), threading.Event()
-
-    def save_later(self: Run, state: TrainState, flush: Callable[[], None]) -> None:
-        save(self, state, lambda: (begin.wait(HANGS_SECONDS), flush()))
-        runs.append(self)
-
-    with monkeypatch.context() as patch, file_size_limit(2**19):  # a checkpoint has 2.5 MB
-        patch.setattr(Run, "save", save_later)
-        at_step(5, lambda: (begin.set(), wait_for("it fails", runs[-1].failed)), patch)
-        number, error = status()
+    with file_size_limit(2**19):  # a checkpoint has 2.5 MB
+        number, error = status("checkpoint.every_steps=6")
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
     assert rows(folder, "train")[-1]["step"] == 6 and not (folder / "summary.json").exists()

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from conf import strict_json
 from conf.compose import to_yaml
 from conf.schema import Config
-from engine.checkpoint import file_name
+from engine.checkpoint import file_name, write_json
 from engine.distributed import World
 from engine.log.console import header, outcome, train_line, val_line
 from engine.log.meter import Meter, mark_parts, train_row
@@ -233,7 +232,7 @@ class RunLog(ExitStack):
         }
         summary |= self._tell(lambda observer: observer.finish(summary))
         if self.world.is_main:
-            run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
+            write_json(run.path / "summary.json", summary)
         resumes = self.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary

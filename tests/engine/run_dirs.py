@@ -21,6 +21,21 @@ def state_of(step: int = 0, features: int = 2) -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 
+def content_of(
+    step: int, state: dict[str, Any], identity: dict[str, Any] = IDENTITY
+) -> dict[str, Any]:
+    """Return the content of a checkpoint."""
+    return {"step": step, "state": state, "identity": identity, "config": {}, "plan": {}}
+
+
+def add_checkpoint(
+    path: Path, step: int, identity: dict[str, Any] = IDENTITY, **changes: Any
+) -> Path:
+    """Save a checkpoint with changes of the state."""
+    content = content_of(step, {**state_of(step).state_dict(), **changes}, identity)
+    return checkpoint.save(path / "checkpoints", content, keep=9)
+
+
 def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> Run:
     checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
     return Run(Config(run=schema.Run(dir=str(path)), checkpoint=checkpoints), ALONE)
@@ -31,7 +46,7 @@ def resume_with(
 ) -> None:
     """Do what `train.train` does with a run directory before the first step."""
     run.find()
-    run.resume(state, dict(identity), {}, stop_step)
+    run.resume(state, {"identity": identity, "config": {}, "plan": {}}, stop_step)
 
 
 def open_run(
@@ -44,11 +59,3 @@ def open_run(
     assert state.history == [] or run.is_first_start
     assert run.last_saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
     return run.resumed
-
-
-def add_checkpoint(
-    path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None
-) -> Path:
-    state = {**state_of(step).state_dict(), "origin": origin}
-    content = {"step": step, "identity": identity, "config": {}, "plan": {}, "state": state}
-    return checkpoint.save(path / "checkpoints", content, keep=9)

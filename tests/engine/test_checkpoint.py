@@ -1,4 +1,4 @@
-"""Checkpoints after kills, flipped bits and full disks, and files of other kinds."""
+"""Checkpoints after flipped bits and full disks, and files of other formats."""
 
 import errno
 import os
@@ -13,39 +13,28 @@ import torch
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import FORMAT, CheckpointError, load, newest_intact, save
+from engine.checkpoint import FORMAT, CheckpointError, load, load_newest, save
+from tests.engine.run_dirs import content_of
 from tests.limits import file_size_limit
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
     """A checkpoint whose content depends on the step."""
-    state = {"weights": torch.full((size,), float(step)), "names": [str(step)]}
-    return {"step": step, "state": state, "identity": {}, "config": {}, "plan": {}}
+    return content_of(step, {"weights": torch.full((size,), float(step))})
 
 
-def newest(folder: Path) -> int | None:
+def newest(folder: Path) -> int:
     """Return the step of the newest intact checkpoint, after checking its content."""
-    path = newest_intact(folder)
-    if path is None:
-        return None
-    stored = load(path)
-    step = stored["step"]
-    assert path == folder / f"step-{step:08d}.pt"
-    assert stored["state"]["names"] == [str(step)] and (stored["state"]["weights"] == step).all()
+    path, stored = load_newest(checkpoint.files(folder)[::-1])
+    step = int(stored["step"])
+    assert (
+        path == folder / checkpoint.file_name(step) and (stored["state"]["weights"] == step).all()
+    )
     return step
 
 
-def files(folder: Path) -> set[str]:
+def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def steps(folder: Path) -> set[int]:
-    return {int(path.stem[5:]) for path in folder.glob("step-*.pt")}
-
-
-def umask() -> int:
-    os.umask(found := os.umask(0))
-    return found
 
 
 @pytest.fixture
@@ -60,15 +49,19 @@ def test_keep_and_best(tmp_path: Path) -> None:
     kept = {}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
         save(tmp_path, content(step), keep=2, best_step=best)
-        kept[step] = steps(tmp_path)
+        kept[step] = {int(path.stem[5:]) for path in checkpoint.files(tmp_path)}
         assert checkpoint.find(tmp_path) == tmp_path / "best.pt"
-        assert (tmp_path / "best.pt").samefile(tmp_path / f"step-{best:08d}.pt")
+        assert (tmp_path / "best.pt").samefile(tmp_path / checkpoint.file_name(best))
     assert kept == {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     # Other users may read it, as far as the umask lets them.
-    assert stat.S_IMODE((tmp_path / "best.pt").stat().st_mode) == 0o666 & ~umask()
+    os.umask(umask := os.umask(0))
+    assert stat.S_IMODE((tmp_path / "best.pt").stat().st_mode) == 0o666 & ~umask
     save(tmp_path, content(7), keep=2)  # validated on other images: no best so far
     assert checkpoint.find(tmp_path) == tmp_path / "step-00000007.pt"
-    assert files(tmp_path) == {"step-00000006.pt", "step-00000007.pt"}
+    assert names(tmp_path) == {"step-00000006.pt", "step-00000007.pt"}
+    # An earlier version wrote the name of the best one.
+    checkpoint.write_json(tmp_path / "best.json", {"file": "step-00000006.pt"})
+    assert checkpoint.find(tmp_path) == tmp_path / "step-00000006.pt"
     with pytest.raises(UserError, match="holds no checkpoints"):
         checkpoint.find(tmp_path.parent)
 
@@ -82,45 +75,40 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "link", refuse)
     for step, best in ((1, 1), (2, 2), (3, 2)):
         save(tmp_path, content(step), keep=1, best_step=best)
-    assert files(tmp_path) == {"best.pt", "step-00000002.pt", "step-00000003.pt"}
+    assert names(tmp_path) == {"best.pt", "step-00000002.pt", "step-00000003.pt"}
     assert load(tmp_path / "best.pt")["step"] == 2
 
 
 def test_order_beyond_8_digits(tmp_path: Path) -> None:
     """As text, step-100000000 comes before step-99999999. Other names are left alone."""
-    for name in ("step-mine.pt", "step-.pt", "step-5x.pt", "step--5.pt"):
+    others = {"step-mine.pt", "step-.pt", "step-5x.pt", "step--5.pt"}
+    for name in others:
         (tmp_path / name).write_bytes(b"mine")
     for step in (99_999_998, 99_999_999, 100_000_000):
         save(tmp_path, content(step), keep=2)
     assert newest(tmp_path) == 100_000_000
-    left = [path.stem for path in checkpoint.files(tmp_path)]
-    assert left == ["step-99999999", "step-100000000"]
-    assert len([name for name in files(tmp_path) if name.endswith(".pt")]) == 6
-
-
-def flip_a_bit(path: Path) -> None:
-    """Change a weight. torch.load does not notice it."""
-    before = torch.load(path)["state"]["weights"]
-    data = bytearray(path.read_bytes())
-    data[data.index(before.numpy().tobytes()) + 2] ^= 1
-    path.write_bytes(data)
-    assert not torch.equal(torch.load(path)["state"]["weights"], before)
+    assert names(tmp_path) == {"step-99999999.pt", "step-100000000.pt", *others}
 
 
 def test_damage_is_detected_and_the_previous_checkpoint_used(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """tests/reliability/test_checkpoints.py has random damages."""
-    flip_a_bit(folder / "step-00000020.pt")
+    twenty = folder / "step-00000020.pt"
+    data = bytearray(twenty.read_bytes())
+    before = torch.load(twenty)["state"]["weights"]
+    data[data.index(before.numpy().tobytes()) + 2] ^= 1
+    twenty.write_bytes(data)
+    assert not torch.equal(torch.load(twenty)["state"]["weights"], before)  # no error of torch
     assert newest(folder) == 10
     (record,) = caplog.records
     message = "step-00000020.pt: damaged; continuing from step-00000010.pt instead"
     assert record.getMessage() == f"{folder}/{message}"
     with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged: its CRC-32"):
-        load(folder / "step-00000020.pt")
+        load(twenty)
     os.truncate(folder / "step-00000010.pt", 500)
     with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged, and .*resume=never$"):
-        newest_intact(folder)
+        newest(folder)
     save(folder, content(20), keep=2)  # when training reaches the step again
     assert newest(folder) == 20
 
@@ -128,7 +116,7 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
 @pytest.mark.parametrize("full", [True, False])
 def test_disk_that_cannot_be_written(full: bool, folder: Path) -> None:
     """One line that says how much is needed and free; the folder is as before."""
-    before = files(folder)
+    before = names(folder)
     if full:
         with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
             save(folder, content(30, size=1_000_000), keep=2, best_step=30)
@@ -140,20 +128,19 @@ def test_disk_that_cannot_be_written(full: bool, folder: Path) -> None:
     message = str(error.value)
     assert message.startswith(f"{folder}/step-00000030.pt: cannot be written: [Errno ")
     assert "\n" not in message and f"({3.8 if full else 0.0} MiB needed, " in message
-    assert files(folder) == before
-    assert newest(folder) == 20
+    assert names(folder) == before and newest(folder) == 20
     save(folder, content(30, size=1_000_000), keep=2, best_step=30)
     assert newest(folder) == 30
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_older_format_is_not_resumed(tmp_path: Path, version: int) -> None:
-    old = save(tmp_path, content(4), keep=1)
+def test_older_format_is_not_resumed(folder: Path, version: int) -> None:
+    old = folder / "step-00000020.pt"
     stored = {**torch.load(old), "format": version}
     torch.save(stored, old)
     assert checkpoint.is_ours(stored) == (version == 2)  # its weights and config can be read
     with pytest.raises(UserError) as error:
-        load(old)
+        newest(folder)
     message = str(error.value)
     assert message.startswith(f"{old}: written by another version of this program (format ")
     assert f"(format {version}, this one resumes {FORMAT})" in message

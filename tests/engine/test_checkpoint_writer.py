@@ -1,5 +1,6 @@
 """Checkpoints written in a thread: what is in the copy, one at a time, errors."""
 
+import math
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -9,21 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from conf import schema
-from conf.schema import Config
 from engine import checkpoint
 from engine.checkpoint import CheckpointError, host_copy
 from engine.run import Run
 from engine.state import TrainingError, TrainState, diverged
-from tests.engine.plans import ALONE
-from tests.engine.run_dirs import resume_with
+from tests.engine.run_dirs import content_of, directory, resume_with
 from tests.processes import HANGS_SECONDS
 from tests.results import same
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def content_of(device: str, size: int = 1000) -> dict[str, Any]:
+def tensors_on(device: str, size: int = 1000) -> dict[str, Any]:
     weights = torch.full((size,), 7.0, device=device)
     momentum = torch.full((3, 4), 7.0, device=device)
     return {"weights": weights, 0: {"momentum": momentum, "lr": [0.5]}, "best": {"step": 7}}
@@ -39,17 +37,17 @@ def overwrite(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_next_step_does_not_change_the_copy(device: str) -> None:
-    content = content_of(device)
+    content = tensors_on(device)
     copied, wait = host_copy(content, torch.device(device))
     overwrite(content)
     wait()
-    assert same(content_of("cpu"), copied)
+    assert same(tensors_on("cpu"), copied)
 
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_the_copy() -> None:
     """The copy waits for the step before it on the GPU, and the thread for the copy."""
-    content = content_of("cuda", size=10_000_000)
+    content = tensors_on("cuda", size=10_000_000)
     first, wait = host_copy(content, torch.device("cuda"))  # allocates the memory
     assert first["weights"].is_pinned()
     wait()
@@ -85,8 +83,7 @@ def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
     }
     model = nn.BatchNorm1d(3).to(device)
     state = {"tensors": tensors, "model": model.state_dict()}
-    content = {"step": 1, "state": state, "identity": {}, "config": {}, "plan": {}}
-    copied, wait = host_copy(content, torch.device(device))
+    copied, wait = host_copy(content_of(1, state), torch.device(device))
     wait()
     path = checkpoint.save(tmp_path / "copy", copied, keep=1)
     stored = checkpoint.load(path)["state"]
@@ -97,6 +94,23 @@ def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
         assert torch.equal(stored["tensors"][name], tensor.cpu()), name
     assert stored["model"]._metadata == model.state_dict()._metadata
     assert path.stat().st_size < 30_000  # neither ties are stored twice nor a slice's neighbours
+
+
+def state_of(value: float = 1.0, step: int = 5) -> TrainState:
+    """Return a state whose weights have a value."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    nn.init.constant_(model[0].weight, value)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
+
+
+def opened(path: Path) -> Run:
+    run = directory(path)
+    resume_with(run, state_of(), {})
+    return run
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +131,7 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
     with opened(tmp_path) as run:
-        state = new_state(1.0)
-        state.step = 6
+        state = state_of(1.0, step=6)
         run.save(state)
         assert run.last_saved_step == 6 and order == ["begins 6"][: len(order)]
         monkeypatch.setattr(futures, "wait", wait)
@@ -136,73 +149,54 @@ def test_an_error_is_raised_once_at_the_next_call(
     def fail(folder: Path, content: dict[str, Any], **_: Any) -> None:
         raise CheckpointError(f"step {content['step']}: the disk is full")
 
-    with opened(tmp_path) as run, monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", fail)
-        assert not run.failed()
-        run.save(new_state())
-        with pytest.raises(CheckpointError, match="step 5: the disk is full"):
-            run.save(new_state())
-        assert not run.failed()
-        run.save(new_state())
-        with pytest.raises(CheckpointError, match="step 5"):
-            run.wait()
-        assert not run.failed()
-        patch.undo()
-        run.save(new_state())
+    with opened(tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save", fail)
+            for call in (lambda: run.save(state_of()), run.wait):
+                run.save(state_of())
+                with pytest.raises(CheckpointError, match="step 5: the disk is full"):
+                    call()
+        run.save(state_of())
     assert names(tmp_path) == {"step-00000005.pt"}
-
-
-def opened(path: Path) -> Run:
-    run = Run(Config(run=schema.Run(dir=str(path))), ALONE)
-    resume_with(run, new_state(), {})
-    return run
-
-
-def new_state(value: float = 1.0) -> TrainState:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    nn.init.constant_(model[0].weight, value)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=5)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
-        run.save(new_state(3e38))  # large weights are finite
-        state = new_state(-float("inf"))
-        state.step = 6
-        run.save(state)
-        futures.wait([run._writing])
-        assert run.failed()
+        run.save(state_of(3e38))  # large weights are finite
+        run.save(state_of(-float("inf"), step=6))
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert names(tmp_path) == {"step-00000005.pt"}
 
 
-def save_and_crash(folder: Path, state: TrainState, error: Exception) -> None:
-    with opened(folder) as run:
-        run.save(state)
-        raise error
-
-
+@pytest.mark.parametrize(
+    ("value", "error", "raised", "logged"),
+    [
+        (1.0, KeyError("a bug"), KeyError, ""),
+        (math.nan, None, TrainingError, ""),
+        (math.nan, KeyError("a bug"), KeyError, "the weights are not finite at step 5"),
+        (math.nan, diverged("the loss is nan"), TrainingError, ""),  # for the same reason
+    ],
+)
 def test_an_error_is_reported_once_however_the_run_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    value: float,
+    error: Exception | None,
+    raised: type[Exception],
+    logged: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """If another exception ends the run, the log has the error of the checkpoint."""
-    with pytest.raises(KeyError):
-        save_and_crash(tmp_path / "sound", new_state(), KeyError("a bug"))
-    assert "step-00000005.pt" in names(tmp_path / "sound")  # the crash waited for it
-    with pytest.raises(TrainingError, match="not finite"), opened(tmp_path / "a") as run:
-        run.save(new_state(float("nan")))
-    assert caplog.text == ""
-    with pytest.raises(KeyError):
-        save_and_crash(tmp_path / "b", new_state(float("nan")), KeyError("a bug"))
-    assert caplog.text.count("the weights are not finite at step 5") == 1
-    with pytest.raises(TrainingError, match="the loss is nan"):
-        save_and_crash(tmp_path / "c", new_state(float("nan")), diverged("the loss is nan"))
-    assert caplog.text.count("not finite") == 1
-    for folder in ("a", "b", "c"):
-        assert names(tmp_path / folder) == set()
-        assert opened(tmp_path / folder).resumed is None  # the lock is free
+
+    def save_and_end() -> None:
+        with opened(tmp_path) as run:
+            run.save(state_of(value))
+            if error is not None:
+                raise error
+
+    with pytest.raises(raised) as found:
+        save_and_end()
+    assert error is None or found.value is error
+    assert [logged] * bool(logged) == [text[: len(logged)] for text in caplog.messages]
+    assert names(tmp_path) == (set() if math.isnan(value) else {"step-00000005.pt"})
+    opened(tmp_path).__exit__(None)  # the lock is free

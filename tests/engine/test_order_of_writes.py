@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine import checkpoint
+from tests.engine.run_dirs import content_of, open_run
 from tests.processes import HANGS_SECONDS, needs_linux
 
 Calls = list[tuple[str, ...]]
@@ -48,8 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def save(folder: Path, step: int, keep: int = 1, best_step: int | None = None) -> Path:
     weights = torch.full((1000,), float(keep))  # a step that is saved again has other weights
-    parts: dict[str, object] = {name: {} for name in ("identity", "config", "plan")}
-    content = {"step": step, "state": {"weights": weights}, **parts}
+    content = content_of(step, {"weights": weights})
     return checkpoint.save(folder, content, keep=keep, best_step=best_step)
 
 
@@ -57,7 +57,6 @@ def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
     """Everything is synced before it is renamed, and old checkpoints are removed last."""
     folder = tmp_path / "checkpoints"
     save(folder, 1, best_step=1)
-    assert calls[0] == ("fsync", tmp_path.name, "")  # the folder is new
     expected: Calls = []
     for name in ("step-00000001.pt", "best.pt"):
         expected += [
@@ -65,11 +64,14 @@ def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
             ("replace", f"{name}.tmp", name),
             ("fsync", "checkpoints", ""),
         ]
-    assert calls[1:] == expected
+    assert calls == expected
     calls.clear()
     save(folder, 2, best_step=2)
     assert calls[-1] == ("unlink", "step-00000001.pt")
     assert not any(kind == "unlink" for kind, *_ in calls[:-1])
+    calls.clear()
+    open_run(tmp_path / "run")
+    assert ("fsync", "run", "") in calls, "the name of checkpoints/ is synced"
 
 
 def killed_before(number: int) -> None:
@@ -122,11 +124,9 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
         shutil.copytree(before, folder)
         status = killed_saves(folder, len(newest) + 1)
         assert status in (0, signal.SIGKILL)
-        found = checkpoint.newest_intact(folder)
-        assert found is not None
-        assert found == checkpoint.files(folder)[-1], "no damaged file has the name of a checkpoint"
-        newest.append(checkpoint.load(found)["step"])
-        assert found.name == f"step-{newest[-1]:08d}.pt"
+        # No damaged file has the name of a checkpoint.
+        newest.append(checkpoint.load(found := checkpoint.files(folder)[-1])["step"])
+        assert found.name == checkpoint.file_name(newest[-1])
         assert checkpoint.load(folder / "best.pt")["step"] in (10, newest[-1])
         save(folder, 40, best_step=40)
         assert checkpoint.load(folder / "best.pt")["step"] == 40

@@ -6,7 +6,6 @@ import signal
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from tests.engine.run_dirs import (
     resume_with,
     state_of,
 )
-from tests.processes import HANGS_SECONDS, Started
+from tests.processes import HANGS_SECONDS
 from tests.results import tree
 
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
@@ -42,8 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_new_folder_with_its_parents(tmp_path: Path) -> None:
-    with directory(tmp_path / "a"):
-        assert tree(tmp_path) == {}, "before `resume`"
+    assert directory(tmp_path / "a").find() == {} and tree(tmp_path) == {}
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "a" / "b" / "run name", tmp_path / "empty"):
         assert open_run(path) is None
@@ -51,55 +49,42 @@ def test_new_folder_with_its_parents(tmp_path: Path) -> None:
 
 
 def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
+    ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
+    assert directory(run).find()["identity"] == IDENTITY
     (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"partial")
-    assert open_run(run) == run / "checkpoints" / "step-00000020.pt"
-    assert tree(run) == before
-    (run / "checkpoints" / "step-00000020.pt").write_bytes(b"partial")
-    assert open_run(run) == run / "checkpoints" / "step-00000010.pt"
-    (run / "checkpoints" / "step-00000010.pt").write_bytes(b"partial")
+    assert open_run(run) == twenty and tree(run) == before
+    twenty.write_bytes(b"partial")
+    assert open_run(run) == ten
+    ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="damaged, and so is every checkpoint before it"):
         open_run(run)
 
 
 def test_best_is_linked_after_a_kill(run: Path) -> None:
     """The checkpoint says that it is the best; a kill has prevented best.pt."""
-    state = {**state_of(30).state_dict(), "best": {"step": 30, "top1": 50.0}}
-    content = {"step": 30, "identity": IDENTITY, "config": {}, "plan": {}, "state": state}
-    checkpoint.save(run / "checkpoints", content, keep=9)
+    best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     for _ in range(2):
-        assert open_run(run) == run / "checkpoints" / "step-00000030.pt"
-        assert (run / "checkpoints" / "best.pt").samefile(run / "checkpoints" / "step-00000030.pt")
-
-
-def test_run_of_an_earlier_version(run: Path) -> None:
-    """It has manifests, whose SHA-256 no longer counts, and no best.pt."""
-    folder = run / "checkpoints"
-    for name, step in (("last", 20), ("best", 10), ("step-00000010", 10), ("step-00000020", 20)):
-        entry = {"file": f"step-{step:08d}.pt", "step": step, "sha256": "0" * 64}
-        checkpoint.write_json(folder / f"{name}.json", entry)
-    assert checkpoint.find(run) == folder / "step-00000010.pt"
-    assert open_run(run) == folder / "step-00000020.pt"
-    assert not list(folder.glob("*.json"))
+        assert open_run(run) == best
+        assert (run / "checkpoints" / "best.pt").samefile(best)
 
 
 def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
-    ten = run / "checkpoints" / "step-00000010.pt"
+    ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
     for _ in range(2):  # the second time as if it was killed before its first checkpoint
         assert open_run(branch, str(ten)) == ten
     own = add_checkpoint(branch, 15, origin=str(ten))
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    (tmp_path / "elsewhere.pt").rename(ten)
     message = r"checkpoint\.resume=.*: .*/branch holds a run that has not begun with this checkpoin"
     with pytest.raises(UserError, match=message):
-        open_run(branch, str(ten.with_name("step-00000020.pt")))
+        open_run(branch, str(twenty))
 
 
 def test_path_in_the_same_run(run: Path) -> None:
     """An earlier checkpoint is refused: one folder would hold two trainings."""
-    ten, twenty = (run / "checkpoints" / f"step-000000{step}.pt" for step in (10, 20))
+    ten, twenty = checkpoint.files(run / "checkpoints")
     assert open_run(run, str(twenty)) == twenty
     before = tree(run)
     with pytest.raises(UserError, match=r"or a later one; .* continue from step-00000020\.pt"):
@@ -110,7 +95,7 @@ def test_path_in_the_same_run(run: Path) -> None:
 
 
 def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
-    for path in (run / "checkpoints").glob("*.pt"):
+    for path in checkpoint.files(run / "checkpoints"):
         path.write_bytes(b"partial")  # it does not read the checkpoints
     before = tree(run)
     for number in (1, 2):
@@ -128,39 +113,32 @@ def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-REFUSALS = {
-    "foreign folder": (r"run\.dir=.*/run: holds files that are not of a run", "auto"),
-    "file": (r"run\.dir=.*/run: cannot be used: Not a directory", "auto"),
-    "path of a text": (r"checkpoint\.resume: .*; give the path of a step", "last.json"),
-    "path of another training": (r"cannot resume .*: dataset was x, is abc", "other.pt"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_change_nothing(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("obstacle", "resume", "message"),
+    [
+        ("run/cat.jpg", "auto", r"run\.dir=.*/run: holds files that are not of a run"),
+        ("run/cat.jpg", "never", r"run\.dir=.*/run: holds files that are not of a run"),
+        ("run", "auto", r"run\.dir=.*/run: cannot be used: Not a directory"),
+        ("a text", "a text", r"checkpoint\.resume: .*; give the path of a step"),
+    ],
+)
+def test_folder_or_file_that_is_refused(
+    obstacle: str, resume: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message, given = REFUSALS[case]
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "run"
-    if case == "file":
-        path.write_text("mine")
-    else:
-        path.mkdir()
-    if case == "foreign folder":
-        (path / "cat.jpg").write_bytes(b"mine")
-    written = add_checkpoint(tmp_path, 10, {**IDENTITY, "dataset": "x"})
-    written.rename(tmp_path / "other.pt")
-    (tmp_path / "last.json").write_text('{"file": "step-00000010.pt"}')
-    before = tree(tmp_path)
-    for resume in ("auto", "never") if given == "auto" else (given,):
-        with pytest.raises(UserError, match=message) as error:
-            open_run(path, resume)
-        assert "\n" not in str(error.value)
-        assert tree(tmp_path) == before
+    Path(obstacle).parent.mkdir(exist_ok=True)
+    Path(obstacle).write_text("mine")
+    check_refused(message, tmp_path, tmp_path / "run", resume)
 
 
-@pytest.mark.parametrize("given", ["auto", "checkpoints/step-00000020.pt"])
+def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
+    before = tree(unchanged)
+    with pytest.raises(UserError, match=message) as error:
+        open_run(*arguments)
+    assert "\n" not in str(error.value) and tree(unchanged) == before
+
+
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize(
     ("identity", "features", "message"),
     [
@@ -169,22 +147,20 @@ def test_refusals_change_nothing(
         ({}, 3, "its state does not fit this training: RuntimeError: .*size mismatch for weight"),
     ],
 )
-def test_another_training_is_refused_and_nothing_changes(
-    run: Path, given: str, identity: dict[str, str], features: int, message: str
+def test_another_training_is_refused(
+    run: Path, branches: bool, identity: dict[str, str], features: int, message: str
 ) -> None:
-    before = tree(run)
-    resume = given if given == "auto" else str(run / given)
-    with pytest.raises(UserError, match=f"cannot resume .*: {message}") as error:
-        open_run(run, resume, {**IDENTITY, **identity}, features)
-    assert "\n" not in str(error.value)
-    assert tree(run) == before
+    path, resume = run, "auto"
+    if branches:
+        path, resume = run.parent / "new", str(run / "checkpoints" / "step-00000020.pt")
+    message = f"cannot resume .*: {message}"
+    check_refused(message, run.parent, path, resume, {**IDENTITY, **identity}, features)
 
 
-def test_accepted_changes_are_returned(run: Path) -> None:
+def test_accepted_changes_become_history(run: Path) -> None:
     with directory(run, accept_changes=True) as opened:
         resume_with(opened, state := state_of(), {**IDENTITY, "dataset": "def"})
-    assert opened.resumed == run / "checkpoints" / "step-00000020.pt"
-    assert state.history == ["accepted at step 20: dataset was abc, is def"]
+    assert state.step == 20 and state.history == ["accepted at step 20: dataset was abc, is def"]
     with directory(run, accept_changes=True) as opened, pytest.raises(UserError) as error:
         resume_with(opened, state_of(), {**IDENTITY, "dataset": "def"}, stop_step=20)
     assert "training has ended at step 20: they would have no effect" in str(error.value)
@@ -215,19 +191,6 @@ def test_changes_and_remedies_are_listed() -> None:
         assert "accept_changes" not in str(error.value)
 
 
-def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
-    other = add_checkpoint(tmp_path / "elsewhere", 5, {"pixels": "gpu"})
-    before = tree(tmp_path)
-    for path, resume, stored in (
-        (run, "auto", (20, IDENTITY)),
-        (run, "never", (0, {})),
-        (tmp_path / "new", "auto", (0, {})),
-        (tmp_path / "new", str(other), (5, {"pixels": "gpu"})),
-    ):
-        assert directory(path, resume).find() == stored
-    assert tree(tmp_path) == before
-
-
 def hold(path: Path, connection: Connection) -> None:
     """Open a run directory in another process, until it is killed."""
     signal.alarm(HANGS_SECONDS)
@@ -244,26 +207,13 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
     holder.start()
     try:
         assert here.poll(HANGS_SECONDS) and here.recv() == "open"
-        before = tree(tmp_path)
         for resume in ("auto", "never"):
-            with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
-                open_run(tmp_path / "run", resume, {})
-        assert tree(tmp_path) == before
+            message = r"run\.dir=.*: another process is training in it"
+            check_refused(message, tmp_path, tmp_path / "run", resume, {})
     finally:
         holder.kill()
         holder.join()
     assert open_run(tmp_path / "run", identity={}) is None
-
-
-def test_lock_is_not_inherited(run: Path) -> None:
-    """A child process that outlives the trainer must not keep the lock."""
-    with directory(run) as first:
-        resume_with(first, state_of())
-        waits = ["sh", "-c", "echo ready; read end"]
-        with Started(waits, close_fds=False, stdin=PIPE, stdout=PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            first.__exit__(None)
-            assert open_run(run) is not None
 
 
 COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
@@ -279,16 +229,14 @@ COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
         (json.dumps({**COMPLETE, "status": "interrupted"}), 20, None),
         (json.dumps({**COMPLETE, "best_by": "-loss"}), 20, None),
         ('{"status": "fin', 20, None),
-        (None, 20, None),
     ],
 )
 def test_finished_run(
-    run: Path, text: str | None, stop_step: int, finished: dict[str, Any] | None
+    run: Path, text: str, stop_step: int, finished: dict[str, Any] | None
 ) -> None:
     """Nothing is written in it; otherwise, an earlier summary is removed."""
     (run / "config.yaml").write_text("mine")
-    if text is not None:
-        directory(run).write("summary.json", text)
+    (run / "summary.json").write_text(text)
     with directory(run) as opened:
         resume_with(opened, state_of(), stop_step=stop_step)
     assert opened.finished == finished
@@ -311,10 +259,8 @@ def test_folder_inside_a_split(tmp_path: Path, data: Data, given: str, refused: 
         (tmp_path / split / "dots").mkdir(parents=True)
     (tmp_path / "link").symlink_to("val")
     before = tree(tmp_path)
-    config = Config(
-        data=replace(data, root=str(tmp_path)), run=schema.Run(dir=str(tmp_path / given))
-    )
-    run = Run(config, ALONE)
+    own = schema.Run(dir=str(tmp_path / given))
+    run = Run(Config(data=replace(data, root=str(tmp_path)), run=own), ALONE)
     if refused:
         with pytest.raises(UserError, match=rf"^run\.dir=.*: .*{refused}"):
             run.find()

@@ -20,16 +20,11 @@ from engine.compute import choose_compute, dtype_of
 from engine.distributed import join_world
 from engine.log.meter import Meter
 from engine.optim import build_optimizer
-from engine.state import (
-    MovingAverage,
-    TrainState,
-    params_sha256,
-    seed_step,
-    untouched,
-)
+from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from tests.batches import batch_of, on_device, toy_loss
+from tests.engine.run_dirs import content_of
 from tests.optimizers import OPTIMIZERS
 from tests.results import same
 
@@ -39,9 +34,8 @@ LOSS = partial(toy_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
 def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainState:
     torch.manual_seed(seed)
     model = resnet_tiny(5, 16)
-    return TrainState(
-        model, build_optimizer(model, optim), None if ema is None else MovingAverage(model, ema)
-    )
+    average = None if ema is None else MovingAverage(model, ema)
+    return TrainState(model, build_optimizer(model, optim), average)
 
 
 def advance(state: TrainState, steps: int) -> None:
@@ -68,8 +62,8 @@ def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: floa
     straight = new_state(OPTIMIZERS[name], ema=ema)
     advance(straight, 3)
     straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
-    content = {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}, "plan": {}}
-    stored = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))["state"]
+    path = checkpoint.save(tmp_path, content_of(3, straight.state_dict()), keep=1)
+    stored = checkpoint.load(path)["state"]
     assert list(stored["model"]) == list(resnet_tiny(5, 16).state_dict())
 
     resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
@@ -111,16 +105,9 @@ def test_average_by_hand() -> None:
     model = nn.BatchNorm1d(1)
     ema = MovingAverage(model, 0.25)
     average = {"weight": 1.0, "running_mean": 0.0}
-    for count, (share, weight, mean) in enumerate(
-        [
-            (9 / 10, 2.0, 1.0),
-            (9 / 11, 4.0, 3.0),
-            (9 / 12, 8.0, -1.0),
-            (0.75, 1.0, 5.0),
-            (0.75, 3.0, 7.0),
-        ],
-        start=1,
-    ):
+    new = [(2.0, 1.0), (4.0, 3.0), (8.0, -1.0), (1.0, 5.0), (3.0, 7.0)]
+    shares = [9 / 10, 9 / 11, 9 / 12, 0.75, 0.75]
+    for count, (share, (weight, mean)) in enumerate(zip(shares, new, strict=True), start=1):
         with torch.no_grad():
             model.weight.fill_(weight)
             model.running_mean.fill_(mean)
@@ -136,20 +123,16 @@ def test_average_by_hand() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     """With average, clipping, label smoothing and mixed targets."""
-    options = ["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=1"]
-    options += ["train.label_smoothing=0.1", f"optim={name}", "loader.batch_size=16"]
+    options = ["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", f"optim={name}"]
     config = cli.load([*options, "data.image_size=32", "model.compile=off"])
     with join_world("cuda") as world:
         datasets = build_datasets(config)
         compute = choose_compute(config, datasets, world.device, 0)
         state = train.build_state(config, datasets, compute, world)
         classes = len(datasets.classes)
-        batch = batch_of(
-            image=torch.randn(16, 3, 32, 32, dtype=dtype_of(compute.precision)),
-            label=torch.zeros(16, dtype=torch.int64),
-            target=torch.full((16, classes), 1 / classes),
-        )
-        batch = on_device(batch, "cuda")
+        image = torch.randn(16, 3, 32, 32, dtype=dtype_of(compute.precision))
+        label, target = torch.zeros(16, dtype=torch.int64), torch.full((16, classes), 1 / classes)
+        batch = on_device(batch_of(image=image, label=label, target=target), "cuda")
         meter = Meter(world)
         loss = compute.autocast()(LOSS)
         try:
@@ -167,11 +150,10 @@ def test_params_sha256() -> None:
     """SHA-256 over the bytes of the state_dict's tensors, in any memory format."""
     model = resnet_tiny(5, 16)
     content = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
-    digest = hashlib.sha256(content).hexdigest()
-    assert params_sha256(model) == digest
-    last = model.to(memory_format=torch.channels_last)
-    assert not last.conv1.weight.is_contiguous() and params_sha256(last) == digest
-    seen = {digest}
+    seen = {params_sha256(model)}
+    assert seen == {hashlib.sha256(content).hexdigest()}
+    model.to(memory_format=torch.channels_last)
+    assert not model.conv1.weight.is_contiguous() and {params_sha256(model)} == seen
     for name in ("conv1.weight", "fc.bias", "bn1.running_var", "bn1.num_batches_tracked"):
         tensor = model.state_dict()[name]
         tensor[(0,) * tensor.ndim] += 1  # shares the model's memory

@@ -17,7 +17,7 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import Run, run_identity
+from engine.run import Run, run_facts
 from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.engine.plans import ALONE
@@ -99,7 +99,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     datasets, schedule, compute, _, state = train.build_parts(config, Run(config, ALONE), ALONE)
-    identity = run_identity(datasets, schedule, compute)
+    facts = run_facts(datasets, schedule, compute)
 
     def resume(path: Path) -> None:
         started = replace(
@@ -109,12 +109,12 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
         )
         with Run(started, ALONE) as opened:
             opened.find()
-            opened.resume(state, identity, {}, schedule.stop_step)
+            opened.resume(state, facts, schedule.stop_step)
 
     model = models.build("resnet_tiny", num_classes=3, image_size=32)
     return [
         resume,
-        lambda path: checkpoint.newest_intact(path.parent) and checkpoint.load(path),
+        lambda path: checkpoint.load_newest([path]),
         lambda path: models.load_weights(model, path),
         lambda path: open_trained(path).build(torch.device("cpu")),
     ]
