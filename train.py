@@ -316,7 +316,7 @@ def prepare(
         example = Batch.zeros(datasets.train.fields, world.device)
         names = value_names(state.model, validation_values, example, world)
     BestBy.of(config.train.best_by).check(names)
-    each(datasets.prepare)  # creates images that are missing, if it can
+    each(datasets.create_files)  # creates images that are missing, if it can
     return datasets, schedule, compute, state
 
 

@@ -150,7 +150,7 @@ class Dataset(ABC):
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
 
-    def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
+    def create_files(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
 
@@ -211,15 +211,11 @@ class FolderDataset(Dataset):
         decoded; not for an error of a transform.
         """
         try:
-            picture, others = self.sketch(index, rng or sample_rng(self.seed, epoch, index))
-            return {**self.image_fields(picture), **others}
+            picture = self.transform(self.open(index), rng or sample_rng(self.seed, epoch, index))
+            targets = self.targets(index, picture)  # before the image is decoded
+            return {**self.image_fields(picture), **targets}
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
-
-    def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
-        """Read a sample's file, and return its picture before it is decoded, and other fields."""
-        picture = self.transform(self.open(index), rng)
-        return picture, self.targets(index, picture)
 
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         """Return the fields of a sample that are made of its picture."""

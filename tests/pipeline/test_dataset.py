@@ -243,7 +243,7 @@ def test_every_dataset_of_the_table_has_a_group() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_own_dataset_needs_only_the_required_methods(config: Config, workers: int) -> None:
     datasets = build_datasets(config)
-    datasets.prepare()
+    datasets.create_files()
     assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
     config = replace(config, loader=replace(config.loader, workers=workers))
     with open_feed(config, datasets, ALONE) as feed:
