@@ -52,7 +52,7 @@ def test_damaged_files_and_memory(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from pipeline import region; "
         "region.compiled = lambda folder: Path(sys.argv[1]); "
         "from tests.reliability.odd_images import load_mutated; "
-        "load_mutated(['region'], range(200_000, 300_000))"
+        "load_mutated(range(200_000, 300_000))"
     )
     checked = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
     result = run_python("-c", program, code, seconds=7200, **checked)
