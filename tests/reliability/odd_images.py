@@ -61,8 +61,8 @@ def with_alpha() -> Image.Image:
     return image
 
 
-def wide_grey() -> Image.Image:
-    return Image.fromarray(np.asarray(drawn("L")).astype("<u2") * 257)
+def wide_grey(dtype: str) -> Image.Image:
+    return Image.fromarray(np.asarray(drawn("L")).astype(dtype) * 257)
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -93,13 +93,14 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "png": (png, SIZE),
     "png palette with transparency": (lambda: png("P", transparency=bytes(range(256))), SIZE),
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
-    "png 16 bits grey": (lambda: encoded(wide_grey(), "PNG"), SIZE),
+    "png 16 bits grey": (lambda: encoded(wide_grey("<u2"), "PNG"), SIZE),
     "png ends in its data": (lambda: png()[:-2000], "truncated"),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
         SIZE,
     ),
     "tiff JPEG": (lambda: encoded(drawn(), "TIFF", compression="jpeg"), SIZE),
+    "tiff 16 bits grey, high byte first": (lambda: encoded(wide_grey(">u2"), "TIFF"), SIZE),
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
