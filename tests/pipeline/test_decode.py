@@ -26,6 +26,15 @@ def test_decoding_waits_until_pixels_are_needed() -> None:
         picture.pixels()
 
 
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
+def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
+    decoder: str, kind: str
+) -> None:
+    with pytest.raises(decode.UnreadableError, match="truncated"):
+        opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
+
+
 JPEGS = {
     "4:2:0": lambda image: encoded(image, quality=90),
     "4:2:2": lambda image: encoded(image, subsampling=1),
