@@ -211,11 +211,18 @@ class FolderDataset(Dataset):
         decoded; not for an error of a transform.
         """
         try:
-            picture = self.transform(self.open(index), rng or sample_rng(self.seed, epoch, index))
-            targets = self.targets(index, picture)  # before the image is decoded
-            return {**self.image_fields(picture), **targets}
+            picture, others = self.sketch(index, rng or sample_rng(self.seed, epoch, index))
+            return {**self.image_fields(picture), **others}
         except UnreadableError as error:
             raise BadImageError(f"{self.name(index)}: {error}") from error
+
+    def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+        """Read a sample's file, and return its picture before it is decoded, and other fields.
+
+        A wrapper that leaves transforms to the device defines it anew, with further fields.
+        """
+        picture = self.transform(self.open(index), rng)
+        return picture, self.targets(index, picture)
 
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         """Return the fields of a sample that are made of its picture."""
