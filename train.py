@@ -317,7 +317,7 @@ def build_parts(
         example = Batch.zeros(datasets.train.fields, world.device)
         (found,) = evaluate([state.model], validation_values, [example], world)
     BestBy.of(config.train.best_by).check(found.names())
-    world.on_all_ranks(datasets.prepare)  # creates images that are missing, if it can
+    world.on_all_ranks(datasets.create_files)  # creates images that are missing, if it can
     return datasets, schedule, compute, loss, state
 
 

@@ -200,7 +200,7 @@ class DemoDataset(FolderDataset):
     def mean_bytes(self) -> float:
         return MEAN_BYTES
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         draw_dataset(self.root)
         vars(self).pop("_sizes", None)  # the plan sampled the files before they existed
 

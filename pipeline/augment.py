@@ -218,21 +218,19 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
         table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
         key: the config key, for messages.
     """
-    return [_build_one(entry, table, key) for entry in entries]
-
-
-def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
-    name, parameters = split_entry(entry, key)
-    if name not in table and not is_name(name):
-        raise UserError(
-            f"{key}: there is no transform {name}; choose from {', '.join(table)}"
-            f"{did_you_mean(name, table)}"
-        )
-    make = named(name, key) if is_name(name) else table[name]
-    try:
-        return make(**parameters)
-    except (TypeError, ValueError, IndexError) as error:
-        takes = ""
-        if isinstance(make, type):
-            takes = f"; it takes {', '.join(inspect.signature(make).parameters)}"
-        raise UserError(f"{key}: {name}: {error}{takes}") from None
+    transforms = []
+    for name, parameters in (split_entry(entry, key) for entry in entries):
+        make = named(name, key) if is_name(name) else table.get(name)
+        if make is None:
+            raise UserError(
+                f"{key}: there is no transform {name}; choose from {', '.join(table)}"
+                f"{did_you_mean(name, table)}"
+            )
+        try:
+            transforms.append(make(**parameters))
+        except (TypeError, ValueError, IndexError) as error:
+            takes = ""
+            if isinstance(make, type):
+                takes = f"; it takes {', '.join(inspect.signature(make).parameters)}"
+            raise UserError(f"{key}: {name}: {error}{takes}") from None
+    return transforms

@@ -33,10 +33,10 @@ class Datasets:
     # Of the training split: the values of `Dataset.modes` to compare, the first one to begin with
     modes: tuple[str, ...] = ("cpu",)
 
-    def prepare(self) -> None:
-        """Create missing files, such as images that are drawn."""
-        self.train.prepare()
-        self.val.prepare()
+    def create_files(self) -> None:
+        """Create files that are missing, such as synthetic images."""
+        self.train.create_files()
+        self.val.create_files()
 
 
 def build_datasets(

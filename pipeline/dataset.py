@@ -150,7 +150,7 @@ class Dataset(ABC):
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
 
-    def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
+    def create_files(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
 
@@ -217,7 +217,10 @@ class FolderDataset(Dataset):
             raise BadImageError(f"{self.name(index)}: {error}") from error
 
     def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
-        """Read a sample's file, and return its picture before it is decoded, and other fields."""
+        """Read a sample's file, and return its picture before it is decoded, and other fields.
+
+        A wrapper that leaves transforms to the device defines it anew, with further fields.
+        """
         picture = self.transform(self.open(index), rng)
         return picture, self.targets(index, picture)
 

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 # The endings that Pillow registers for decode.FORMATS; but not .pfm, whose levels have 32 bits.
@@ -60,8 +59,10 @@ def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[
             continue
         seen.add((info.st_dev, info.st_ino))
         skipped = {name: why_left_out(name) for name in (*inner, *names) if is_hidden(name)}
-        links = [name for name in inner if leads_up(Path(os.fsdecode(folder), os.fsdecode(name)))]
-        skipped |= dict.fromkeys(links, "link to a folder around it")
+        for name in (name for name in inner if os.path.islink(os.path.join(folder, name))):
+            target = os.path.realpath(os.path.join(folder, name))
+            if os.path.commonpath([target, os.path.realpath(folder)]) == target:
+                skipped[name] = "link to a folder around it"
         found |= {os.path.join(folder, name): reason for name, reason in skipped.items()}
         inner[:] = sorted(name for name in inner if name not in skipped)
         yield folder, inner, sorted(name for name in names if name not in skipped)
@@ -69,8 +70,3 @@ def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[
 
 def _raise(error: OSError) -> NoReturn:
     raise error
-
-
-def leads_up(path: Path) -> bool:
-    """Whether a path is a link to a folder that contains it."""
-    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())

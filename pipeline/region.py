@@ -24,9 +24,6 @@ from conf.files import default_cache_dir
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
 LONGEST_SECONDS = 20  # of the compiler, which usually takes one
-# sh kills the compiler and its children when the pipe is closed: after the time, and when this
-# process ends, even by a signal.
-GUARDED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$@" 3<&-'
 # What region.c calls, in its order. Before version 3, which has the last one and cannot be asked
 # for its version, the library decodes some regions incorrectly.
 FUNCTIONS = (
@@ -87,19 +84,12 @@ def compiled(folder: Path) -> Path:
         raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "region.so"
-        arguments = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
-        command = ["/bin/sh", "-c", GUARDED, "sh", *arguments]
-        with (
-            tempfile.TemporaryFile() as printed,
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=printed, stderr=printed, process_group=0
-            ) as process,
-        ):
-            status = process.wait(LONGEST_SECONDS)
-            printed.seek(0)
-            message = printed.read().decode(errors="replace").strip() or "no message"
-        if status != 0:
-            reason = message.splitlines()[0]
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
+        made = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=LONGEST_SECONDS
+        )
+        if made.returncode != 0:
+            reason = (made.stderr or made.stdout or "no message").splitlines()[0]
             raise OSError(f"install a C compiler that works: {compiler} failed ({reason})")
         os.replace(output, path)  # several processes may do this at the same time
     return path

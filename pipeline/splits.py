@@ -14,33 +14,22 @@ from pipeline.index import Index, find_storage, load_index
 
 
 class HeldOut(NamedTuple):
-    """The validation images of each class: a part of it, in the order of `chosen`."""
+    """The images of each class that are the validation split; see `chosen`."""
 
     given: str  # key=value, for messages
-    # Fractions of the images of the class
-    start: float
+    start: float  # as a fraction of the images of the class; so is `stop`
     stop: float
     fewest: int  # number of images that a class needs
 
 
 def held_out(data: Data) -> HeldOut | None:
-    """Return which images are held out for validation; None if there is a validation split."""
+    """Return which images to hold out for validation; None if there is a validation split."""
     if data.val_fold:
         fold, folds = map(int, data.val_fold.split("/"))
         return HeldOut(f"data.val_fold={fold}/{folds}", (fold - 1) / folds, fold / folds, folds)
     if data.val_fraction:
         return HeldOut(f"data.val_fraction={data.val_fraction:g}", 0, data.val_fraction, 2)
     return None
-
-
-def root_of(data: Data) -> str:
-    """Return the folder of data.root."""
-    return os.path.expanduser(data.root or "")
-
-
-def _holds(split: str, root: str | Path) -> bool:
-    """Return whether a folder holds a split, as a folder or in any other form."""
-    return bool(find_storage(os.path.join(root, split)))
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -50,12 +39,11 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     """
     if data.root is None or data.source == "fake":
         return
-    splits = [data.train, data.val]
-    root = root_of(data)
-    if held_out(data) and not _holds(data.train, root):
-        splits.append("")  # the root itself holds the class folders
-    inner = Path(output).resolve()
-    for place in (Path(root, split).resolve() for split in splits):
+    root, inner = Path(data.root).expanduser(), Path(output).resolve()
+    splits = [root / data.train, root / data.val]
+    if held_out(data) and not find_storage(splits[0]):
+        splits.append(root)  # which holds the class folders itself
+    for place in (split.resolve() for split in splits):
         if inner.is_relative_to(place):
             raise UserError(
                 f"{given}: is inside {place}, where every folder is a class of images; "
@@ -69,17 +57,24 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     If data.train equals data.val, one split is needed only. Raises UserError if the folder or its
     content is wrong.
     """
-    root = root_of(data)
+    root = os.path.expanduser(data.root or "")
+    train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
     if part := held_out(data):
-        return hold_out(_with_val(root, data, part.given), part)
+        if find_storage(val_split):
+            raise UserError(
+                f"{part.given}: there is a validation split, {val_split}; leave out this key to "
+                "use it, or move it away"
+            )
+        index = load_index(train_split if find_storage(train_split) else root, key="data.root")
+        return hold_out(index, part)
     if not os.path.isdir(root):
         raise UserError(
             f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
             "be one tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
         )
     # evaluate.py gives data.val for both, so it comes first.
-    val = load_index(os.path.join(root, data.val), key="data.val")
-    train = load_index(os.path.join(root, data.train), key="data.train")
+    val = load_index(val_split, key="data.val")
+    train = load_index(train_split, key="data.train")
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         extra = sorted(set(here.classes) - set(there.classes))
         if extra:  # the same label would mean different classes
@@ -88,18 +83,6 @@ def load_splits(data: Data) -> tuple[Index, Index]:
                 f"({len(extra)} in all); both splits need the same classes"
             )
     return train, val
-
-
-def _with_val(root: str, data: Data, given: str) -> Index:
-    """Scan all images, of which some are to be held out for validation."""
-    if _holds(data.val, root):
-        raise UserError(
-            f"{given}: there is a validation split, {os.path.join(root, data.val)}; leave out "
-            "this key to use it, or move it away"
-        )
-    return load_index(
-        os.path.join(root, data.train) if _holds(data.train, root) else root, key="data.root"
-    )
 
 
 def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:

@@ -13,18 +13,17 @@ import torch
 from conf.packages import import_torchvision
 from pipeline.decode import Picture, as_tensor
 
-# Transforms that need only one image and their own draws, and keep the size and uint8.
-NAMES = (
-    *("AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur"),
-    *("RandAugment", "RandomAdjustSharpness", "RandomAffine", "RandomAutocontrast"),
-    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
-    *("RandomInvert", "RandomPerspective", "RandomPhotometricDistort", "RandomPosterize"),
-    *("RandomRotation", "RandomSolarize", "RandomVerticalFlip", "TrivialAugmentWide"),
-)
-# Those that move pixels; see `augment.follow`.
+# Transforms that need only one image and their own draws, and keep the size and uint8: those that
+# move pixels, see `augment.follow`, and the others.
 MOVING = (
-    *("ElasticTransform", "RandomAffine", "RandomPerspective", "AugMix", "RandomRotation"),
-    *("RandomVerticalFlip", "AutoAugment", "RandAugment", "TrivialAugmentWide"),
+    *("AugMix", "AutoAugment", "ElasticTransform", "RandAugment", "RandomAffine"),
+    *("RandomPerspective", "RandomRotation", "RandomVerticalFlip", "TrivialAugmentWide"),
+)
+NAMES = (
+    *MOVING,
+    *("ColorJitter", "GaussianBlur", "RandomAdjustSharpness", "RandomAutocontrast"),
+    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
+    *("RandomInvert", "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
 )
 
 
@@ -40,10 +39,12 @@ class TorchvisionTransform:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
-        pixels, seed = pixels.clone(memory_format=torch.contiguous_format), rng.getrandbits(63)
-        pixels = seeded(self._transform, pixels, seed)
-        moved = self.name in MOVING
-        return Picture(pixels.permute(1, 2, 0).numpy(), origin=picture, moved=moved)
+        pixels = pixels.clone(memory_format=torch.contiguous_format)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which also seeds the GPUs' generators.
+            torch.default_generator.manual_seed(rng.getrandbits(63))
+            pixels = self._transform(pixels).permute(1, 2, 0)
+        return Picture(pixels.numpy(), origin=picture, moved=self.name in MOVING)
 
     @cached_property
     def _transform(self) -> Any:
@@ -55,13 +56,6 @@ class TorchvisionTransform:
     def __getstate__(self) -> dict[str, Any]:
         # Without the v2 transform: unpickling it would import torchvision when a worker starts.
         return {"name": self.name, "parameters": self.parameters}
-
-
-def seeded(transform: Any, image: torch.Tensor, seed: int) -> torch.Tensor:
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which also seeds the GPUs' generators.
-        torch.default_generator.manual_seed(seed)
-        return transform(image)
 
 
 V2_TRANSFORMS = {f"v2.{name}": partial(TorchvisionTransform, name) for name in NAMES}

@@ -78,7 +78,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
     with join_world(config.train.device) as world:
         config = measured_config(train.resolve_config(config, world), world.device)
         datasets = build_datasets(config, world.device)
-        datasets.prepare()
+        datasets.create_files()
         schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps=0)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)

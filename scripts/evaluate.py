@@ -120,7 +120,7 @@ def run(
     precision = choose_precision(config.train.precision, device)
     train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
-    datasets.prepare()
+    datasets.create_files()
     classes = label_by_name(trained, datasets)
     trained.check_size(datasets.val_size)
     model = trained.build(device)

@@ -62,7 +62,7 @@ class Case:
             raise NotChecked("needs the data, see data")
         splits = {"train": self.datasets.train, "val": self.datasets.val}
         indexes = {name: s.index for name, s in splits.items() if isinstance(s, FolderDataset)}
-        makes = type(self.datasets.train).prepare is not Dataset.prepare  # its files, later
+        makes = type(self.datasets.train).create_files is not Dataset.create_files  # later
         if len(indexes) < 2 or makes:
             raise NotChecked(f"data.source={self.config.data.source} has no files of its own")
         return indexes

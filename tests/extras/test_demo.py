@@ -102,7 +102,7 @@ def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(demo, "draw_image", full_disk)
     with pytest.raises(OSError, match=r"No space left"):
-        split(tmp_path / "demo").prepare()
+        split(tmp_path / "demo").create_files()
     assert names(tmp_path) == []
 
 
@@ -118,7 +118,7 @@ def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) ->
         "drawn"
     ]
     assert dataset.mean_bytes() == pytest.approx(files.mean_bytes(), rel=0.1)
-    dataset.prepare()
+    dataset.create_files()
     assert dataset.fingerprint() == files.fingerprint()
     for place in range(0, len(index), 7):
         np.testing.assert_array_equal(dataset[place]["image"], files[place]["image"])

@@ -19,41 +19,20 @@ def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> de
     return decode.open_picture(data, decoder, exif_orientation=upright)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize(
-    "name",
-    # Pillow turns a TIFF by its orientation, and takes the wrong byte of 16 bits.
-    [
-        name
-        for name, (_, verdict) in KINDS.items()
-        if verdict == SIZE and "16" not in name and name != "tiff orientation"
-    ],
-)
-def test_pixels_equal_pillows(name: str) -> None:
-    data = KINDS[name][0]()
-    picture = opened(data)
-    with Image.open(io.BytesIO(data)) as image:
-        assert picture.size == image.size
-        expected = np.asarray(image.convert("RGB"))
-    pixels = picture.pixels()
-    assert pixels.dtype == np.uint8 and np.ptp(pixels) > 100
-    np.testing.assert_array_equal(pixels, expected)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", ">u2")])
-def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
-    """Pillow's own conversion clips it, so that most pixels become white."""
-    image = Image.fromarray(np.linspace(0, 65535, 90 * 60).astype(dtype).reshape(60, 90))
-    pixels = opened(encoded(image, kind)).pixels()
-    expected = np.asarray(image) // 256
-    np.testing.assert_array_equal(pixels, np.stack([expected] * 3, axis=-1))
-
-
 def test_decoding_waits_until_pixels_are_needed() -> None:
     picture = opened(jpeg()[:1000])  # the header is there, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
     with pytest.raises(decode.UnreadableError, match=r"^OSError: .*truncated"):
         picture.pixels()
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
+def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
+    decoder: str, kind: str
+) -> None:
+    with pytest.raises(decode.UnreadableError, match="truncated"):
+        opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
 
 JPEGS = {
@@ -95,14 +74,12 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
 
 
-@pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
-def test_every_decoder_turns_a_photo_upright(decoder: str, orientation: int) -> None:
-    """As Pillow turns the whole image, if this is asked for; a crop decodes its region only."""
+def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation: int) -> None:
+    """As Pillow turns the whole image."""
     image, options = photo(333, 251), {"exif": exif(orientation)}
     for data in [
-        *(encoded(image, **options, **kind) for kind in ({}, {"progressive": True})),
-        *(encoded(image.convert(mode), **options) for mode in ("L", "CMYK")),
+        *(encoded(image.convert(mode), **options) for mode in ("RGB", "L", "CMYK")),
         encoded(image, "MPO", save_all=True, append_images=[image], **options),
         *(encoded(image, kind, **options) for kind in ("PNG", "WEBP")),
         encoded(image, xmp=b'<x tiff:Orientation="%d"/>' % orientation),
@@ -110,28 +87,14 @@ def test_every_decoder_turns_a_photo_upright(decoder: str, orientation: int) -> 
     ]:
         with Image.open(io.BytesIO(data)) as file:
             turned = ImageOps.exif_transpose(file).convert("RGB")
-        picture, whole = opened(data, decoder, upright=True), np.asarray(turned)
-        assert picture.size == turned.size
-        np.testing.assert_array_equal(picture.pixels(), whole)
-        inside = picture.cropped((10, 20, 110, 90)).mirrored().pixels()
-        np.testing.assert_array_equal(inside, whole[20:90, 10:110][:, ::-1])
-        outside = picture.cropped((-9, 200, 50, 400)).pixels()
-        np.testing.assert_array_equal(outside, decode.crop(whole, (-9, 200, 50, 400)))
-        box = (7, 3, 199, 235)
-        crops = [each.resized((64, 48), box) for each in (picture, decode.Picture(whole))]
-        ours, theirs = (crop.pixels().astype(int) for crop in crops)
-        assert np.abs(ours - theirs).max() <= 1  # rows and columns are resized in another order
-        small = [opened(data, name, upright=True) for name in (decoder, "pillow")]
-        ours, theirs = (each.resized((20, 20), box, quick=True).pixels() for each in small)
-        np.testing.assert_array_equal(ours, theirs)
-        assert opened(data, decoder).size == (333, 251)
-    np.testing.assert_array_equal(opened(data, decoder).pixels(), np.asarray(image))  # of the TIFF
+        picture = opened(data, decode.resolve("auto"), upright=True)
+        assert picture.size == turned.size and opened(data).size == image.size
+        np.testing.assert_array_equal(picture.pixels(), np.asarray(turned))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_damaged_exif_data_turn_nothing() -> None:
-    data = KINDS["jpeg corrupt EXIF"][0]()
-    assert opened(data, upright=True).size == SIZE
+    assert opened(KINDS["jpeg corrupt EXIF"][0](), upright=True).size == SIZE
 
 
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
@@ -146,17 +109,9 @@ def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     picture = opened(data, decoder)
     for left, top, right, bottom in [(0, 0, 333, 251), (100, 100, 140, 150), (3, 3, 300, 9)]:
         for size in [(64, 64), (250, 3)]:
-            theirs = functional.resized_crop(
-                whole,
-                top,
-                left,
-                bottom - top,
-                right - left,
-                [size[1], size[0]],
-                InterpolationMode(interpolation),
-                antialias=True,
-            )
-            box = left, top, right, bottom
+            box, mode = (left, top, right, bottom), InterpolationMode(interpolation)
+            place = top, left, bottom - top, right - left
+            theirs = functional.resized_crop(whole, *place, [*size[::-1]], mode, antialias=True)
             ours = picture.resized(size, box, interpolation=interpolation).pixels()
             np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
@@ -257,8 +212,3 @@ def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
             picture.mirrored().resized((20, 30)).pixels()
     finally:
         torch.set_warn_always(False)
-
-
-def test_decoders_by_name() -> None:
-    assert decode.resolve("auto") == decode.installed()[0]
-    assert [decode.resolve(name) for name in decode.installed()] == decode.installed()
