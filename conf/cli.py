@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.launch import complain, fail
 from conf.named import named
 from conf.schema import (
     GROUPS,
@@ -25,6 +24,7 @@ from conf.schema import (
     show,
     walk,
 )
+from conf.start import complain, fail
 
 OPTIONS = """\
 options:

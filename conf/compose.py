@@ -138,7 +138,7 @@ def _add_typed(tree: DictConfig, typed: Sequence[Override]) -> None:
 
 def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return section -> key -> value as dotted key -> value."""
-    found = {}
+    found: dict[str, Any] = {}
     for section, values in content.items():
         if isinstance(values, dict):
             found |= {f"{section}.{key}": value for key, value in values.items()}

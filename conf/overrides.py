@@ -128,6 +128,7 @@ def _value(name: str, typed: str) -> Any:
         section, _, last = name.partition(".")
         tree = copy.deepcopy(SCHEMA[section])
         OmegaConf.update(tree, last, value)
-        if not FIELDS[name].metadata["check"].allows(OmegaConf.to_container(tree)[last]):
+        found = cast(dict[str, Any], OmegaConf.to_container(tree))[last]
+        if not FIELDS[name].metadata["check"].allows(found):
             raise ValidationError
     return value

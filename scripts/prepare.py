@@ -83,7 +83,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf import cli, strict_json
+from conf import cli
+from engine import strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.sources.files import WHOLE, Place, Sample

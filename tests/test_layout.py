@@ -15,8 +15,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": (
         *LOW,
         "conf.compose",
-        "conf.signals",
-        "conf.strict_json",
         "pipeline",
         "models",
     ),

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from conf import strict_json
 from conf.compose import to_yaml
 from conf.schema import Config
+from engine import strict_json
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.distributed import World
