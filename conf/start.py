@@ -11,10 +11,7 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
-
-from conf.files import described
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
@@ -25,7 +22,7 @@ PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch
 def set_up_process() -> None:
     """Check the platform and the packages, and set what torch reads once, at its import.
 
-    After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
+    When the reader of a pipe has ended (`| head`), the program ends quietly.
     """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
@@ -40,7 +37,6 @@ def set_up_process() -> None:
         )
     # A path in a message may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.excepthook = _report
     atexit.register(_flush)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         stop_with_parent()
@@ -70,14 +66,6 @@ def fail(message: str, script: str = "") -> NoReturn:
     """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
     complain(message, script, once=True)
     sys.exit(2)
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an unexpected error: one of the system as one line, another one with its traceback."""
-    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        complain(described(error))
-    elif not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
-        sys.__excepthook__(kind, error, trace)
 
 
 def _flush() -> None:

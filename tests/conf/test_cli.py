@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from conf import cli
 from conf.compose import SECTIONS
+from conf.files import read_text
 from conf.schema import (
     RESULT,
     Config,
@@ -150,18 +152,19 @@ def test_surroundings(
     assert done.stderr.count("\n") == bool(message) and message in done.stderr
 
 
-def test_an_unexpected_error_of_the_system_is_one_line(tmp_path: Path) -> None:
-    """With the path, and the place in this program; after the start and outside of `main`, too."""
-    for program in (
-        "read_text('nowhere')",
-        "from conf.cli import exit_status; exit_status(lambda: read_text('nowhere'))",
-    ):
-        begin = "import conf.start as s; s.set_up_process(); from conf.files import read_text; "
-        done = run_python("-c", begin + program)
-        assert done.returncode == 1
-        (printed,) = done.stderr.splitlines()
-        assert "No such file or directory: 'nowhere'; check the path" in printed
-        assert re.search(r" \(conf/files\.py:\d+\)$", printed)
+def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the path, and the place in this program; a reader that stops needs no words."""
+    assert cli.exit_status(lambda: len(read_text("nowhere"))) == 1
+    printed = capsys.readouterr().err
+    assert "No such file or directory: 'nowhere'; check the path" in printed
+    assert re.search(r" \(conf/files\.py:\d+\)\n$", printed) and printed.count("\n") == 1
+    for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
+        assert cli.exit_status(partial(raised, error)) == status
+        assert capsys.readouterr().err == ""
+
+
+def raised(error: type[BaseException]) -> int:
+    raise error
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
