@@ -7,7 +7,7 @@ values in a checkpoint; the values that the program decides; typed groups; typed
 import copy
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -50,9 +50,8 @@ PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint
 # Keys that may name code of this checkout as `module:name`, or hold entries that do.
 NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
 NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
-# Lengths of a run's name: with its parts in the keys' order, and sorted. A file name has 255 bytes.
-LONG_NAME, NAME_LENGTH = 100, 200
-NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
+NAME_LENGTH = 60  # of a run's name, before the hash
+NAMED_LAST = ("data", "loader", "augment")  # from the end
 WARMUP = "schedule.warmup_epochs"
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
@@ -76,7 +75,9 @@ def load(
     _set(tree, _offered(_recipe(recipe)), file)
     _set(tree, decided or {}, "decided")
     planned = _flat(tree)
-    _add_typed(tree, typed)
+    _set_groups(tree, typed)
+    grouped = _flat(tree)
+    _set_keys(tree, typed)
     _checked(tree, typed, runnable=runnable)
     absent = ", ".join(sorted(MISSING))
     notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
@@ -84,7 +85,8 @@ def load(
     config = cast(Config, OmegaConf.to_object(tree))
     changed = _changes(planned, tree, config)
     if config.run.name is None:
-        tree.run.name = _run_name(file.stem, changed, config.checkpoint.resume)
+        swept = {o.name for o in typed if o.name in KEYS and grouped[o.name] != o.value}
+        tree.run.name = _run_name(file.stem, changed, swept, config)
         config.run = cast(schema.Run, OmegaConf.to_object(tree.run))
     config.expect = read_yaml(file).get("expect")
     config.recipe, config.typed, config.notes = file.stem, list(words), notes
@@ -112,14 +114,15 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _offered(values), "the checkpoint")
-    _add_typed(tree, typed)
+    _set_groups(tree, typed)
+    _set_keys(tree, typed)
     config = _checked(tree, typed, runnable=False)
     config.typed = list(words)
     return config
 
 
-def _add_typed(tree: DictConfig, typed: Sequence[Override]) -> None:
-    """Set the typed groups, and above them the typed keys, in place.
+def _set_groups(tree: DictConfig, typed: Sequence[Override]) -> None:
+    """Set the typed groups in place.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
     set, because the values of a recipe for one optimiser are wrong for another. In other sections
@@ -131,6 +134,9 @@ def _add_typed(tree: DictConfig, typed: Sequence[Override]) -> None:
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
             _set(tree, _dotted({group: read_yaml(file)}), file)
+
+
+def _set_keys(tree: DictConfig, typed: Sequence[Override]) -> None:
     for override in typed:
         if override.name in FIELDS:
             _set(tree, {override.name: override.value}, override.text)
@@ -253,30 +259,35 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     return changed
 
 
-def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
+def _run_name(
+    recipe: str, changed: Mapping[str, str], swept: Collection[str], config: Config
+) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
-    Two commands with the same recipe get the same name if they train the same thing. Of a path, the
-    name has the last part; the run's identity tells two folders of one name apart. Returns a name
-    such as `imagenet_rn50,optim.lr=0.3`. Characters that are unsafe in a file name are replaced. In
-    a name above LONG_NAME, the data are last, because lists of runs show the beginning, and parts
-    beyond NAME_LENGTH are left out. In both cases a hash of the full name is appended.
+    Such as `cifar10,optim.lr=0.3,data.root=photos`. Of the default recipe, which says nothing about
+    own images, the model is named. What a sweep may vary, typed keys, comes before what a group
+    sets, and the keys of the input are last. Of a path, the name has the last part; the run's
+    identity tells two folders of one name apart. Characters that are unsafe in a file name are
+    replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
+    the same name only for the same training.
     """
     parts = dict(changed)
-    if resume not in ("auto", "never"):  # the run starts from another run's weights
-        parts["checkpoint.resume"] = str(last_name(resume))
-    full = name = recipe
-    safe = []
-    for key, value in parts.items():
-        full += f",{key}={value}"
-        safe.append(f",{key}=" + re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-"))
-    if len(recipe + "".join(safe)) > LONG_NAME:
-        safe.sort(key=lambda part: [part.startswith(f",{section}.") for section in NAMED_LAST])
-    for part in safe:
-        name += part if len(name + part) <= NAME_LENGTH else ""
-    if full == name and len(name) <= LONG_NAME:
-        return full
-    return f"{name},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+    if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
+        parts["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
+    if recipe == DEFAULT_RECIPE:
+        recipe = parts.pop("model.name", config.model.name)
+
+    def rank(key: str) -> list[bool]:
+        of_input = [key.startswith(f"{section}.") for section in NAMED_LAST]
+        return [key != "model.name", key not in swept, *of_input]
+
+    full = [recipe, *(f"{key}={parts[key]}" for key in sorted(parts, key=rank))]
+    first, *rest = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
+    name = first[:NAME_LENGTH]
+    for part in rest:
+        name += f",{part}" if len(f"{name},{part}") <= NAME_LENGTH else ""
+    whole = ",".join(full)
+    return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _check_effect(override: Override, config: Config) -> None:

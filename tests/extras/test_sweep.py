@@ -20,7 +20,7 @@ from tests.processes import ROOT, Started, run_python, wait_for
 from tests.small_run import SMALL_RUN
 
 FAKE = "data=fake"
-NAME = "imagenet_rn50,data.source=fake"
+NAME = "resnet50,data.source=fake"
 
 
 @pytest.mark.parametrize(
