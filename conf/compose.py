@@ -282,7 +282,8 @@ def _run_name(
         return [key != "model.name", key not in swept, *of_input]
 
     full = [recipe, *(f"{key}={parts[key]}" for key in sorted(parts, key=rank))]
-    first, *rest = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
+    safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
+    first, *rest = (part.replace("=-", "=") for part in safe)  # [0.9,0.95] as 0.9-0.95
     name = first[:NAME_LENGTH]
     for part in rest:
         name += f",{part}" if len(f"{name},{part}") <= NAME_LENGTH else ""

@@ -168,6 +168,7 @@ NAMES = {
     "data.root=/copy/imagenet/": "resnet50,data.root=imagenet",
     # Of the default recipe, the model; what a sweep varies is before the data.
     "data.root=/photos model=resnet_tiny": "resnet_tiny,data.root=photos",
+    "data.mean=[0,0,0.5]": "resnet50,data.root=imagenet,data.mean=0.0-0.0-0.5,",
     "optim.lr=0.3": "resnet50,optim.lr=0.3,data.root=imagenet",
     "recipe=cifar10 train.epochs=3 model=vit_s16": (
         "cifar10,model.name=vit_s16,train.epochs=3,data.root=imagenet"
