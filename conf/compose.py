@@ -265,8 +265,8 @@ def _run_name(
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Such as `cifar10,optim.lr=0.3,data.root=photos`. Of the default recipe, which says nothing about
-    own images, the model is named. What a sweep may vary, typed keys, comes before what a group
-    sets, and the keys of the input are last. Of a path, the name has the last part; the run's
+    own images, the model is named. Typed keys, in which runs are to differ, come before keys that a
+    group sets, and those of the input are last. Of a path, the name has the last part; the run's
     identity tells two folders of one name apart. Characters that are unsafe in a file name are
     replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
     the same name only for the same training.

@@ -84,7 +84,6 @@ from typing import Any, NamedTuple
 import torch
 
 from conf import cli
-from engine import strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.sources.files import WHOLE, Place, Sample
@@ -279,7 +278,7 @@ def start(to: Path, settings: dict[str, Any]) -> None:
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, (strict_json.dumps(content, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def run(options: argparse.Namespace) -> int:
