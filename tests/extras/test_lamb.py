@@ -89,7 +89,7 @@ def test_a_learning_rate_in_a_tensor(dtype: torch.dtype) -> None:
 
 def test_its_name_and_options() -> None:
     config = cli.load(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
-    assert config.run.name.startswith("resnet50,optim.name=lamb,optim.lr=0.005,")
+    assert (config.optim.name, config.changed["optim.name"]) == ("extras.lamb:lamb", "lamb")
     optimizer = build_optimizer(network(), config.optim)
     assert type(optimizer) is Lamb
     options = {"betas": (0.8, 0.95), "eps": 1e-5, "lr": 5e-3}
