@@ -12,9 +12,12 @@ if __name__ == "__main__":
     import sys
 
     sys.path[:0] = [__file__.removesuffix("train.py")]  # missing with PYTHONSAFEPATH=1
-    from conf.start import start
+    from conf.start import set_up_process
 
-    CONFIG = start(__doc__)
+    set_up_process()
+    from conf.cli import parse
+
+    CONFIG = parse(sys.argv[1:], script="train.py", purpose=__doc__)
 
 import gc
 import time

@@ -8,11 +8,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.launch import complain, fail
+from conf.files import described
 from conf.named import named
 from conf.schema import (
     GROUPS,
@@ -25,6 +26,7 @@ from conf.schema import (
     show,
     walk,
 )
+from conf.start import complain, fail
 
 OPTIONS = """\
 options:
@@ -62,7 +64,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
 
 
 def _show(text: str) -> NoReturn:
-    print(text, end="")
+    with suppress(BrokenPipeError):
+        print(text, end="")
     sys.exit(0)
 
 
@@ -97,16 +100,20 @@ def exit_status(
     """Call `main` and return its status; print an error that is not a bug as one line.
 
     `limits`: explains an error that is a limit of the machine, such as the number of open files;
-    None for other errors, which are raised. Returns 2 after a mistake of the user, 1 after another
-    expected error, 130 after Ctrl-C.
+    None for other errors. Returns 2 after a mistake of the user, 1 after an error of the system or
+    a RunError, 130 after Ctrl-C. Other errors are raised.
     """
     try:
         return main()
     except UserError as error:
         complain(str(error), script, once=True)
         return 2
+    except BrokenPipeError:  # the reader of the output has ended (`| head`)
+        return 1
     except (OSError, RuntimeError, MemoryError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
+        if message is None and isinstance(error, OSError):
+            message = described(error)
         if message is None:
             raise
         complain(message, script)

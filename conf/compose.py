@@ -7,7 +7,7 @@ values in a checkpoint; the values that the program decides; typed groups; typed
 import copy
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -22,15 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import schema
 from conf.named import check_there, is_there, names_in
-from conf.overrides import (
-    DEFAULTS,
-    Override,
-    advice,
-    allowed_values,
-    find,
-    read_override,
-    read_yaml,
-)
+from conf.overrides import SCHEMA, Override, advice, allowed_values, find, read_override, read_yaml
 from conf.schema import (
     FIELDS,
     FOLDER,
@@ -40,6 +32,7 @@ from conf.schema import (
     RESULT,
     Config,
     UserError,
+    affecting,
     config_values,
     last_name,
     missing,
@@ -57,9 +50,9 @@ PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint
 # Keys that may name code of this checkout as `module:name`, or hold entries that do.
 NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
 NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
-# Lengths of a run's name: with its parts in the keys' order, and sorted. A file name has 255 bytes.
-LONG_NAME, NAME_LENGTH = 100, 200
-NAMED_LAST = ("data", "loader", "augment")  # in a sorted one, from the end
+NAME_LENGTH = 60  # of a run's name, before the hash
+NAMED_LAST = ("data", "loader", "augment")  # from the end
+WARMUP = "schedule.warmup_epochs"
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -75,24 +68,26 @@ def load(
         runnable: refuse a config without data.root, which has no default.
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
-    overrides = [read_override(word) for word in words]
-    recipe = next((o.value for o in reversed(overrides) if o.name == "recipe"), DEFAULT_RECIPE)
+    typed = [read_override(word) for word in words]
+    recipe = next((o.value for o in reversed(typed) if o.name == "recipe"), DEFAULT_RECIPE)
     file = find("recipe", recipe)
-    planned = _merged(DEFAULTS, _recipe(recipe), file)
-    _set(planned, decided or {}, "decided")
-    tree = _with_typed(planned, overrides)
-    values = _resolved(tree, overrides)
+    tree = copy.deepcopy(DEFAULTS)
+    _set(tree, _offered(_recipe(recipe)), file)
+    _set(tree, decided or {}, "decided")
+    planned = _flat(tree)
+    _set_groups(tree, typed)
+    grouped = _flat(tree)
+    _set_keys(tree, typed)
+    _checked(tree, typed, runnable=runnable)
     absent = ", ".join(sorted(MISSING))
     notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
-    notes += _limit_warmup(planned, tree, overrides)
-    changed = _changes(planned, tree)
-    if tree.run.name is None:
-        tree.run.name = _run_name(file.stem, changed, values["checkpoint.resume"])
+    notes += _limit_warmup(tree, typed)
     config = cast(Config, OmegaConf.to_object(tree))
-    schema.check(config, runnable=runnable)
-    for override in overrides:
-        if override.name in FIELDS:
-            _check_effect(override, config)
+    changed = _changes(planned, tree, config)
+    if config.run.name is None:
+        swept = {o.name for o in typed if o.name in KEYS and grouped[o.name] != o.value}
+        tree.run.name = _run_name(file.stem, changed, swept, config)
+        config.run = cast(schema.Run, OmegaConf.to_object(tree.run))
     config.expect = read_yaml(file).get("expect")
     config.recipe, config.typed, config.notes = file.stem, list(words), notes
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
@@ -106,8 +101,8 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     default: another version wrote them. In augment.val, sizes that equal data.val_size follow this
     key. Raises UserError as `load`.
     """
-    overrides = [read_override(word) for word in words]
-    for override in overrides:
+    typed = [read_override(word) for word in words]
+    for override in typed:
         if override.name == "recipe":
             raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
     values = {name: stored[name] for name in KEYS if name in stored}
@@ -117,86 +112,98 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    tree = _merged(DEFAULTS, OWN, FOLDER / "config.yaml")
-    _set(tree, {name: _offered(value) for name, value in values.items()}, "the checkpoint")
-    tree = _with_typed(tree, overrides)
-    _resolved(tree, overrides)
-    config = cast(Config, OmegaConf.to_object(tree))
-    schema.check(config, runnable=False)
+    tree = copy.deepcopy(DEFAULTS)
+    _set(tree, _offered(values), "the checkpoint")
+    _set_groups(tree, typed)
+    _set_keys(tree, typed)
+    config = _checked(tree, typed, runnable=False)
     config.typed = list(words)
     return config
 
 
-def _with_typed(tree: DictConfig, overrides: Sequence[Override]) -> DictConfig:
-    """Return a tree with the typed groups on top, and with the typed keys above them.
+def _set_groups(tree: DictConfig, typed: Sequence[Override]) -> None:
+    """Set the typed groups in place.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
-    set, because the values of a recipe for one optimiser are wrong for another: to those of
-    config.yaml. In other sections the values of the recipe stay: data=fake keeps the image size.
+    set, because the values of a recipe for one optimiser are wrong for another. In other sections
+    the values of the recipe stay: data=fake keeps the image size.
     """
-    tree = copy.deepcopy(tree)
-    for group, choice in {o.name: o.value for o in overrides if o.name in GROUPS}.items():
+    for group, choice in {o.name: o.value for o in typed if o.name in GROUPS}.items():
         if group != "recipe":
             file = find(group, choice)
-            content = read_yaml(file)
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
-                content = OWN.get(group, {}) | content
-            tree = _merged(tree, {group: content}, file)
-    for override in overrides:
+            _set(tree, _dotted({group: read_yaml(file)}), file)
+
+
+def _set_keys(tree: DictConfig, typed: Sequence[Override]) -> None:
+    for override in typed:
         if override.name in FIELDS:
             _set(tree, {override.name: override.value}, override.text)
-    return tree
 
 
-def _merged(tree: DictConfig, content: Values, file: Path) -> DictConfig:
-    """Return a tree with the sections of a YAML file on top."""
-    try:
-        return cast(DictConfig, OmegaConf.merge(tree, _offered(content)))
-    except OmegaConfBaseException as error:
-        raise _mistake(str(file), error.full_key or "", error.value) from None
+def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section -> key -> value as dotted key -> value."""
+    found: dict[str, Any] = {}
+    for section, values in content.items():
+        if isinstance(values, dict):
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        else:  # a mistake
+            found[section] = values
+    return found
 
 
-def _set(tree: DictConfig, values: Values, origin: str) -> None:
-    """Set keys, dotted name -> value, in place."""
+def _offered(values: Values) -> dict[str, Any]:
+    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
+
+    def offered(value: Any) -> Any:
+        if isinstance(value, list):
+            return [each for each in value if not MISSING & names_in(each)]
+        return None if MISSING & names_in(value) else value
+
+    return {name: offered(value) for name, value in values.items()}
+
+
+def _set(tree: DictConfig, values: Values, origin: Path | str) -> None:
+    """Set keys in place; `origin`: where the values are from, for the message of a mistake."""
     for name, value in values.items():
         try:
             OmegaConf.update(tree, name, value, merge=False)
         except OmegaConfBaseException:
-            raise _mistake(origin, name, value) from None
+            if name not in FIELDS:
+                raise UserError(f"{origin}: there is no key {name}; {advice(name)}") from None
+            wrong = f"{name}={show(value)}: not allowed; give {allowed_values(name)}"
+            raise UserError(f"{origin}: {wrong}") from None
 
 
-def _mistake(origin: str, name: str, value: Any) -> UserError:
-    if name not in FIELDS:
-        return UserError(f"{origin}: there is no key {name}; {advice(name)}")
-    return UserError(f"{origin}: {name}={show(value)}: not allowed; give {allowed_values(name)}")
-
-
-def _resolved(tree: DictConfig, overrides: Sequence[Override]) -> Values:
-    """Return the values of a tree; raise UserError for what they must not refer to.
+def _checked(tree: DictConfig, typed: Sequence[Override], *, runnable: bool) -> Config:
+    """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    written = _flat(tree)
-    for key, value in written.items():
+    for key, value in _flat(tree).items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
-    for key in NAMING:
-        for name in sorted(names_in(written[key])):
+        for name in sorted(names_in(value)) if key in NAMING else []:
             check_there(name, key)
     try:
-        return _flat(tree, resolve=True)
+        config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        text = {o.name: o.text for o in overrides}.get(key, key)
+        text = {o.name: o.text for o in typed}.get(key, key)
         raise UserError(f"{text}: {str(error).splitlines()[0]}") from None
+    schema.check(config, runnable=runnable)
+    for override in typed:
+        if override.name in FIELDS:
+            _check_effect(override, config)
+    return config
 
 
 @cache
 def _recipe(choice: str) -> dict[str, Any]:
-    """The groups and the recipe, which Hydra merges.
+    """The groups and the recipe, which Hydra merges: dotted key -> value.
 
     A recipe that is a file may be based on those of this program, and on files beside its folder.
     """
@@ -212,82 +219,76 @@ def _recipe(choice: str) -> dict[str, Any]:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             raise UserError(f"recipe={choice}: {reason}; correct the file") from None
     content = cast(dict[str, Any], OmegaConf.to_container(composed))
-    del content["multirun"]
-    content.pop("expect", None)  # also of a recipe in its defaults, which is another training
-    return content
+    # `expect` may also be of a recipe in its defaults, which is another training.
+    return _dotted({k: value for k, value in content.items() if k not in ("multirun", "expect")})
 
 
-def _offered(content: Any) -> Any:
-    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
-    if isinstance(content, dict) and not MISSING & content.keys():
-        return {name: _offered(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [each for each in content if not MISSING & names_in(each)]
-    return None if MISSING & names_in(content) else content
+def _flat(tree: DictConfig) -> dict[str, Any]:
+    """Dotted key -> value, for every key; interpolations as written."""
+    return _dotted(cast(dict[str, Any], OmegaConf.to_container(tree)))
 
 
-def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
-    """Dotted key -> value, for every key; interpolations as written, or resolved."""
-    found = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=resolve))
-    return {name: found[name.split(".")[0]][name.split(".")[1]] for name in KEYS}
-
-
-def _limit_warmup(planned: DictConfig, tree: DictConfig, typed: Sequence[Override]) -> list[str]:
+def _limit_warmup(tree: DictConfig, typed: Sequence[Override]) -> list[str]:
     """Limit a warm-up that is not typed to a quarter of the epochs, in place; return a note.
 
     Else a few epochs with the warm-up of a recipe or a schedule would end at the peak learning
-    rate. The limit counts as the recipe's value, so that the run's name does not repeat it.
+    rate.
     """
-    key, longest = "schedule.warmup_epochs", max(0.0, tree.train.epochs / 4)
-    planned.schedule.warmup_epochs = min(planned.schedule.warmup_epochs, longest)
-    if tree.schedule.warmup_epochs <= longest or key in [o.name for o in typed]:
+    epochs = tree.train.epochs
+    if tree.schedule.warmup_epochs <= epochs / 4 or WARMUP in [o.name for o in typed]:
         return []
-    tree.schedule.warmup_epochs = longest
-    epochs = show(tree.train.epochs)
-    return [f"{key}={show(longest)}: shortened to a quarter of train.epochs={epochs}"]
+    tree.schedule.warmup_epochs = epochs / 4
+    short = f"{WARMUP}={show(epochs / 4)}"
+    return [f"{short}: shortened to a quarter of train.epochs={show(epochs)}"]
 
 
-def _changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
+def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
     An expression of the recipe, `planned`, has its value in the new tree: that of data.val_size,
     ${data.image_size}, is 64 after data.image_size=64.
     """
-    before, now, values, changed = _flat(planned), _flat(tree), _flat(tree, resolve=True), {}
-    for name, f in FIELDS.items():
-        if f.metadata["affects"] & RESULT and before[name] != now[name] and not missing(tree, f):
-            node = OmegaConf.create({name: before[name]}, parent=tree)
-            was = cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))[name]
-            alike = f.metadata["alike"]
-            if alike(values[name]) != alike(was):
-                changed[name] = show(alike(values[name]))
+    before = OmegaConf.create(dict(planned), parent=tree)
+    recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
+    recipe[WARMUP] = min(recipe[WARMUP], config.train.epochs / 4)  # as it would be without a key
+    changed = {}
+    for name, value in affecting(config, RESULT).items():
+        alike = FIELDS[name].metadata["alike"]
+        if alike(value) != alike(recipe[name]):
+            changed[name] = show(alike(value))
     return changed
 
 
-def _run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
+def _run_name(
+    recipe: str, changed: Mapping[str, str], swept: Collection[str], config: Config
+) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
-    Two commands with the same recipe get the same name if they train the same thing. Of a path, the
-    name has the last part; the run's identity tells two folders of one name apart. Returns a name
-    such as `imagenet_rn50,optim.lr=0.3`. Characters that are unsafe in a file name are replaced. In
-    a name above LONG_NAME, the data are last, because lists of runs show the beginning, and parts
-    beyond NAME_LENGTH are left out. In both cases a hash of the full name is appended.
+    Such as `cifar10,optim.lr=0.3,data.root=photos`. Of the default recipe, which says nothing about
+    own images, the model is named. Typed keys, in which runs are to differ, come before keys that a
+    group sets, and those of the input are last. Of a path, the name has the last part; the run's
+    identity tells two folders of one name apart. Characters that are unsafe in a file name are
+    replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
+    the same name only for the same training.
     """
     parts = dict(changed)
-    if resume not in ("auto", "never"):  # the run starts from another run's weights
-        parts["checkpoint.resume"] = str(last_name(resume))
-    full = name = recipe
-    safe = []
-    for key, value in parts.items():
-        full += f",{key}={value}"
-        safe.append(f",{key}=" + re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-"))
-    if len(recipe + "".join(safe)) > LONG_NAME:
-        safe.sort(key=lambda part: [part.startswith(f",{section}.") for section in NAMED_LAST])
-    for part in safe:
-        name += part if len(name + part) <= NAME_LENGTH else ""
-    if full == name and len(name) <= LONG_NAME:
-        return full
-    return f"{name},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+    if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
+        parts["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
+    if recipe == DEFAULT_RECIPE:
+        recipe = parts.pop("model.name", config.model.name)
+
+    def rank(key: str) -> list[bool]:
+        of_input = [key.startswith(f"{section}.") for section in NAMED_LAST]
+        return [key != "model.name", key not in swept, *of_input]
+
+    full = [recipe, *(f"{key}={parts[key]}" for key in sorted(parts, key=rank))]
+    safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
+    first, *rest = (part.replace("=-", "=") for part in safe)  # [0.9,0.95] as 0.9-0.95
+    name = first[:NAME_LENGTH]
+    for part in rest:
+        name += f",{part}" if len(f"{name},{part}") <= NAME_LENGTH else ""
+    whole = ",".join(full)
+    return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _check_effect(override: Override, config: Config) -> None:
@@ -309,3 +310,7 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(content))
     sections = {name: s for name, s in asdict(content).items() if name in SECTIONS}
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
+
+
+DEFAULTS = copy.deepcopy(SCHEMA)
+_set(DEFAULTS, _offered(_dotted(OWN)), FOLDER / "config.yaml")

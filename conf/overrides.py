@@ -28,7 +28,7 @@ from conf.schema import (
 
 # Keys with a word as value, mostly a path.
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
-DEFAULTS: DictConfig = OmegaConf.structured(Config)
+SCHEMA: DictConfig = OmegaConf.structured(Config)
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 OTHER = {"model": "model.name", "data": "data.root"}  # keys that take more than the group's choices
 
@@ -126,10 +126,9 @@ def _value(name: str, typed: str) -> Any:
         value = typed if override.is_sweep_override() else override.value()
     if "${" not in str(value):  # else composing resolves it
         section, _, last = name.partition(".")
-        tree = copy.deepcopy(DEFAULTS[section])
+        tree = copy.deepcopy(SCHEMA[section])
         OmegaConf.update(tree, last, value)
-        node = tree[last]
-        found = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+        found = cast(dict[str, Any], OmegaConf.to_container(tree))[last]
         if not FIELDS[name].metadata["check"].allows(found):
             raise ValidationError
     return value

@@ -481,14 +481,12 @@ def walk(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 def sentences() -> dict[str, str]:
     """Dotted key -> the string below it, for --help."""
-    module = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    sections = {f.name.capitalize() for f in fields(Config)}
     found = {}
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name in sections:
-            for target, text in pairwise(node.body):
+    for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        if isinstance(section, ast.ClassDef):
+            for target, text in pairwise(section.body):
                 if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    name = f"{node.name.lower()}.{ast.unparse(target.target)}"
+                    name = f"{section.name.lower()}.{ast.unparse(target.target)}"
                     found[name] = " ".join(ast.literal_eval(text.value).split())
     return found
 

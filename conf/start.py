@@ -1,44 +1,28 @@
-"""The start of a program, before torch is imported: environment, packages, command line.
+"""The start and the end of a process; nothing but the standard library is needed.
 
-    if __name__ == "__main__":
-        CONFIG = start(__doc__)  # a script with options makes a scripts.lib.options.Parser
-
-Only the standard library is imported here, because any other package may be missing.
+if __name__ == "__main__":
+    set_up_process()  # before torch is imported; scripts/lib/options.py does it for a script
 """
 
 import atexit
+import ctypes
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from typing import NoReturn
 
-from conf.files import described
-from conf.launch import complain, fail, stop_with_parent
-from conf.schema import Config
-
+PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
 PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch", "torchvision")}
 
 
-def start(doc: str | None) -> Config:
-    """Set up the process of train.py and return the config of its command line.
-
-    Raises SystemExit after --help, --cfg job, -m or a mistake. `doc`: the docstring of the
-    program, whose first line --help prints; None with `python -OO`.
-    """
-    set_up_process()
-    from conf import cli  # Hydra may be missing
-
-    script = Path(sys.argv[0]).name
-    return cli.parse(sys.argv[1:], script=script, purpose=doc or "")
-
-
 def set_up_process() -> None:
     """Check the platform and the packages, and set what torch reads once, at its import.
 
-    After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
+    When the reader of a pipe has ended (`| head`), the program ends quietly.
     """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
@@ -53,7 +37,6 @@ def set_up_process() -> None:
         )
     # A path in a message may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.excepthook = _report
     atexit.register(_flush)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         stop_with_parent()
@@ -62,12 +45,27 @@ def set_up_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an unexpected error: one of the system as one line, another one with its traceback."""
-    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        complain(described(error))
-    elif not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
-        sys.__excepthook__(kind, error, trace)
+def stop_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when its parent ends (Linux only).
+
+    A killed torchrun cannot end its ranks: they would train on, and the next start would find the
+    run directory in use.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def complain(message: str, script: str = "", *, once: bool = False) -> None:
+    """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
+    if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
+        name = script or Path(sys.argv[0]).name
+        print(f"{name}: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+def fail(message: str, script: str = "") -> NoReturn:
+    """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
+    complain(message, script, once=True)
+    sys.exit(2)
 
 
 def _flush() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf import strict_json
 from conf.schema import RunError, UserError
+from engine import strict_json
 from models.weights import read_torch_file
 
 logger = logging.getLogger(__name__)

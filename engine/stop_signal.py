@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from conf.signals import handle_stops
 from engine.distributed import World
+from engine.signals import handle_stops
 
 T = TypeVar("T")
 

@@ -30,11 +30,11 @@ from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
 from conf.files import read_text
-from conf.launch import stop_with_parent
 from conf.named import ROOT
 from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
-from conf.signals import handle_stops
+from conf.start import stop_with_parent
+from engine.signals import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf import strict_json
+from engine import strict_json
 from engine.checkpoint import provenance, write_json
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import World, join_world

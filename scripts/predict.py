@@ -76,8 +76,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import train
-from conf import cli, strict_json
+from conf import cli
 from conf.schema import UserError, typed_keys
+from engine import strict_json
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown

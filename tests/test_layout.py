@@ -13,7 +13,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),
     "pipeline": LOW,
     "models": LOW,
-    "engine": (*LOW, "conf.compose", "conf.signals", "conf.strict_json", "pipeline", "models"),
+    "engine": (*LOW, "conf.compose", "pipeline", "models"),
     "train": PARTS,
     "scripts": (*PARTS, "train"),
     "extras": (*PARTS, "train", "scripts"),

@@ -9,9 +9,12 @@ from pathlib import Path
 if __name__ == "__main__":
     root = Path(__file__).parents[1]
     sys.argv[0], sys.path[0] = str(root / "train.py"), str(root)
-    from conf.start import start
+    from conf.start import set_up_process
 
-    CONFIG = start("Train on a toy task.")
+    set_up_process()
+    from conf.cli import parse
+
+    CONFIG = parse(sys.argv[1:], script="train.py", purpose=None)
 
 import train
 from tests.batches import toy_loss, toy_values

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image
 
-from conf import strict_json
 from conf.files import read_text
 from conf.schema import Config, UserError
+from engine import strict_json
 from engine.checkpoint import replace_file
 from engine.log.console import print_lines
 from engine.log.meter import TIME

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.launch import fail
 from conf.schema import NAMES, Config, UserError
-from conf.start import set_up_process
+from conf.start import fail, set_up_process
 
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 ABOUT = """\

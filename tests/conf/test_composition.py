@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from conf import cli
-from conf.compose import LONG_NAME, NAME_LENGTH, load_stored
+from conf.compose import NAME_LENGTH, load_stored
 from conf.schema import (
     RESULT,
     Config,
     UserError,
     affecting,
     config_values,
-    group_names,
+    show,
 )
 from tests.conf.refused import offered
 from tests.processes import run_python
@@ -80,46 +80,31 @@ def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> N
 
 
 @pytest.mark.parametrize(
-    ("typed", "warmup", "name", "note"),
+    ("typed", "warmup", "short", "changes"),
     [
-        (
-            "recipe=demo train.epochs=2",
-            0.5,
-            "demo,train.epochs=2",
-            "schedule.warmup_epochs=0.5: shortened to a quarter of train.epochs=2",
-        ),
-        ("schedule=cosine train.epochs=5", 1.25, None, "schedule.warmup_epochs=1.25: shortened"),
-        (
-            "recipe=demo train.epochs=2 schedule.warmup_epochs=2",
-            2,
-            "demo,schedule.warmup_epochs=2,train.epochs=2",
-            None,
-        ),
-        ("recipe=demo train.epochs=8", 2, "demo,train.epochs=8", None),
-        ("recipe=demo train.max_steps=3", 2, "demo", None),  # the schedule is that of 10 epochs
-        ("schedule=step train.epochs=1", 0, None, None),
+        ("recipe=demo train.epochs=2", "0.5", True, False),
+        ("schedule=cosine train.epochs=5", "1.25", True, True),
+        ("recipe=demo train.epochs=2 schedule.warmup_epochs=2", "2", False, True),
+        ("recipe=demo train.max_steps=3", "2", False, False),  # the schedule is that of 10 epochs
     ],
 )
 def test_a_warm_up_of_a_file_is_at_most_a_quarter_of_the_epochs(
-    typed: str, warmup: float, name: str | None, note: str | None
+    typed: str, warmup: str, short: bool, changes: bool
 ) -> None:
     """Else a few epochs would compare warm-ups, and end at the peak learning rate."""
-    config = offered(shlex.split(typed) + ([] if "recipe" in typed else [DATA]))
-    assert config.schedule.warmup_epochs == warmup
-    assert name in (None, config.run.name)
-    said = [text for text in config.notes if text.startswith("schedule.warmup")]
-    assert len(said) == (note is not None) and "".join(said).startswith(note or "")
-
-
-@pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_no_recipe_has_a_shortened_warm_up(recipe: str) -> None:
-    assert "warmup" not in str(composed(f"recipe={recipe}").notes)
+    config = composed(typed)
+    # The limit is the value of a recipe, not of a typed group.
+    assert ("schedule.warmup_epochs" in config.changed) == changes
+    note = f"schedule.warmup_epochs={warmup}: shortened to a quarter of train.epochs="
+    assert show(config.schedule.warmup_epochs) == warmup
+    assert [text.startswith(note) for text in config.notes] == [True] * short
 
 
 # The default name.
 
 SAME = [  # pairs of commands that train the same thing
     ("", "recipe=imagenet_rn50"),
+    ("recipe=demo train.epochs=2", "recipe=demo train.epochs=2 schedule.warmup_epochs=0.5"),
     ("", "optim.lr=1e-1 optim=sgd schedule=step model=resnet50 data=folder"),
     ("", "data.root=/imagenet/../imagenet/"),
     ("", "data.val_size=224 data.image_size=224"),
@@ -178,35 +163,33 @@ def test_another_training_has_another_directory(one: str, other: str) -> None:
     )
 
 
-def test_names_are_readable() -> None:
-    assert name() == name("data.root=/copy/imagenet/") == "imagenet_rn50,data.root=imagenet"
-    assert name("optim.lr=0.3") == f"{name()},optim.lr=0.3"
-    assert name("recipe=cifar10 data=fake train.epochs=3 optim.nesterov=false") == (
-        "cifar10,data.source=fake,data.root=imagenet,optim.nesterov=false,train.epochs=3"
-    )
-    assert composed("optim.lr=0.3 run.name=mine").run.dir == "runs/mine"
+NAMES = {
+    "": "resnet50,data.root=imagenet",
+    "data.root=/copy/imagenet/": "resnet50,data.root=imagenet",
+    # Of the default recipe, the model; what a sweep varies is before the data.
+    "data.root=/photos model=resnet_tiny": "resnet_tiny,data.root=photos",
+    "data.mean=[0,0,0.5]": "resnet50,data.root=imagenet,data.mean=0.0-0.0-0.5,",
+    "optim.lr=0.3": "resnet50,optim.lr=0.3,data.root=imagenet",
+    "recipe=cifar10 train.epochs=3 model=vit_s16": (
+        "cifar10,model.name=vit_s16,train.epochs=3,data.root=imagenet"
+    ),
+    # A typed key is before what a group sets.
+    "optim=adamw train.epochs=3": "resnet50,train.epochs=3,data.root=imagenet,",
+    # What does not fit is left out, and a hash of everything follows.
+    LONG: "vit_s16,train.epochs=300,data.root=imagenet,",
+    "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
+    "model.name=a_model_of_" + 70 * "x": "a_model_of_" + 49 * "x" + ",",
+}
 
 
-def test_long_names_of_a_sweep_begin_with_what_differs() -> None:
-    """A name of up to LONG_NAME characters is in the order of the keys."""
-    data = "data.val_fraction=0.2 data.image_size=32 loader.batch_size=16"
-    end = f"{data} data.root=imagenet".split()
-    end = [end[2], end[3], *end[:2]]
-    for model in ("resnet_tiny", "resnet18"):
-        start = ["imagenet_rn50", f"model.name={model}", "train.epochs=5", *end]
-        assert name(f"{data} train.epochs=5 model={model}").split(",")[:-1] == start
-    assert name(data) == ",".join(["imagenet_rn50", end[1], *end[2:], end[0]])
-
-
-def test_a_long_name_is_shortened_remains_unique_and_can_be_typed() -> None:
-    names = {name(f"{LONG} optim.lr={lr}") for lr in ("1e-3", "2e-3", "3e-3")}
-    assert len(names) == 3
-    for found in names:
-        assert LONG_NAME < len(found) <= NAME_LENGTH + 9
-        assert found.startswith("imagenet_rn50,model.name=vit_s16,optim.name=adamw,optim.lr=")
-        assert all(part for part in found.split(",")) and "/" not in found
-        config = cli.load([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
-        assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
+@pytest.mark.parametrize("typed", NAMES)
+def test_names_are_for_a_person(typed: str) -> None:
+    """At most 60 characters and a hash; and each can be typed."""
+    found = name(typed)
+    assert found.startswith(NAMES[typed]) and len(found) <= NAME_LENGTH + 9
+    assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
+    config = cli.load([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
+    assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
 
 
 def test_the_name_is_the_same_in_every_process() -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 from conf import cli
 from conf.schema import UserError
-from conf.signals import STOPS
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
+from engine.signals import STOPS
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets

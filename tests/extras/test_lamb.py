@@ -75,6 +75,7 @@ def test_it_is_timms(clip_norm: float | None) -> None:
 
 def test_its_options() -> None:
     config = cli.load(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
+    assert (config.optim.name, config.changed["optim.name"]) == ("extras.lamb:lamb", "lamb")
     optimizer = build_optimizer(network(), config.optim)
     assert type(optimizer) is Lamb
     options = {"betas": (0.8, 0.95), "eps": 1e-5, "lr": 5e-3}

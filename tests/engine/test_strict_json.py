@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from conf import strict_json
+from engine import strict_json
 from tests.results import strictly_parsed
 
 
