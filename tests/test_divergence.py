@@ -25,7 +25,7 @@ def test_a_nan(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Step 7 of 18 diverges. Its log row ends the run, or else the checkpoint after that of step 8."""
+    """Step 7 of 18 diverges. Its log row ends the run, or else the save after step 8."""
     step, folder = train.train_step, tmp_path / "run"
 
     def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
