@@ -172,8 +172,8 @@ class HorizontalFlip:
 def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
     """Crop, resize and flip a mask as its image was, to the nearest pixel; decodes nothing.
 
-    Raises ValueError if the mask has another size than the file, or a transform moved the pixels in
-    another way.
+    Raises ValueError if the mask has another size than the file, or a transform changed the pixels
+    in another way.
 
     Args:
         mask: integers [H, W] or [H, W, C] of the size of the image's file.
@@ -185,9 +185,7 @@ def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
             "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
             "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
         )
-    if picture.origin is not None:
-        mask = follow(mask, picture.origin, fill=fill)
-    elif mask.shape[1::-1] != (size := picture.full_size):
+    if mask.shape[1::-1] != (size := picture.full_size):
         raise ValueError(f"the mask's (width, height) is {mask.shape[1::-1]}, its image's {size}")
     for step in picture.geometry:
         mask = crop(mask, step.box, fill)

@@ -52,7 +52,13 @@ class Container:
         return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        file = self._file or self._open()
+        file = self._file
+        if file is None:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
+            info = os.fstat(file.fileno())
+            if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be there
+                raise OSError(f"{self.path} has changed since the start; start again")
+            self._file = file  # of two threads, one may replace the other's, which is then closed
         try:
             data = os.pread(file.fileno(), length, start)
         except OSError:
@@ -61,14 +67,6 @@ class Container:
         if len(data) != length:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
-
-    def _open(self) -> BinaryIO:
-        file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
-        info = os.fstat(file.fileno())
-        if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be at these places
-            raise OSError(f"{self.path} has changed since the start; start again")
-        self._file = file  # of two threads, one may replace the other's, which is then closed
-        return file
 
     def __reduce__(self) -> tuple[Any, ...]:  # an open file means nothing in another process
         return Container, (self.path, self.stamp)

@@ -15,7 +15,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,9 @@ from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
 from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import THREADS, Index
-from pipeline.shared import SharedArray
 
 READ_AHEAD = 8  # files of a worker that are read at a time, if it waits for storage
+READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 
 
@@ -68,14 +68,7 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
-    epoch = 0  # of `dataset[index]`
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch before each one of torch's DataLoader, as with DistributedSampler.
-
-        Persistent workers have a copy of the dataset and do not see it.
-        """
-        self.epoch = epoch
+    epoch = 0  # of `dataset[index]`: set it before each epoch of torch's DataLoader
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
@@ -254,7 +247,7 @@ class FolderDataset(Dataset):
             raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        begin = _readers().submit
+        begin = READERS.submit
         self._ahead = {i: self._ahead.get(i) or begin(self.index.read, i) for i in indices}
 
     def name(self, index: int) -> str:
@@ -273,8 +266,8 @@ class FolderDataset(Dataset):
 
         The sizes distinguish copies with the same names, such as smaller ones.
         """
-        names = hashlib.sha256(f"{self._table} {self._sizes}".encode()).hexdigest()[:16]
-        return f"{len(self):,} images, SHA-256 {names}"
+        table = f"{self._table} {self._sizes}"
+        return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
 
     @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
     def _table(self) -> str:
@@ -294,12 +287,6 @@ class FolderDataset(Dataset):
             return 0
 
 
-@cache
-def _readers() -> ThreadPoolExecutor:
-    """The threads of this process that read ahead."""
-    return ThreadPoolExecutor(READ_AHEAD)
-
-
 class FakeDataset(Dataset):
     """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
 
@@ -309,7 +296,6 @@ class FakeDataset(Dataset):
     def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
         self.num_samples = num_samples
         self.num_classes = num_classes
-        self._labels = SharedArray.copy_of(np.arange(num_samples) % num_classes)
         # A few different images, so that a matrix product is not timed on constants.
         rng = np.random.default_rng(0)
         self._pixels = rng.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
@@ -329,7 +315,7 @@ class FakeDataset(Dataset):
 
     @property
     def labels(self) -> np.ndarray:
-        return self._labels.array
+        return np.arange(self.num_samples) % self.num_classes
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"

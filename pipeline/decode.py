@@ -111,10 +111,7 @@ class Picture:
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    # The picture that a transform computed the source from, for `pipeline.augment.follow`; None if
-    # the source is the file or its pixels
-    origin: "Picture | None" = None
-    moved: bool = False  # whether pixels were moved in another way than by the geometry
+    moved: bool = False  # it changed in another way than by the geometry: no mask can follow
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
@@ -148,7 +145,7 @@ class Picture:
         return self._then(CropResize((0, 0, *self.size), self.size, mirrored=True))
 
     def _then(self, step: CropResize) -> "Picture":  # dataclasses.replace takes 4 us
-        return Picture(self.source, (*self.geometry, step), self.origin, self.moved)
+        return Picture(self.source, (*self.geometry, step), self.moved)
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
@@ -163,7 +160,7 @@ class Picture:
                 image = resize(crop(image, step.box), step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
-                image = as_tensor(image).flip(1).numpy()
+                image = torch.from_dlpack(image).flip(1).numpy()
         assert not isinstance(image, JpegFile)
         return image
 
@@ -230,18 +227,10 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
     if pixels.shape[1::-1] == size:
         return pixels
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
-    # batch takes 110 us instead of 2.
-    planes = as_tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    # batch takes 110 us instead of 2. from_numpy would warn of read-only memory, as Pillow's is.
+    planes = torch.from_dlpack(pixels).unsqueeze(0).permute(0, 3, 1, 2)
     planes = torch.nn.functional.interpolate(planes, size[::-1], mode=interpolation, antialias=True)
     return planes[0].permute(1, 2, 0).numpy()
-
-
-def as_tensor(pixels: np.ndarray) -> torch.Tensor:
-    """Return a tensor on the same memory. Do not write to it: it may be read-only memory of Pillow.
-
-    For read-only memory, torch.from_numpy would print a warning.
-    """
-    return torch.from_dlpack(pixels)
 
 
 def reduction(box: Box, size: tuple[int, int]) -> int:

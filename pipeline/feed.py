@@ -122,20 +122,11 @@ def open_feed(
         active, started = datasets.train.workers_in(modes[0], cores), cores
         most = max(started, 2 * active if measured else 0)
     factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
+    part = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     train_sampler = TrainSampler(
-        num_samples=len(datasets.train),
-        batch_size=loader.batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        seed=config.train.seed,
-        repeats=data.repeats,
+        num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **part
     )
-    val_sampler = ValSampler(
-        num_samples=len(datasets.val),
-        batch_size=loader.batch_size,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    val_sampler = ValSampler(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)

@@ -34,7 +34,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 10  # a scan of another format is not read
+CACHE_FORMAT = 11  # of a scan, in the name of its file
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -127,7 +127,6 @@ class Scan(NamedTuple):
     paths: np.ndarray  # as in Index
     labels: np.ndarray
     places: np.ndarray
-    format: int = CACHE_FORMAT
 
 
 def find_storage(place: str | os.PathLike[str]) -> list[str]:
@@ -162,12 +161,11 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         raise UserError(
             f"{key}={folder}: no such folder; {parent} holds {', '.join(nearby) or 'nothing'}: "
             f"correct data.root, write {key}=FOLDER if it has another name, or data.val_fraction="
-            "0.1 to hold out a tenth of the images; python scripts/prepare.py SOURCE --to DIR "
-            "converts other layouts"
+            "0.1 to hold out a tenth of the images"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = default_cache_dir() / f"{digest[:24]}.npz"
+    cache = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
     if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:
@@ -205,7 +203,6 @@ def _scan(files: Sequence[str], given: str) -> Scan:
 
 
 def _scan_folder(folder: str, given: str) -> Scan:
-    """List the images in class folders."""
     base = os.fsencode(folder)
     others: LeftOut = {}
     _, names, loose = next(walk(base, others))
@@ -247,7 +244,6 @@ def _scan_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes],
 
 
 def _scan_containers(files: Sequence[str], given: str) -> Scan:
-    """List the images in tar files."""
     logger.info("%s: listing the images; the list is cached", given)
     listed = list(map(os.fsencode, files))
     stamps = _stamps(listed)  # before the listing: a file that changes meanwhile is listed again
@@ -317,8 +313,7 @@ def _read_cache(cache: Path) -> Scan | None:
     try:
         with np.load(cache, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        same = np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
-        return scan if same and scan.format == CACHE_FORMAT else None
+        return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
     except Exception:  # numpy raises almost anything on a damaged file
         return None
 

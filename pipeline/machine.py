@@ -11,9 +11,8 @@ import os
 import resource
 from pathlib import Path
 
+OPEN_MAX = 10240  # macOS allows no more, whatever the hard limit
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# setrlimit(2) of macOS: the hard limit may be infinite, but the soft limit is at most OPEN_MAX.
-OPEN_MAX = 10240
 
 
 def cores() -> int:
@@ -45,13 +44,9 @@ def cores_for_workers(local_size: int = 1) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows it."""
+    """Let this process open OPEN_MAX files, or as many as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for limit in (hard, OPEN_MAX):
-        if soft < limit:
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-                return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_MAX)), hard))
 
 
 def reached_limit(error: BaseException) -> str | None:

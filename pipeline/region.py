@@ -23,7 +23,6 @@ from conf.files import default_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
-LONGEST_SECONDS = 20  # of the compiler, which usually takes one
 # What region.c calls, in its order. Before version 3, which has the last one and cannot be asked
 # for its version, the library decodes some regions incorrectly.
 FUNCTIONS = (
@@ -48,8 +47,6 @@ def load() -> Decode | str:
         code = ctypes.CDLL(str(compiled(default_cache_dir() / "native")))
     except AttributeError:
         return pillow_advice
-    except subprocess.TimeoutExpired:
-        return f"install a C compiler that works: it takes longer than {LONGEST_SECONDS} s"
     except OSError as error:
         return str(error)
     if code.region_open((ctypes.c_void_p * len(addresses))(*[a.value for a in addresses])):
@@ -67,8 +64,7 @@ def load() -> Decode | str:
 def compiled(folder: Path) -> Path:
     """Return the path of the machine code in `folder`; compile it if it is missing.
 
-    Raises OSError if there is no compiler, it fails, or `folder` cannot be used, and
-    subprocess.TimeoutExpired if the compiler hangs.
+    Raises OSError if there is no compiler, it fails, or `folder` cannot be used.
     """
     # Different machines can share a home directory.
     key = SOURCE.read_bytes() + platform.platform().encode()
@@ -85,9 +81,7 @@ def compiled(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "region.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
-        made = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=LONGEST_SECONDS
-        )
+        made = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if made.returncode != 0:
             reason = (made.stderr or made.stdout or "no message").splitlines()[0]
             raise OSError(f"install a C compiler that works: {compiler} failed ({reason})")

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 
 from conf.packages import import_torchvision
-from pipeline.decode import Picture, as_tensor
+from pipeline.decode import Picture
 
-# Transforms that need only one image and their own draws, and keep the size and uint8: those that
-# move pixels, see `augment.follow`, and the others.
-MOVING = (
+# Transforms that need only one image and their own draws, and keep the size and uint8.
+NAMES = (
     *("AugMix", "AutoAugment", "ElasticTransform", "RandAugment", "RandomAffine"),
     *("RandomPerspective", "RandomRotation", "RandomVerticalFlip", "TrivialAugmentWide"),
-)
-NAMES = (
-    *MOVING,
     *("ColorJitter", "GaussianBlur", "RandomAdjustSharpness", "RandomAutocontrast"),
     *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
     *("RandomInvert", "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
@@ -38,13 +34,13 @@ class TorchvisionTransform:
         self._transform  # noqa: B018 - refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
+        pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
         pixels = pixels.clone(memory_format=torch.contiguous_format)
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which also seeds the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
             pixels = self._transform(pixels).permute(1, 2, 0)
-        return Picture(pixels.numpy(), origin=picture, moved=self.name in MOVING)
+        return Picture(pixels.numpy(), moved=True)
 
     @cached_property
     def _transform(self) -> Any:

@@ -69,7 +69,7 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
     loader = DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
     crops = set()
     for epoch in (0, 1, 7):
-        dataset.set_epoch(epoch)
+        dataset.epoch = epoch
         sampler.set_epoch(epoch)
         found = [pair for each in loader for pair in zip(*each.values(), strict=True)]
         for index, (image, label) in zip(sampler, found, strict=True):
@@ -252,5 +252,5 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
         assert labels == [[0, 1, 0, 1]]
         assert len(list(feed.train.batches(0, 4))) == 4
     assert datasets.train[3]["image"].max() == 3
-    datasets.train.set_epoch(2)
+    datasets.train.epoch = 2
     assert datasets.train[3]["image"].max() == 203

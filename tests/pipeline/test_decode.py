@@ -208,7 +208,7 @@ def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
     torch.set_warn_always(True)  # it would warn once a process, and have done so in an earlier test
     try:
         with warnings.catch_warnings(action="error"):
-            assert decode.as_tensor(pixels).data_ptr() == pixels.ctypes.data
+            assert torch.from_dlpack(pixels).data_ptr() == pixels.ctypes.data
             picture.mirrored().resized((20, 30)).pixels()
     finally:
         torch.set_warn_always(False)
