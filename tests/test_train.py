@@ -142,8 +142,6 @@ def test_tensorboard(short: Ended) -> None:
     for split in ("train", "val"):
         expected = {r["step"]: pytest.approx(r["loss"], rel=1e-4) for r in rows(folder, split)}
         assert {event.step: event.value for event in board.Scalars(f"{split}/loss")} == expected
-    text = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "batch_size: 8" in text and f"dir: {folder}" in text
     # The first batch of the run: 8 images in rows of 4.
     (inputs,) = board.Images("train/images")
     assert (inputs.step, inputs.width, inputs.height) == (1, 808, 40 + 2 * 254)
@@ -303,7 +301,7 @@ def test_signal_while_validating(
         assert found == ("interrupted", step, signal.SIGTERM)
 
     interrupted_at(5)
-    resume = "resume    run the same command again to resume at step 5\n"
+    resume = "resume    run the same command again to resume\n"
     assert resume in capsys.readouterr().out
     second = go("train.max_steps=8")
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
@@ -376,8 +374,6 @@ def test_resume_from_a_path(
     assert rows(folder, "val") == rows(straight[0], "val")[1:]
     assert summary["history"] == [f"began at step 35 with {path}"]
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
-    config = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert f"dir: {folder}" in config
     assert board.Images("train/images")[0].step == 36
 
     # The best checkpoint of the first run is not in this folder: the only one here is the best.

@@ -17,12 +17,7 @@ def header(by: BestBy) -> str:
 
 
 def _title(by: BestBy) -> str:
-    return by.name + " %" * (value_of(by.name).unit == " %")
-
-
-def print_lines(*lines: str) -> None:
-    """Print lines at once."""
-    print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    return by.name + value_of(by.name).unit
 
 
 def train_line(
@@ -78,19 +73,14 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     added = [value for value in summary.values() if isinstance(value, dict)]
     lines += [value["line"] for value in added if "line" in value]
     lines += [f"speed     {summary['images_per_second']:,.0f} images/s", f"run       {folder}"]
-    curves = folder / "tensorboard"
-    if curves.is_dir():
-        if folder.parent.name == "runs":  # then each run has its name, else only "."
-            curves = folder.parent
-        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(curves))}")
-    best = summary["best_checkpoint"]
-    best = f"{folder}/checkpoints/{best}" if best else "no checkpoint was validated"
-    lines.append(f"best      {best}")
+    if (folder / "tensorboard").is_dir():
+        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder))}")
+    if best := summary["best_checkpoint"]:
+        lines.append(f"best      {folder}/checkpoints/{best}")
     if skipped := summary["unreadable_images"]:
         lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
     if summary["signal"] and resumes:
-        step = summary["step"]
-        lines.append(f"resume    run the same command again to resume at step {step:,}")
+        lines.append("resume    run the same command again to resume")
     return [*lines, *(f"verdict   {line}" for line in summary["verdict"])]
 
 
@@ -102,8 +92,7 @@ def _result(summary: Mapping[str, Any]) -> str:
     text = ", ".join(shown(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
         text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
-    raw = f"; raw model: {shown(by, summary[f'{by}_raw'])}" if f"{by}_raw" in summary else ""
-    return text + raw
+    return text
 
 
 def duration(seconds: float) -> str:

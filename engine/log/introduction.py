@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from engine.compute import Compute, has_batch_norm
-from engine.log.console import outcome, print_lines
+from engine.log.console import outcome
 from engine.run import Run
 from engine.schedule import Schedule, setup_notes
-from engine.state import TrainState, highest_share
+from engine.state import TrainState
 from pipeline.build import Datasets
 
 
@@ -22,20 +22,20 @@ def introduce(
     if run.resumed is not None:
         resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
-    print_lines(
+    lines = [
         *facts(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
         f"run      {run.path}{resumed}",
         *(f"history  {line}" for line in state.history),
-    )
+    ]
     if run.finished is not None:
-        more = "a larger train.max_steps to continue, "
-        print_lines(
-            f"this run is finished after {state.step:,} steps: give "
-            f"{more if state.step < schedule.steps else ''}another run.name to train again, "
-            "or checkpoint.resume=never to start over in this directory",
+        more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
+        lines += [
+            f"this run is finished after {state.step:,} steps: give {more}another run.name to "
+            "train again, or checkpoint.resume=never to start over in this directory",
             *outcome(run.path, run.finished, resumes=False),
-        )
+        ]
+    print(*lines, sep="\n", flush=True)
 
 
 def facts(
@@ -63,10 +63,5 @@ def facts(
         f"model    {compute.parameters / 1e6:.2f} M parameters, {compute.flops / 1e9:.2f} GFLOP "
         f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
     )
-    if (decay := config.train.ema_decay) is not None:
-        last = 1 - highest_share(schedule.steps - 1)
-        warms_up = f" is not reached; its warm-up ends at {last:.4g}" if last < decay else ""
-        yield f"average  decay {decay:g}{warms_up}"
     layout = ", channels_last" if compute.channels_last else ""
-    reason = f" ({compute.compile_reason})" if compute.compile_reason else ""
-    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{reason}"
+    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}"

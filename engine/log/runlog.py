@@ -3,7 +3,6 @@
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.compose import to_yaml
 from conf.schema import Config
 from engine.checkpoint import file_name, write_json
 from engine.distributed import World
@@ -34,9 +32,6 @@ from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.build import Datasets
 from pipeline.clock import Shares, mean_of
-
-FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
-GUESSING = 10  # a validation loss above so many times that of guessing leads to a warning
 
 
 def check_log(config: Config, world: World) -> None:
@@ -62,7 +57,8 @@ class RunLog(ExitStack):
         self.feed, self.compute = self.verdict.feed, self.verdict.compute
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
-        # By whether they are of the first steps of this start, and of the first epoch.
+        # By whether they are of the first steps of this start, and of the first epoch, which reads
+        # cold files. The last list tells the speed of the run.
         self._shares: dict[tuple[bool, bool], list[Shares]] = {}
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
@@ -72,11 +68,7 @@ class RunLog(ExitStack):
         self.monitor = self.enter_context(GpuMonitor(self.world.device))
         if self.world.size > 1:
             mark_parts(self.state, self.feed.train.clock)
-        if self.run.is_first_start:
-            self.tracker.text("config", to_yaml(self.config))
         self.tracker.print(header(self.best_by))
-        # time.monotonic() at which the console says that training goes on, if no row has
-        self._line_due = time.monotonic() + FIRST_LINE_SECONDS
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -113,10 +105,6 @@ class RunLog(ExitStack):
         self.meter.add(values)
         if due.log:
             self.meter.send(step)
-        elif time.monotonic() >= self._line_due:
-            self._line_due = math.inf
-            every = self.config.log.every_steps
-            self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.end_step()
@@ -158,14 +146,7 @@ class RunLog(ExitStack):
         """
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}
-        epochs, by = self.config.train.epochs, self.best_by
-        self.tracker.print(val_line(row, names, by, epochs, best=best))
-        guessing = math.log(max(2, len(self.datasets.classes)))
-        if "top1" in row and row["loss"] > GUESSING * guessing:
-            self.tracker.print(
-                f"warning  the validation loss {row['loss']:,.4g} is far above {guessing:.4g}, "
-                "which guessing gives; lower optim.lr, or train for more steps"
-            )
+        self.tracker.print(val_line(row, names, self.best_by, self.config.train.epochs, best=best))
         self._write(row | self._tell(lambda observer: observer.validated(row, rows)))
 
     def _report(self) -> None:
@@ -186,49 +167,35 @@ class RunLog(ExitStack):
             self.verdict.add(shares)
         row = train_row(interval, shares, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
-        if self.config.data.on_error == "skip":
-            row["data/unreadable_images"] = self._unreadable()
         self._write(row)
         epochs = self.config.train.epochs
         self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
-        self.row, self._line_due = row, math.inf
-
-    def _unreadable(self) -> int:
-        """Return how many training images the ranks could not read in this start. Collective."""
-        found = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
-        return len(set[int]().union(*found))
+        self.row = row
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
         self._tell(lambda observer: observer.logged(row))
 
-    def _images_per_second(self) -> float:
-        """Return the speed without the first steps, and the first epoch, which reads cold files.
-
-        If no other steps remain, those of the first epoch count; if these are none, the first ones.
-        """
-        return mean_of([*self._shares.values()][-1]).rate * self.world.size if self._shares else 0.0
-
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
-        `started`: time.monotonic() when the program began.
-
-        A signal may still arrive during that checkpoint. Raises CheckpointError if it could not be
-        written.
+        `started`: time.monotonic() when the program began. A signal may still arrive during that
+        checkpoint. Raises CheckpointError if it could not be written.
         """
         run = self.run
         run.wait()
         stop.poll()
+        rate = mean_of([*self._shares.values()][-1]).rate if self._shares else 0.0
+        unreadable = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
             **results(self.state, self.schedule),
             "seconds": time.monotonic() - started,
-            "images_per_second": self._images_per_second(),
+            "images_per_second": rate * self.world.size,
             "workers": self.feed.train.loader.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
-            "unreadable_images": self._unreadable(),
+            "unreadable_images": len(set[int]().union(*unreadable)),
         }
         summary |= self._tell(lambda observer: observer.finish(summary))
         if self.world.is_main:

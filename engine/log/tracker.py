@@ -6,7 +6,6 @@ A full disk or a missing TensorBoard causes one warning; training continues.
 import io
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,9 +17,7 @@ from conf.files import read_text
 from conf.schema import Config, UserError
 from engine import strict_json
 from engine.checkpoint import replace_file
-from engine.log.console import print_lines
 from engine.log.meter import TIME
-from engine.scores import BestBy
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +54,7 @@ class Tracker(ExitStack):
         if folder is not None:
             self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
             if config.log.trackers:
-                by = BestBy.of(config.train.best_by)
-                self._board = self.guard("TensorBoard", self._open_board, folder, by.name)
+                self._board = self.guard("TensorBoard", self._open_board, folder)
 
     def _open_rows(self, path: Path) -> Any:
         if path.exists():
@@ -72,22 +68,18 @@ class Tracker(ExitStack):
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path, best_by: str) -> Any:
+    def _open_board(self, folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = self._start_step + 1 if self._start_step else 0
         board: Any = SummaryWriter(folder / "tensorboard", purge_step=purge_step, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
-        tags = r"(train|val)/(\w+_)?{}(_\w+)?$"  # a chart has the curves of training and validation
-        names = "loss", best_by
-        charts = {name: ["Multiline", [tags.format(re.escape(name))]] for name in names}
-        board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:
         """Print lines."""
-        if self.folder is not None:
-            print_lines(*lines)
+        if self.folder is not None and lines:
+            print(*lines, sep="\n", flush=True)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row, to metrics.jsonl with _ in place of / in its keys."""
@@ -103,10 +95,6 @@ class Tracker(ExitStack):
             }
             self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
         self.board("TensorBoard", add_curves)
-
-    def text(self, tag: str, text: str) -> None:
-        """Write a text for TensorBoard."""
-        self.board("TensorBoard", lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
     def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""

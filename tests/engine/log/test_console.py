@@ -80,16 +80,10 @@ def test_outcome(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"signal": 15}, "resume    run the same command again to resume at step 1,500"),
+        ({"signal": 15}, "resume    run the same command again to resume"),
         ({"status": "interrupted"}, "status    interrupted after 1,500 steps, 10 epochs, in 1:05"),
         ({"values": []}, "result    not validated"),
         ({"best_top1": None}, "result    top1 71.25 %, top5 90.50 %"),
-        ({"best_checkpoint": None}, "best      no checkpoint was validated"),
-        (
-            {"top1_raw": 70.0},
-            "result    top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9; "
-            "raw model: top1 70.00 %",
-        ),
         (
             {"of an observer": {"line": "recipe    within 71 +/- 0.5"}},
             "recipe    within 71 +/- 0.5",
@@ -102,16 +96,12 @@ def test_other_outcomes(changes: dict[str, Any], line: str, tmp_path: Path) -> N
 
 
 def test_files_of_an_outcome(tmp_path: Path) -> None:
-    """In the default folder, TensorBoard shows all runs by name."""
-    for run, shown in (
-        ("a run", f"'{tmp_path}/a run/tensorboard'"),
-        ("runs/a", f"{tmp_path}/runs"),
-    ):
-        folder = tmp_path / run
-        (folder / "tensorboard").mkdir(parents=True)
-        lines = outcome(folder, SUMMARY | {"signal": 15, "unreadable_images": 0}, resumes=False)
-        assert f"curves    tensorboard --logdir {shown}" in lines
-        assert not any(line.startswith(("resume", "skipped")) for line in lines)
+    folder = tmp_path / "a run"
+    (folder / "tensorboard").mkdir(parents=True)
+    changes = {"signal": 15, "unreadable_images": 0, "best_checkpoint": None}
+    lines = outcome(folder, SUMMARY | changes, resumes=False)
+    assert f"curves    tensorboard --logdir '{folder}'" in lines
+    assert not any(line.startswith(("resume", "skipped", "best")) for line in lines)
 
 
 def test_duration() -> None:

@@ -1,4 +1,4 @@
-"""What slow and bad runs say: a line within seconds, a verdict of one log row, and warnings."""
+"""What slow and bad runs say: a verdict of one log row, and unreadable images."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ from statistics import harmonic_mean
 
 import pytest
 
-from engine.log import runlog
 from engine.tune import verdict
 from tests.ranks import Ranks
 from tests.results import rows
@@ -23,8 +22,7 @@ def test_a_run_with_one_log_row(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A line says that training goes on; the figures leave out the first step."""
-    monkeypatch.setattr(runlog, "FIRST_LINE_SECONDS", 0)
+    """The figures leave out the first step."""
     summary = run(image_root, tmp_path / "short", *ONE_ROW, "train.max_steps=1")
     assert summary["images_per_second"] > 0
     shown = [line.split() for line in capfd.readouterr().out.splitlines() if "/2  " in line]
@@ -35,10 +33,8 @@ def test_a_run_with_one_log_row(
     lines = [line.split() for line in out.splitlines()]
     shown = [line for line in lines if len(line) > 7 and line[0].endswith("/2")]
     assert [line[1] for line in shown] == ["9", "9"]
-    assert out.count("\nstep 1: training; a row follows every 100 steps\n") == 1
     assert shown[0][7].count(":") == 1, "the time left"
     assert "validation:" in shown[-1]
-    assert "\nwarning  the validation loss " in out and " is far above 1.099, which guess" in out
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [9]
     assert summary["verdict"][0].split()[0] in ("input-bound", "core-bound:", "compute-bound:")
 
@@ -60,8 +56,6 @@ def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks:
     done = ranks.run(command(root, folder, *options, "data.max_bad_fraction=0.06"), 2)
     assert done.returncode == 0 and done.stderr.count(" skipped ") == 2, done.stderr
     assert "\nskipped   3 unreadable images: " in done.stdout
-    counts = [row["data_unreadable_images"] for row in rows(folder, "train")]
-    assert counts == sorted(counts) and counts[-1] == 3
     assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
     other = tmp_path / "other"
     done = ranks.run(command(root, other, *options, "data.max_bad_fraction=0.04"), 2)

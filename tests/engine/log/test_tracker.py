@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import load
 from engine.log.sheet import draw_batch
@@ -61,7 +59,6 @@ def start(folder: Path | None, start_step: int, steps: list[int], loss: float = 
     with Tracker(folder, CONFIG, start_step=start_step) as tracker:
         tracker.print("a line")
         if start_step == 0:
-            tracker.text("config", f"loss: {loss}")
             tracker.images(drawn("train/images"), 0)
         for step in steps:
             tracker.row(train_row(step, loss))
@@ -91,7 +88,6 @@ def test_rows_are_not_buffered(tmp_path: Path) -> None:
         (train,) = rows(tmp_path)
         tracker.row(val_row(1))
         assert rows(tmp_path) == [train, val_row(1)]
-        tracker.text("config", "a: 1")
         tracker.images(drawn("train/images"), 0)
         tracker.flush()
     expected = {key.replace("/", "_"): value for key, value in train_row(1).items()}
@@ -112,7 +108,6 @@ def test_after_restarts(tmp_path: Path) -> None:
     assert len(events.Images("train/images")) == 1
     assert [image.step for image in events.Images("val/worst")] == [20, 40, 60, 80]
     assert json.loads((tmp_path / "per_class.json").read_text()) == {"step": 80}
-    assert b"loss: 1" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     start(tmp_path, 0, [10, 20], loss=4)  # killed before its first checkpoint
     assert curve(curves(tmp_path), "train/loss") == [(10, 4), (20, 4)]
 
@@ -146,14 +141,6 @@ def test_tags_and_values(tmp_path: Path) -> None:
     assert (picture.step, picture.width, picture.height) == (3, 64, 64)
     shown = np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)), np.float32)
     assert np.abs(shown - NOISE).mean() < 20  # JPEG
-    tensor = events.Tensors("custom_scalars__config__")[0]
-    (group,) = Layout.FromString(tensor.tensor_proto.string_val[0]).category
-    patterns = {chart.title: chart.multiline.tag[0] for chart in group.chart}
-    for chart, tags in {
-        "loss": {"train/loss", "val/loss", "val/loss_raw"},
-        "top1": {"train/top1", "val/top1_raw", "val/reference_top1_min"},
-    }.items():
-        assert all(re.match(patterns[chart], tag) for tag in tags)
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "tensorboard", "per_class.json", "run"])
