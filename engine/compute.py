@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ import models
 from conf.schema import Config, UserError
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Dense bf16 operations per second, from NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -41,8 +39,6 @@ MANY_STEPS = 2_000
 # the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
 # CPU: 0.6 of the memory of a step.
 RECOMPUTE_KEEPS = 0.2
-# model.compile=tuned searches the block sizes of every generated kernel.
-TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
 # a thread that computed a checksum for TensorBoard delayed each launch of a step of ViT-S/16 on an
 # H200: it took 148 ms instead of 31 ms.
@@ -58,7 +54,6 @@ class Compute:
     precision: str
     channels_last: bool
     compile: str
-    compile_reason: str  # why model.compile=auto chose this mode; empty if the user set it
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
     image_shape: tuple[int, ...]  # of a training image on the device, (..., C, S, S)
     parameters: int
@@ -114,7 +109,7 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
-    mode, reason = resolve_compile(config.model.compile, device, steps)
+    mode = resolve_compile(config.model.compile, device, steps)
     rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
     return Compute(
         device=device,
@@ -122,7 +117,6 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile=mode,
-        compile_reason=reason,
         rewrite=config.model.rewrite if rewritten else None,
         image_shape=shape,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -138,11 +132,10 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     """Count the operations of one image's forward pass (a multiply-add counts as two).
 
     Args:
-        model: on the meta device; left in the mode it was in.
+        model: on the meta device; it is set to evaluation.
         shape: of the image on the device, such as (C, H, W).
         key: key to name if the model does not take such images, which is a UserError.
     """
-    mode = model.training
     model.eval()
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -152,7 +145,6 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
             f"{key}: the model does not take images of {shape[-1]} px with {shape[-3]} channels "
             f"({str(error).splitlines()[0]}); give another size"
         ) from None
-    models.train_mode(model, mode)
     return int(counter.get_total_flops())
 
 
@@ -186,19 +178,15 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
-def resolve_compile(choice: str, device: torch.device, steps: int) -> tuple[str, str]:
-    """Resolve model.compile=auto; return the mode and why it was chosen.
+def resolve_compile(choice: str, device: torch.device, steps: int) -> str:
+    """Resolve model.compile=auto.
 
-    The reason is empty if the mode was given, or on a CPU. `steps`: of the whole run, so that a
-    resumed run, which has fewer left, keeps its mode: another one rounds differently.
+    `steps`: of the whole run, so that a resumed run, which has fewer left, keeps its mode: another
+    one rounds differently.
     """
     if choice != "auto":
-        return choice, ""
-    if device.type != "cuda":
-        return "off", ""
-    if steps > MANY_STEPS:
-        return "default", f"more than {MANY_STEPS:,} steps"
-    return "off", f"at most {MANY_STEPS:,} steps"
+        return choice
+    return "default" if steps > MANY_STEPS and device.type == "cuda" else "off"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:
@@ -229,7 +217,7 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-def compiled(function: F, mode: str) -> F:
+def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
@@ -237,6 +225,8 @@ def compiled(function: F, mode: str) -> F:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
     torch._functorch.config.activation_memory_budget = kept
-    special: dict[str, Any] = {"recompute": {}, "tuned": {"options": TUNED}}
+    # `tuned` searches the block sizes of every generated kernel.
+    tuned = {"options": {"coordinate_descent_tuning": True}}
+    special: dict[str, Any] = {"recompute": {}, "tuned": tuned}
     options = special.get(mode, {"mode": mode})
-    return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
+    return torch.compile(function, dynamic=False, **options)

@@ -74,16 +74,14 @@ def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("choice", "device", "steps", "found"),
     [
-        ("auto", CPU, 9_999, ("off", "")),
-        ("default", CPU, 10, ("default", "")),
-        ("off", CUDA, 9_999, ("off", "")),
-        ("auto", CUDA, 2_000, ("off", "at most 2,000 steps")),
-        ("auto", CUDA, 2_001, ("default", "more than 2,000 steps")),
+        ("auto", CPU, 9_999, "off"),
+        ("default", CPU, 10, "default"),
+        ("off", CUDA, 9_999, "off"),
+        ("auto", CUDA, 2_000, "off"),
+        ("auto", CUDA, 2_001, "default"),
     ],
 )
-def test_compile_mode(
-    choice: str, device: torch.device, steps: int, found: tuple[str, str]
-) -> None:
+def test_compile_mode(choice: str, device: torch.device, steps: int, found: str) -> None:
     assert resolve_compile(choice, device, steps) == found
 
 
@@ -92,7 +90,6 @@ def test_published_flops() -> None:
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
     assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)
-    assert model.training
 
 
 @pytest.mark.parametrize(
