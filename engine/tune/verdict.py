@@ -27,9 +27,9 @@ DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
 # machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
-# Of the images/s that the step alone reached in the seconds after the start: the loader can cost 3
-# to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
-AS_FAST, SLOWER = 0.97, 0.9
+# Of the images/s that the step alone reached in the seconds after the start. The loader can cost 3
+# to 5 %, and over hours a GPU runs warmer and slower; below it something is wrong.
+SLOWER = 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
 # Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
@@ -81,33 +81,24 @@ class Verdict:
 def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     """Return what helps against each cause, as far as it applies to this run."""
     loader, dataset = feed.config.loader, feed.train.loader.dataset
-    on_gpu, typed = compute.device.type == "cuda", {loader.workers, loader.decoder} != {"auto"}
-    if not on_gpu:  # where auto measures nothing: these may be its values
-        typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
+    typed = {loader.workers, loader.decoder} != {"auto"}
     auto = ["set loader.workers=auto and loader.decoder=auto in a new run"] * typed
     compiler = ["install a C compiler for loader.decoder=region"] * (dataset.decoder == "pillow")
     large = dataset.mean_bytes() > LARGE_FILES
     smaller = ["re-encode the images once with scripts/prepare.py --side 352"] * large
     decode = [*(auto or compiler), *smaller, "use a machine with more CPU cores"]
     end = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
-    typed_off = feed.config.model.compile == "off"  # auto is off only for too few steps
-    faster = "default" if typed_off else "tuned" if compute.compile == "default" else ""
     return {
         **dict.fromkeys(("input-bound by decode", "input-bound by loading", ENGINES), decode),
         "input-bound by storage": ["move the images to faster storage", *auto, *smaller],
         "input-bound by CPU cores": [end, *decode],
-        "input-bound by the hand-off": [
-            "raise loader.prefetch_batches, and leave a core to the training process"
-        ],
+        "input-bound by the hand-off": ["raise loader.prefetch_batches"],
         "core-bound": [end, *decode],
         "copy-bound": ["use more PCIe lanes"],
         "launch-bound": ["raise loader.batch_size"],
-        "compute-bound": [f"set model.compile={faster}"] if faster and on_gpu else [],
+        "compute-bound": ["set model.compile=tuned"] * (compute.compile == "default"),
         "slowed by a straggler": ["check its clock and cooling, and which other processes use it"],
-        "communication-bound": [
-            "use a faster link between the ranks",
-            "raise loader.batch_size: the exchange of a larger batch takes the same time",
-        ],
+        "communication-bound": ["use a faster link between the ranks", "raise loader.batch_size"],
     }
 
 
@@ -186,7 +177,7 @@ def lacks_core(run: Shares, ranks: Sequence[Shares]) -> bool:
         # Other threads of the processes exchange the messages of the ranks.
         if run.core >= run.late / 2 or run.core_ms > run.cpu_ms:
             return True
-    late = max(run.late, sum(rank.late for rank in ranks))  # one rank's delay delays all
+    late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
     return idle and run.mode != "gpu" and step_rate(run) < SLOWER * run.alone
 
@@ -226,24 +217,18 @@ def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
         f"storage and {run.core_ms:.1f} ms for a core"
     )
     longest = max(ranks, key=lambda rank: rank.core)
-    launches = f", and the GPU {run.late:.0%} of the time for launches" * run.on_gpu
     refused = f"; the step is not one CUDA graph: {run.graph_refused}" * bool(run.graph_refused)
-    check = ": check the GPUs' clocks and links, and what else runs on them" * (share < SLOWER)
     of_cause = {
         "slowed by a straggler": straggler(ranks)[1],
         "communication-bound": "averaging the gradients over the ranks takes "
         f"{run.exchange_ms:.1f} of the {run.period_ms:.1f} ms of a step, and no rank computes then",
-        "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core{launches}",
-        "input-bound by the hand-off": f"{images}, which is enough for "
-        f"{run.workers * run.per_worker:,.0f} img/s",
+        "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core",
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
         "launch-bound": f"the GPU was idle {run.late:.0%} of the time, and before "
         f"{run.drained:.0%} of the steps, although the images were ready{refused}",
-        "compute-bound": "faster data loading would not help"
-        if share >= AS_FAST
-        else f"copies and transforms on the GPU run {run.copy:.0%} of the time{check}",
+        "compute-bound": "faster data loading would not help",
     }
-    alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < AS_FAST)
+    alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < SLOWER)
     hot = max(ranks, key=lambda rank: (bool(rank.slowdowns), rank.own_ms))
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [

@@ -63,12 +63,10 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "core-bound: the GPU waited 0.4% of the time for images; the step can process 6,627 img/s, "
         "88% of the 7,500 that it processed alone, and got 6,600; rank 0 on node0 waited 0% of the",
     ),
-    (SLOWER, "compute-bound: ... on the GPU run 3% of the time: check the GPUs' clocks"),
-    ({"alone": 7000}, ", 95% of the 7,000 that ... transforms on the GPU run 3% of the time. R"),
+    ({"alone": 7500, "core": 0.4}, "compute-bound: ... , 88% of the 7,500 that it processed alone"),
     (
         LACKS_CORE,
-        "core-bound: ... rank 0 on node0 waited 40% of the time for a core, and the GPU 20% of the "
-        "time for launches. R",
+        "core-bound: ... rank 0 on node0 waited 40% of the time for a core. R",
     ),
     ({**CPU, "core": 0.4}, "core-bound: ... rank 0 on node0 waited 40% of the time for a core. R"),
 ]
@@ -108,14 +106,14 @@ SEVERAL: list[tuple[list[Shares], str]] = [
         "communication-bound: ... averaging the gradients over the ranks takes 40.0 of the 100.0 "
         "ms of a step, and no rank computes then",
     ),
-    (ranks_of({"core": 0.3}, {}, **STALLS), "30% of the time for a core, and the GPU 36%"),
+    (ranks_of({"core": 0.3}, {}, **STALLS), "core-bound: ... 30% of the time for a core"),
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"wait": 0.4, "cpu_ms": 29.0}),
         "input-bound by decode: the GPU waited 40.0% ... each worker (30) computes 29.0",
     ),
     # Rates are those of all ranks.
-    (ranks_of({}, {}, wait=0.6, rate=4000.0), "hand-off: ... which is enough for 15,789 img/s. R"),
+    (ranks_of({}, {}, wait=0.6, rate=4000.0), "hand-off: ... (30) computes 1.8 ms"),
     (ranks_of(*[{}] * 4, alone=300.0), "process 1,004 img/s, 84% of the 1,200 that it processed"),
     (ranks_of({**OWN_50, **HOT}, {"own_ms": 52.0, **HOT}), "compute-bound ... rank 1 on n"),
     (

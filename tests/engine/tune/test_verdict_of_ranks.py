@@ -82,8 +82,7 @@ def test_straggler(image_root: Path, tmp_path: Path) -> None:
             time.sleep(0.1)
 
     verdict = verdict_of(image_root, folder, "train.max_steps=80", disturb=disturb)
-    assert verdict.startswith("slowed by a straggler: rank 1 on ")
-    assert "of the time; all ranks together processed" in verdict
+    assert verdict.startswith("slowed by a straggler: ") and "; rank 1 on " in verdict
 
 
 LOADS_GPU = """
