@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -38,7 +38,6 @@ from pipeline.feed import FEWEST_BATCHES, Feed
 from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PROBE_WORKERS = 2  # whose speed is measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
@@ -83,17 +82,14 @@ def tune(
     in its folder has it. Returns 0 if nothing was measured. Raises LoaderError if an image cannot
     be read.
     """
-    if not feed.measured:
+    if not feed.measured or run.stop_step - state.step < FEWEST_BATCHES:
         return 0.0
-    pool, world, steps = feed.train.loader.pool, run.world, run.stop_step - state.step
+    pool, world = feed.train.loader.pool, run.world
     machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
     tuner = Tuner(feed, step, compute, world, stop, state.step)
     if found := world.broadcast(lambda: _stored(run, feed, machine)):
         tuner.configure(found["mode"], found["workers"], found["alone"])
         how = "from an earlier start; autotune.refresh=true measures again"
-    elif steps < FEWEST_BATCHES:
-        tuner.configure(feed.modes[0], tuner.max_workers(feed.modes[0]), math.inf)
-        how = f"not measured, workers={pool.active}: {steps} steps are over before it matters"
     else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
@@ -101,15 +97,13 @@ def tune(
                 found = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
-            how = "not measured: interrupted by a signal"
-        else:
-            how = f"measured in {found['seconds']:.0f} s"
-            tracker.record("autotune.json", {**found, "machine": machine})
+            return 0.0
         step.reset()
-    lines = [*found.get("lines", []), how]
-    tracker.text("autotune", "\n".join(lines))
+        how = f"measured in {found['seconds']:.0f} s"
+        tracker.record("autotune.json", {**found, "machine": machine})
+    lines = [*found["lines"], how]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-    return float(found.get("alone", 0.0))
+    return float(found["alone"])
 
 
 def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any]:
@@ -124,11 +118,7 @@ def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any]:
 
 @dataclass
 class Tuner:
-    """Measures all ranks at once. Each figure is that of the slowest rank.
-
-    Methods that wait for images raise StoppedError at a signal, and LoaderError if an image cannot
-    be read.
-    """
+    """Measures all ranks at once. Each figure is that of the slowest rank."""
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
     step: Callable[[Batch], object]  # a real training step; the caller restores the state
@@ -154,30 +144,27 @@ class Tuner:
         mode, workers = best_setting(self.trials)
         trial = self.trials[mode][workers]
         if self.world.size > 1 and mode == "cpu" and not slowed(trial):
-            reserve = math.ceil(RESERVE * workers)
-            workers = max(workers, min(self.max_workers(mode), reserve))
+            workers = max(workers, min(self.max_workers(mode), math.ceil(RESERVE * workers)))
         self.configure(mode, workers, self.demand)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
             self.demand = self.measure_step(resident, rounds=2)
-        lines = self.lines(mode, workers, trial._replace(alone=self.demand))
-        seconds = time.perf_counter() - began
-        found = {"mode": mode, "workers": workers, "alone": self.demand, "seconds": seconds}
-        return {**found, "lines": lines}
+        return {
+            "mode": mode,
+            "workers": workers,
+            "alone": self.demand,
+            "seconds": time.perf_counter() - began,
+            "lines": self.lines(mode, workers, trial._replace(alone=self.demand)),
+        }
 
     def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
         """Return the result for a reader."""
-        one, size = self.probe, self.feed.train.loader.batch_size
-        names = {"cpu": self.feed.train.loader.dataset.decoder}
-        best = {name: max(t.rate for t in tried.values()) for name, tried in self.trials.items()}
-        rates = [f"{names.get(m, m)} {self.world.size * r:,.0f} img/s" for m, r in best.items()]
+        decoder = self.feed.train.loader.dataset.decoder if mode == "cpu" else mode
         return [
-            f"the step takes {trial.alone:,.0f} img/s ({size} x {1e3 * size / trial.alone:.1f} ms, "
-            "measured on a batch on the device)",
-            f"one worker gives {one.per_worker:,.0f} img/s ({one.cpu_ms:.2f} ms CPU, "
-            f"{one.storage_ms:.2f} ms waiting); there are cores for {self.max_workers(mode)}",
-            f"decoder={names.get(mode, mode)} workers={workers}   with the step "
-            f"{trial.rate:,.0f} img/s, {trial.wait:.1%} waiting",
-            *([f"each decoder, at its best: {', '.join(rates)}"] if len(rates) > 1 else []),
+            f"the step takes {trial.alone:,.0f} img/s on a batch that is on the device",
+            f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
+            f"{self.max_workers(mode)}",
+            f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
+            f"{trial.wait:.1%} waiting",
             *verdict([trial], remedies(self.compute, self.feed)),
         ]
 
@@ -218,16 +205,16 @@ class Tuner:
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
             behind = max(each.rate for each in tried.values()) < top
-            waits, is_slowed = trial.wait > TOLERANCE, slowed(trial)
-            if (waits and behind) or (mode != "cpu" and not waits and not is_slowed):
+            waits = trial.wait > TOLERANCE
+            if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
             workers = next_number(tried, self.demand, most)
 
     def has_time(self) -> bool:
         """Whether another trial may begin."""
         number = sum(map(len, self.trials.values()))
-        in_time = number == 0 or time.perf_counter() < self.deadline
-        return number < MOST_TRIALS and self.world.broadcast(lambda: in_time)
+        in_time = self.world.broadcast(lambda: time.perf_counter() < self.deadline)
+        return number == 0 or (in_time and number < MOST_TRIALS)
 
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         """Train with a mode and a number of workers."""
@@ -263,8 +250,8 @@ class Tuner:
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
 
-        On some hosts, the thread that waits for the device's decoder needs a core. With several
-        ranks one is kept for it, because all of them wait for a rank that lacks a core.
+        With several ranks, a core is kept for the thread that waits for the device's decoder: all
+        of them wait for a rank that lacks a core.
         """
         most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
@@ -285,13 +272,6 @@ class Tuner:
         if left:
             raise StoppedError
 
-    def on_all_ranks(self, function: Callable[[], T]) -> list[T]:
-        """Call a function that waits for images; return the results of all ranks."""
-        results = self.world.all_gather(function())
-        if self.stop.poll():
-            raise StoppedError
-        return results
-
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
         """Images/s of the step on a batch that is already on the device."""
 
@@ -311,12 +291,6 @@ class Tuner:
 
     def measure_worker(self) -> Shares:
         """Times of a worker that decodes batches that nothing uses."""
-        results = self.on_all_ranks(self._time_worker)
-        self.next_step = max(step for _, step in results)  # earlier files are in memory now
-        return min((times for times, _ in results), key=lambda times: times.per_worker)
-
-    def _time_worker(self) -> tuple[Shares, int]:
-        """Return the times of a worker, and the first step whose files have not been read."""
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
         for batch in loader.batches(self.next_step, self.next_step + MOST_STEPS):
@@ -325,24 +299,25 @@ class Tuner:
                 loader.ring.replies.clear()
             elif time.perf_counter() - began > MEASURE_SECONDS / 2:
                 break
-        return Shares(**loader.ring.worker_ms()), batch.step + 1 + loader.queue_size
+        # The files of earlier steps are in memory now.
+        self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
+        found = self.world.all_gather(Shares(**loader.ring.worker_ms()))
+        return min(found, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
         """Make some batches in a mode, which compiles kernels; return why it fails, or None."""
-        failures = self.on_all_ranks(lambda: self._failure(mode))
-        return next(filter(None, failures), None)
-
-    def _failure(self, mode: str) -> str | None:
-        first, dataset = self.next_step, self.feed.train.loader.dataset
+        failure = None
         self.feed.set_mode(mode)
         try:
-            deque(self.feed.train.batches(first, first + WARM_BATCHES), maxlen=0)
+            batches = self.feed.train.batches(self.next_step, self.next_step + WARM_BATCHES)
+            deque(batches, maxlen=0)
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
-            return describe(error)
-        known = mode == "cpu" or dataset.device_rate < math.inf
-        return None if known else "it has decoded no image"
+            failure = describe(error)
+        if failure is None and self.feed.train.loader.dataset.device_rate == math.inf:
+            failure = "it has decoded no image"
+        return next(filter(None, self.world.all_gather(failure)), None)
 
     def synchronize(self) -> None:
         """Wait for the GPU, if there is one."""
@@ -369,7 +344,7 @@ def is_enough(trials: Trials) -> bool:
 
 
 def best_setting(trials: Trials) -> tuple[str, int]:
-    """Return the fastest mode, and its number of workers.
+    """Return the fastest mode, and the fewest workers that make it so.
 
     The CPU mode if it is enough and as fast, because its pixels are exact.
     """
@@ -377,31 +352,22 @@ def best_setting(trials: Trials) -> tuple[str, int]:
     mode = max(rates, key=lambda name: rates[name])
     if is_enough(trials) and rates["cpu"] * PAYS >= rates[mode]:
         mode = "cpu"
-    return mode, best_number(mode, trials[mode])
-
-
-def best_number(mode: str, tried: Tried) -> int:
-    """Return the number of workers to use: the fewest within PAYS of the best rate, and TOLERANCE.
-
-    In a mode of the device, the fastest, since fewer workers take more of the device.
-    """
-    top = max(tried, key=lambda workers: tried[workers].rate)
-    waits = tried[top].wait + TOLERANCE
-    near = (workers for workers, trial in tried.items() if trial.rate * PAYS >= tried[top].rate)
-    return top if mode != "cpu" else min(n for n in near if tried[n].wait <= waits)
+    tried = trials[mode]
+    if mode != "cpu":  # fewer workers would take more of the device
+        return mode, max(tried, key=lambda workers: tried[workers].rate)
+    return mode, min(n for n, trial in tried.items() if trial.rate * PAYS >= rates["cpu"])
 
 
 def next_number(tried: Tried, demand: float, most: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
     now, trial = next(reversed(tried.items()))
-    enough = math.ceil(demand / trial.per_worker)
     if trial.wait > TOLERANCE:
-        plenty = math.ceil(MARGIN * demand / trial.per_worker)
-        more = min(most, max(now + 1, plenty, round(1.3 * now)))
+        more = min(most, max(now + 1, round(1.3 * now)))
         if more not in tried:
             return more
         return max(1, most - 1) if now == most else (now + more) // 2
     if slowed(trial):
         return max(1, 3 * now // 4)  # they take the step's cores
     too_few = max((workers for workers in tried if workers < now), default=0)
+    enough = math.ceil(demand / trial.per_worker)
     return max(min(enough, now), (too_few + now + 1) // 2)

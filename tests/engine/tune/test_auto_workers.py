@@ -106,15 +106,16 @@ def test_without_a_measurement(
 ) -> None:
     """Few steps are not worth it; the answer of another machine is not used after a resume."""
     monkeypatch.setattr(tune, "FEWEST_BATCHES", 2)
-    few, measured = "not measured, workers=3: 1 steps are over before it matters", "the step takes"
-    for steps, first_line in (("1", few), ("3", measured), ("5", measured)):
+    for steps in ("1", "3", "5"):
         capfd.readouterr()
         train.train(
             compose(image_root, tmp_path / "run", f"train.max_steps={steps}")
         )  # resumes at step 1 and 3
-        lines = tuning(capfd.readouterr().out)
-        assert lines[0].startswith(first_line)
-        assert steps == "1" or lines[-1].startswith("measured in ")
+        out = capfd.readouterr().out
+        if steps == "1":
+            assert "\nautotune " not in out
+        else:
+            assert tuning(out)[-1].startswith("measured in ")
         file = tmp_path / "run" / "autotune.json"
         if file.exists():
             file.write_text(json.dumps({**answer_of(file.parent), "machine": ["another"]}))
@@ -149,8 +150,6 @@ def test_the_chosen_mode_is_part_of_the_run(
         lines = tuning(capfd.readouterr().out)
         assert lines[-1].startswith(last_line)
         assert pixels_after(tmp_path / "run", steps) == answer_of(tmp_path / "run")["mode"] == "gpu"
-    (best,) = [line for line in lines if line.startswith("each decoder, at its best: ")]
-    assert "hybrid " in best and "gpu " in best and best.count(" img/s") == 3
     given = compose(image_root, tmp_path / "given", MODES, "loader.decoder=gpu", "loader.workers=1")
     assert summary["params_sha256"] == train.train(given)["params_sha256"]
 

@@ -15,7 +15,6 @@ from tests.extras.gpu_decode.engines import PillowEngines
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging", "cache")
 AUTO = ("loader.workers=auto", "augment=imagenet")
-MODES = {"cpu", "gpu", "hybrid"}
 
 
 @pytest.fixture
@@ -24,14 +23,12 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def compared(folder: Path, step: int) -> tuple[str, set[str]]:
-    """Return the mode that a run has chosen and stored, and those that it has compared."""
+def chosen(folder: Path, step: int) -> str:
+    """Return the mode that a run has chosen and stored."""
     answer = json.loads((folder / "autotune.json").read_text())
     stored = checkpoint.load(folder / "checkpoints" / f"step-{step:08d}.pt")
     assert stored["identity"]["pixels"] == answer["mode"]
-    lines = [line for line in answer["lines"] if line.startswith("each decoder, at its best: ")]
-    tried = {mode for mode in ("gpu", "hybrid") for line in lines if f"{mode} " in line}
-    return answer["mode"], {"cpu", *tried}
+    return str(answer["mode"])
 
 
 @pytest.mark.slow
@@ -42,7 +39,7 @@ def test_a_run_with_the_fastest_mode(
     measure_on_cpu(monkeypatch.setattr)
     choose(monkeypatch.setattr, "hybrid")
     small_run.run(image_root, tmp_path / "run", *AUTO)
-    assert compared(tmp_path / "run", 9) == ("hybrid", MODES)
+    assert chosen(tmp_path / "run", 9) == "hybrid"
 
 
 @pytest.mark.usefixtures("pillow")
@@ -62,7 +59,7 @@ def test_engines_that_decode_nothing(
         Image.open(path).save(path, progressive=True)
     options = (*AUTO, f"data.train={changeable}", f"data.val={changeable}")
     summary = small_run.run(tmp_path, tmp_path / "run", *options)
-    assert compared(tmp_path / "run", 9) == ("cpu", {"cpu"})
+    assert chosen(tmp_path / "run", 9) == "cpu"
     assert "loader.decoder=auto: hybrid is not used: it has decoded no image" in caplog.text
     assert ("nvjpegDecodeBatched returned status 6" in caplog.text) == broken
     plain = small_run.run(tmp_path, tmp_path / "plain", *options, "data.on_device=[]")
@@ -82,5 +79,5 @@ def test_the_engines_of_a_gpu(
     for steps in (4, 9):
         options = (*AUTO, "train.device=cuda", f"train.max_steps={steps}")
         small_run.run(image_root, tmp_path / "run", *options)
-        found.append(compared(tmp_path / "run", steps))
-    assert found[0] == found[1] and found[0][1] == MODES
+        found.append(chosen(tmp_path / "run", steps))
+    assert found[0] == found[1]
