@@ -3,6 +3,7 @@
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.build import Datasets
 from pipeline.clock import Shares, mean_of
+
+FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
 
 def check_log(config: Config, world: World) -> None:
@@ -69,6 +72,8 @@ class RunLog(ExitStack):
         if self.world.size > 1:
             mark_parts(self.state, self.feed.train.clock)
         self.tracker.print(header(self.best_by))
+        # time.monotonic() at which the console says that training goes on, if no row has
+        self._line_due = time.monotonic() + FIRST_LINE_SECONDS
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -105,6 +110,10 @@ class RunLog(ExitStack):
         self.meter.add(values)
         if due.log:
             self.meter.send(step)
+        elif time.monotonic() >= self._line_due:
+            self._line_due = math.inf
+            every = self.config.log.every_steps
+            self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.end_step()
@@ -170,7 +179,7 @@ class RunLog(ExitStack):
         self._write(row)
         epochs = self.config.train.epochs
         self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
-        self.row = row
+        self.row, self._line_due = row, math.inf
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)

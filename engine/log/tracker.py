@@ -6,6 +6,7 @@ A full disk or a missing TensorBoard causes one warning; training continues.
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from conf.schema import Config, UserError
 from engine import strict_json
 from engine.checkpoint import replace_file
 from engine.log.meter import TIME
+from engine.scores import BestBy
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,8 @@ class Tracker(ExitStack):
         if folder is not None:
             self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
             if config.log.trackers:
-                self._board = self.guard("TensorBoard", self._open_board, folder)
+                by = BestBy.of(config.train.best_by)
+                self._board = self.guard("TensorBoard", self._open_board, folder, by.name)
 
     def _open_rows(self, path: Path) -> Any:
         if path.exists():
@@ -68,12 +71,16 @@ class Tracker(ExitStack):
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path) -> Any:
+    def _open_board(self, folder: Path, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = self._start_step + 1 if self._start_step else 0
         board: Any = SummaryWriter(folder / "tensorboard", purge_step=purge_step, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
+        tags = r"(train|val)/(\w+_)?{}(_\w+)?$"  # a chart has the curves of training and validation
+        names = "loss", best_by
+        charts = {name: ["Multiline", [tags.format(re.escape(name))]] for name in names}
+        board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:

@@ -27,9 +27,9 @@ DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
 # machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
-# Of the images/s that the step alone reached in the seconds after the start. The loader can cost 3
-# to 5 %, and over hours a GPU runs warmer and slower; below it something is wrong.
-SLOWER = 0.9
+# Of the images/s that the step alone reached in the seconds after the start: the loader can cost 3
+# to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
+AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
 # Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
@@ -82,6 +82,8 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     """Return what helps against each cause, as far as it applies to this run."""
     loader, dataset = feed.config.loader, feed.train.loader.dataset
     typed = {loader.workers, loader.decoder} != {"auto"}
+    if compute.device.type != "cuda":  # where auto measures nothing: these may be its values
+        typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
     auto = ["set loader.workers=auto and loader.decoder=auto in a new run"] * typed
     compiler = ["install a C compiler for loader.decoder=region"] * (dataset.decoder == "pillow")
     large = dataset.mean_bytes() > LARGE_FILES
@@ -226,9 +228,11 @@ def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
         "launch-bound": f"the GPU was idle {run.late:.0%} of the time, and before "
         f"{run.drained:.0%} of the steps, although the images were ready{refused}",
-        "compute-bound": "faster data loading would not help",
+        "compute-bound": "faster data loading would not help"
+        if share >= AS_FAST
+        else f"copies and transforms on the GPU run {run.copy:.0%} of the time",
     }
-    alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < SLOWER)
+    alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < AS_FAST)
     hot = max(ranks, key=lambda rank: (bool(rank.slowdowns), rank.own_ms))
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
