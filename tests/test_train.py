@@ -6,7 +6,6 @@ processes with workers.
 
 import gc
 import json
-import re
 import shutil
 import signal
 import sys
@@ -273,7 +272,7 @@ sys.addaudithook(pause)
 
 
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save and no message. The process pauses after it has imported torch."""
+    """There is nothing to save. The process pauses after it has imported torch."""
     (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
     start = command(image_root, tmp_path / "run")
     variables = {"PYTHONPATH": str(tmp_path)}
@@ -281,7 +280,8 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
         wait_for("the import of models", (tmp_path / "reached").exists, process)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate()
-    assert (process.returncode, output, error) == (-signal.SIGINT, "", "")
+    assert (process.returncode, output) == (-signal.SIGINT, "")
+    assert error.endswith("KeyboardInterrupt\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -432,13 +432,11 @@ def test_a_file_of_the_run_cannot_be_written(status: Any, folder: Path) -> None:
     (folder / "checkpoints").mkdir(parents=True)
     config.mkdir()
     code, message = status()
-    assert code == 2 and message.startswith(
-        f"train.py: [Errno 21] Is a directory: '{config}'; check"
-    )
+    assert code == 2 and f"Is a directory: '{config}'; check" in message
     config.rmdir()
     summary.mkdir()
-    with pytest.raises(IsADirectoryError, match=re.escape(str(summary))):
-        status()
+    number, error = status()
+    assert number == 1 and error.count("\n") == 1 and str(summary) in error
     summary.rmdir()
     assert status()[0] == 0
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
