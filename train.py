@@ -279,7 +279,8 @@ def validate(
 def save(state: TrainState, run: Run, log: RunLog) -> None:
     """Start to write a checkpoint; a thread writes it while training continues."""
     with log.pause():
-        run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
+        log.tracker.flush()  # so that a kill leaves no gap in the curves
+        run.save(state)
         gc.collect(1)  # objects that are still alive are not examined again
 
 

@@ -6,14 +6,14 @@ renamed, and then its folder is fsynced.
 """
 
 import copy
+import json
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from conf.schema import RunError, UserError
-from engine import strict_json
 from models.weights import read_torch_file
 
 logger = logging.getLogger(__name__)
@@ -38,29 +37,11 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
 
 
-def host_copy(
-    content: dict[str, Any], device: torch.device
-) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Copy nested containers, and their tensors to the host; return the copy and what waits for it.
-
-    Later changes of `content` do not change the copy: on a GPU, kernels that are launched after
-    this call run after the copy. The memory is page-locked then, so that the host does not wait;
-    torch reuses it for the next copy.
-    """
-    on_gpu = device.type == "cuda"
-    copies: dict[int, Any] = {}
-    for tensor in _tensors(content):
-        if id(tensor) not in copies:
-            # With the same strides, the copy moves plain bytes.
-            copied = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
-            copies[id(tensor)] = copied.copy_(tensor.detach(), non_blocking=on_gpu)
+def host_copy(content: dict[str, Any]) -> dict[str, Any]:
+    """Copy nested containers, and their tensors to the host. Waits for the GPU."""
     # deepcopy takes these copies in place of the tensors, and copies everything else.
-    duplicate = copy.deepcopy(content, copies)
-    if not on_gpu:
-        return duplicate, lambda: None
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream())
-    return duplicate, event.synchronize
+    copies = {id(one): one.detach().to("cpu", copy=True) for one in _tensors(content)}
+    return copy.deepcopy(content, copies)
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
@@ -87,12 +68,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             if old != path and (best_step is None or old.name != file_name(best_step)):
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        needed = sum(tensor.nbytes for tensor in _tensors(content)) / 2**20
-        free = shutil.disk_usage(folder.parent).free / 2**20
         raise CheckpointError(
-            f"{path}: cannot be written: {error.__context__ or error} ({needed:.1f} MiB needed, "
-            f"{free:.1f} MiB free); free some space or check the disk, and run the same command "
-            "again: earlier checkpoints are intact"
+            f"{path}: cannot be written: {error.__context__ or error}; free some space or check "
+            "the disk, and run the same command again: earlier checkpoints are intact"
         ) from error
     return path
 
@@ -128,11 +106,7 @@ def find(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    best, pointer = folder / "best.pt", folder / "best.json"
-    if not best.exists() and pointer.exists():  # an earlier version wrote only the name
-        names = re.findall(r"step-\d+\.pt", pointer.read_text(errors="replace"))
-        best = folder / "".join(names[:1])
-    found = [*files(folder), *([best] if best.is_file() else [])]
+    found = [*files(folder), *folder.glob("best.pt")]
     if not found:
         raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
     return found[-1]
@@ -164,33 +138,33 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
         )
     if newest != paths[0]:
         logger.warning("%s: damaged; continuing from %s instead", paths[0], newest.name)
-    return newest, load(newest, verified=True)
+    return newest, load(newest)
 
 
-def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
-    `verified`: the caller has checked the CRC-32 sums. Raises CheckpointError if the file is
-    missing, damaged or something else, UserError if it has another format.
+    Raises CheckpointError if the file is damaged, UserError if it is missing or something else.
     """
     try:
         content: dict[str, Any] = read_torch_file(path)
-        if not verified:
-            verify(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if isinstance(found, int) and found != FORMAT:
         raise UserError(
-            f"{path}: written by another version of this program (format {found}, this one "
-            f"resumes {FORMAT}), which trains differently; give run.name=NAME model.weights={path} "
-            "to start a new run from its weights, or checkpoint.resume=never to start over in this "
-            "directory"
+            f"{path}: cannot be read as a checkpoint: {reason}; give the path of a step-*.pt"
+        ) from error
+    verify(path)
+    if not is_ours(content):
+        raise UserError(
+            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give the path of "
+            "a step-*.pt"
         )
-    if is_ours(content):
-        return content
-    raise CheckpointError(f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}")
+    if content["format"] != FORMAT:
+        raise UserError(
+            f"{path}: written by another version of this program, which trains differently; give "
+            f"run.name=NAME model.weights={path} to start a new run from its weights"
+        )
+    return content
 
 
 def is_ours(content: Any) -> bool:
@@ -210,9 +184,18 @@ def provenance() -> dict[str, str]:
     return {"python": python, "torch": version, "git_commit": commit}
 
 
+def json_text(content: Any, *, indent: int | None = None) -> str:
+    """Return JSON as RFC 8259 defines it. A number that is not finite becomes null.
+
+    Python would write NaN or Infinity, which most other readers refuse with the whole line.
+    """
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically. A number that is not finite becomes null."""
-    replace_file(path, strict_json.dumps(content, indent=2) + "\n")
+    """Replace a JSON file atomically."""
+    replace_file(path, json_text(content, indent=2) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -19,11 +19,6 @@ from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, show
 
 T = TypeVar("T")
 
-# Nodes may differ in these keys; all other keys must be equal on every rank.
-MAY_DIFFER = {
-    *CHOOSE_SAMPLES,
-    *(f"loader.{key}" for key in ("workers", "prefetch_factor", "pin_memory", "start_method")),
-}
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
@@ -101,11 +96,12 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def max(self, values: Tensor) -> Tensor:
-        """Take the maximum of each element over all ranks, in place. Collective."""
+    def max(self, number: int) -> int:
+        """Return the maximum over all ranks. Collective; does not wait for the GPU."""
+        values = torch.tensor(number)
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
+        return int(values)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
@@ -215,10 +211,11 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
 def share_config(config: Config, world: World) -> Config:
     """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time.
 
-    Raises UserError if another key or the kind of device differs between the ranks. Collective.
+    Raises UserError if the kind of device differs between the ranks, or another key than those that
+    say where the samples are. Collective.
     """
     config = replace(config, run=world.broadcast(lambda: config.run))
-    same = {key: value for key, value in config_values(config).items() if key not in MAY_DIFFER}
+    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
     world.require_same({**same, "train.device": world.device.type})
     return config
 

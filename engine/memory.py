@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from engine.compute import has_batch_norm
 from engine.distributed import World, sync_gradients
 from engine.schedule import Schedule, micro_batches
 from engine.state import TrainingError, TrainState, untouched
@@ -62,8 +61,7 @@ def fit_memory(
         return schedule
     step.launch = partial(step.launch, accumulate=parts)
     part = images // parts
-    norm = f"; BatchNorm works over {part} images" if has_batch_norm(state.model) else ""
-    more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}{norm}"
+    more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}"
     logger.warning("out of memory with %d images at a time: %s", images, more)
     return replace(schedule, fitted_batch=part)
 

@@ -9,32 +9,21 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from conf.compose import to_yaml
-from conf.named import is_name
-from conf.schema import (
-    CHOOSE_SAMPLES,
-    FIELDS,
-    RESULT,
-    Config,
-    UserError,
-    affecting,
-    config_values,
-    show,
-)
+from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, config_values, show
 from engine import checkpoint
-from engine.checkpoint import CheckpointError
 from engine.compute import Compute
 from engine.distributed import World
 from engine.schedule import Schedule
-from engine.state import TrainingError, TrainState, diverged
+from engine.state import TrainState, diverged
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 from pipeline.splits import refuse_inside
@@ -42,18 +31,8 @@ from pipeline.splits import refuse_inside
 logger = logging.getLogger(__name__)
 
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
-FIXED = (
-    "model.name",
-    "classes",
-    "parameters",
-    "optim.name",
-    "optim.decay_norms",
-    "optim.args",
-    "model.freeze",
-    "loader.batch_size",
-)
+FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size")
 WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
-UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {
     *("data.val", "data.val_size", "data.mean", "data.std", "augment.val"),
@@ -88,39 +67,35 @@ class Run(AbstractContextManager["Run"]):
         """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
 
         Raises UserError if the folder holds something else, or if the checkpoint that
-        checkpoint.resume names is not one or not of this run; CheckpointError if all are damaged.
+        checkpoint.resume names is not one or not of this run; CheckpointError for damaged ones.
         """
         given = self.config.checkpoint.resume
-        if own := self.world.broadcast(self._own_checkpoints):
+        # An OSError becomes a UserError.
+        own = self.world.on_all_ranks(lambda: self.world.broadcast(self._own_checkpoints))
+        if own:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(own)
             # The same command again resumes. The checkpoint with which it began may be gone.
-            same = self._stored["state"].get("origin"), str(self.resumed.resolve())
-            if given != "auto" and os.path.realpath(given) not in same:
+            began = [line for line in self._stored["state"]["history"] if line.startswith("began ")]
+            if given != "auto" and not any(line.endswith(f" with {given}") for line in began):
                 raise UserError(
                     f"checkpoint.resume={given}: {self.path} holds a run that has not begun with "
-                    "this checkpoint, or a later one; leave the key out to continue from "
-                    f"{self.resumed.name}, or give another run.name to branch off"
+                    f"this checkpoint; leave the key out to continue from {self.resumed.name}, or "
+                    "give another run.name to branch off"
                 )
         elif given not in ("auto", "never"):
             self.resumed = Path(given)
-            try:
-                self._stored = checkpoint.load(self.resumed)
-            except CheckpointError as error:
-                message = f"checkpoint.resume: {error}; give the path of a step-*.pt"
-                raise UserError(message) from None
+            self._stored = checkpoint.load(self.resumed)
         return self._stored
 
     def _own_checkpoints(self) -> list[Path]:
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
-        with _usable(self.path):
-            refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
-            content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
-            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-                raise UserError(
-                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
-                    "own"
-                )
+        refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
+        content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+        if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+            raise UserError(
+                f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
+            )
         restarts = self.config.checkpoint.resume == "never"
         return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
 
@@ -135,49 +110,47 @@ class Run(AbstractContextManager["Run"]):
         self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
         if self.resumed is not None:
             accept = self.config.checkpoint.accept_changes
-            changes = accepted_changes(
-                self.resumed, self._stored, facts["identity"], accept=accept, stop_step=stop_step
-            )
+            changes = accepted_changes(self.resumed, self._stored, facts["identity"], accept=accept)
             _load_state(state, self.resumed, self._stored)
             if self.is_first_start or changes.keys() & VALIDATED_ON:
                 # The best checkpoint is in another folder, or was validated on other images.
                 state.best, state.last = {}, {}
             if self.is_first_start:
-                state.origin = str(self.resumed.resolve())
-                state.history.append(f"began at step {state.step:,} with {self.resumed}")
+                given = self.config.checkpoint.resume
+                state.history.append(f"began at step {state.step:,} with {given}")
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._stored = {}  # frees the memory
         self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
-        self.finished = self.world.broadcast(lambda: self._claim(state))
+        claim = partial(self._claim, state)
+        self.finished = self.world.on_all_ranks(lambda: self.world.broadcast(claim))
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
-        with _usable(self.path):
-            if self.config.checkpoint.resume == "never" and self.path.exists():
-                os.close(_lock(self.path))  # no other process trains in it
-                _move_aside(self.path)
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.path)
-            for partial in self.checkpoints.glob("*.tmp"):  # of a kill
-                partial.unlink()
-            if state.best:
-                checkpoint.link_best(self.checkpoints, int(state.best["step"]))
-            path = self.path / "summary.json"
-            with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
-                summary: dict[str, Any] = json.loads(path.read_bytes())
-                expected = "finished", state.step, self.config.train.best_by
-                found = tuple(map(summary.get, ("status", "step", "best_by")))
-                if state.step >= self.stop_step and found == expected:
-                    return summary
-            # This also fsyncs the name of checkpoints/ in the folder.
-            checkpoint.replace_file(self.path / "config.yaml", to_yaml(self.config))
-            checkpoint.replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
-            path.unlink(missing_ok=True)  # of an earlier start
+        if self.config.checkpoint.resume == "never" and self.path.exists():
+            os.close(_lock(self.path))  # no other process trains in it
+            _move_aside(self.path)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path)
+        for left in self.checkpoints.glob("*.tmp"):  # by a kill
+            left.unlink()
+        if state.best:
+            checkpoint.link_best(self.checkpoints, int(state.best["step"]))
+        path = self.path / "summary.json"
+        with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
+            summary: dict[str, Any] = json.loads(path.read_bytes())
+            expected = "finished", state.step, self.config.train.best_by
+            found = tuple(map(summary.get, ("status", "step", "best_by")))
+            if state.step >= self.stop_step and found == expected:
+                return summary
+        # This also fsyncs the name of checkpoints/ in the folder.
+        checkpoint.replace_file(self.path / "config.yaml", to_yaml(self.config))
+        checkpoint.replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
+        path.unlink(missing_ok=True)  # of an earlier start
         return None
 
-    def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
-        """Copy the state and write a checkpoint in a thread, which calls `flush` first. Collective.
+    def save(self, state: TrainState) -> None:
+        """Copy the state to the host, and write a checkpoint in a thread. Collective.
 
         Raises TrainingError or CheckpointError if the previous one had weights that are not finite
         or was not written.
@@ -189,23 +162,15 @@ class Run(AbstractContextManager["Run"]):
         # timm, among others, looks for the weights here. They are in the file only once.
         content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
-            copied, wait_for_copy = checkpoint.host_copy(content, self.world.device)
-            self._writing = self._thread.submit(self._write, copied, wait_for_copy, flush)
+            self._writing = self._thread.submit(self._write, checkpoint.host_copy(content))
         self.last_saved_step = state.step
 
-    def _write(
-        self, copied: dict[str, Any], wait_for_copy: Callable[[], None], flush: Callable[[], None]
-    ) -> None:
-        try:
-            flush()
-            wait_for_copy()
-            weights, best = copied["state"]["model"], copied["state"]["best"]
-            if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-                raise diverged(f"the weights are not finite at step {copied['step']}")
-            keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
-            checkpoint.save(self.checkpoints, copied, keep=keep, best_step=best_step)
-        finally:
-            copied.clear()  # frees the memory before the next copy
+    def _write(self, content: dict[str, Any]) -> None:
+        weights, best = content["state"]["model"], content["state"]["best"]
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise diverged(f"the weights are not finite at step {content['step']}")
+        keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
+        checkpoint.save(self.checkpoints, content, keep=keep, best_step=best_step)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
@@ -221,21 +186,18 @@ class Run(AbstractContextManager["Run"]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock.
 
-        If another error ends the run, an error of the checkpoint is logged, not raised; two errors
-        about diverged weights have the same cause, and only the first one is reported.
+        If another error ends the run, an error of the checkpoint is logged, not raised.
         """
         try:
             self._wait()
         except Exception as error:
             if kind is None:
                 raise
-            if not (kind is TrainingError and isinstance(error, TrainingError)):
-                logger.error("%s", error)
+            logger.error("%s", error)
         finally:
             self._thread.shutdown()
             if self._lock is not None:
                 os.close(self._lock)
-                self._lock = None
 
 
 def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
@@ -269,16 +231,11 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     """
     config, replaced = schedule.config, (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
-    # An optimiser or a dataset that moves to another module stays the same.
-    alike = {name: FIELDS[name].metadata["alike"] for name in keys}
-    keys |= {name: alike[name](value) for name, value in keys.items() if is_name(value)}
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
             with open(checkpoint.find(keys[name]), "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             keys[name] = f"SHA-256 {digest[:16]}"
-    if config.train.deterministic:  # eager and compiled steps round differently
-        keys["model.compile"] = compute.compile
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
@@ -292,49 +249,29 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
 
 
 def accepted_changes(
-    path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool, stop_step: int
+    path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool
 ) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> sentence.
 
-    Raises UserError for changes that are not accepted, and at `stop_step`, where training ends:
-    they would have no effect.
+    A key of the checkpoint alone is disabled now, by a key that differs. Raises UserError for
+    changes that are not accepted.
     """
-    # A key that the program did not have then had the effect of its default.
-    defaults = config_values(Config())
-    added = (defaults.keys() & identity.keys()) - content["config"].keys()
-    stored = {**{name: defaults[name] for name in added}, **content["identity"]}
-    for name in {"data.train", "data.val"} & stored.keys():
-        stored[name] = stored[name].partition(", content ")[0]  # of an earlier version
-    changes = {}
-    for name in {**identity, **stored}:
-        if _value(stored, name) != _value(identity, name):
-            before, after = show(stored.get(name, UNUSED)), show(identity.get(name, UNUSED))
-            changes[name] = f"{name} was {before}, is {after}"
-    if "model.compile" not in stored or "model.compile" not in identity:
-        # Only with train.deterministic=true is it part of the identity, and that may be switched.
-        changes.pop("model.compile", None)
+    stored = content["identity"]
+    changes = {
+        name: f"{name} was {show(stored.get(name))}, is {show(value)}"
+        for name, value in identity.items()
+        if stored.get(name) != value
+    }
     fixed = [name for name in changes if name in FIXED]
-    ended = content["step"] >= stop_step
-    if not changes or (accept and not fixed and not ended):
+    if not changes or (accept and not fixed):
         return changes
-    remedy = (
-        "give run.name=NAME to train in another directory, or start over in this one with "
-        "checkpoint.resume=never (this moves the old run aside)"
-    )
+    reason = "these changes affect the result"
+    remedy = "give run.name=NAME to train in another directory"
     if fixed:
         reason = f"{fixed[0]} cannot change within a run"
-    elif accept:
-        reason = f"training has ended at step {content['step']:,}: they would have no effect"
     else:
-        reason = "these changes affect the result"
-        remedy += ", or continue from this checkpoint with checkpoint.accept_changes=true"
+        remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint"
     raise UserError(f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {remedy}")
-
-
-def _value(identity: Mapping[str, Any], name: str) -> Any:
-    """Return a value; None also for an empty list or mapping, and for a key that is missing."""
-    value = identity.get(name)
-    return None if isinstance(value, list | dict) and not value else value
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
@@ -346,17 +283,6 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
             f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; give the path of another step-*.pt, or start "
             "over with checkpoint.resume=never"
-        ) from None
-
-
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into user errors about run.dir."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run.dir={path}: cannot be used: {error.strerror}; give a writable folder"
         ) from None
 
 

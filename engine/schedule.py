@@ -15,9 +15,7 @@ from conf.schema import Config, UserError
 from engine.distributed import World
 from pipeline.build import Datasets
 
-# With fewer steps per epoch than FEW_STEPS, a batch size is advised with which there are at least
-# GOOD_STEPS. Batch normalisation needs SMALL_BATCH images.
-FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
+FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def make_schedule(
     """Return the schedule for some training images.
 
     `stored`: identity of the checkpoint to resume. Raises UserError for a batch that does not fit
-    the images or the ranks, and for micro-batches much smaller than the given ones.
+    the images or the ranks.
     """
     size, ranks = config.loader.batch_size, world.size
     if size > images:
@@ -155,12 +153,6 @@ def make_schedule(
         raise UserError(
             f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
             f"set it to {max(1, size // ranks) * ranks}"
-        )
-    own, most = size // ranks, config.train.micro_batch or size
-    if (part := own // micro_batches(own, most)) < min(own, most / 2):
-        raise UserError(
-            f"train.micro_batch={most}: equal parts of the {own} images of a rank have at most "
-            f"{part}; give a divisor of {own}, or another loader.batch_size"
         )
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
         raise UserError(
@@ -177,13 +169,20 @@ def micro_batches(images: int, most: int | None) -> int:
 
 
 def suited_batch(images: int) -> int:
-    """Return a batch size with which an epoch has at least GOOD_STEPS steps: a power of two."""
-    return max(SMALL_BATCH, 2 ** int(math.log2(images / GOOD_STEPS)))
+    """Return the largest power of two with 16 steps per epoch; 8 for BatchNorm at least."""
+    return max(8, 2 ** int(math.log2(images / 16)))
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     """Return notes on values that are allowed, but probably not what the user wants."""
-    notes = few_steps(config.loader.batch_size, config.optim.lr, len(datasets.train), world.size)
+    notes = []
+    images, size = len(datasets.train), config.loader.batch_size
+    if images / size < FEW_STEPS and (smaller := suited_batch(images)) < size:
+        notes.append(
+            f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
+            f"{images:,} images, try loader.batch_size={smaller} "
+            f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
+        )
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
@@ -194,18 +193,3 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             "give another split"
         )
     return notes
-
-
-def few_steps(batch_size: int, lr: float, images: int, ranks: int) -> list[str]:
-    """Return advice for a dataset that is too small for the batch; nothing for other datasets.
-
-    The advised learning rate is scaled with the batch (arXiv 1706.02677).
-    """
-    smaller = -(-suited_batch(images) // ranks) * ranks  # a multiple of the ranks
-    steps = images / batch_size
-    if steps >= FEW_STEPS or smaller >= batch_size:
-        return []
-    return [
-        f"{steps:.1f} optimiser steps per epoch are too few to train well; for {images:,} "
-        f"images, try loader.batch_size={smaller} optim.lr={lr * smaller / batch_size:.3g}"
-    ]

@@ -102,7 +102,6 @@ class TrainState:
     # The best validation row so far, by train.best_by
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # the newest validation row
-    origin: str | None = None  # the checkpoint of another run from which this run started
     # Differences from a run with this config: the checkpoint it started from, and the changes
     # accepted at a step
     history: list[str] = field(default_factory=list)
@@ -123,7 +122,6 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "last": self.last,
-            "origin": self.origin,
             "history": self.history,
         }
 
@@ -147,7 +145,6 @@ class TrainState:
         self.step = stored["step"]
         self.best = dict(stored["best"])
         self.last = dict(stored["last"])
-        self.origin = stored["origin"]
         self.history = list(stored["history"])
 
     def clear_gradients(self) -> None:

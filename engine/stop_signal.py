@@ -1,21 +1,19 @@
 """Signals that end training: save a checkpoint and stop all ranks after the same step."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TypeVar
 
-import torch
-
 from engine.distributed import World
-from engine.signals import handle_stops
 
 T = TypeVar("T")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal(ExitStack):
-    """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
+    """Receives the signals STOPS, so that the loop can save and stop.
 
     The handler only notes the signal, and the step in progress is completed. A signal to one rank
     stops all ranks after the same step: each `poll` takes the maximum over the ranks, and no rank
@@ -47,7 +45,7 @@ class StopSignal(ExitStack):
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective; does not wait for the GPU."""
         if self.number == 0:
-            self.number = int(self.world.max(torch.tensor(self.received)))
+            self.number = self.world.max(self.received)
         return self.number != 0
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
@@ -57,3 +55,21 @@ class StopSignal(ExitStack):
             if self.poll() or batch is None:
                 return
             yield batch
+
+
+@contextmanager
+def handle_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handler` for each of the signals STOPS that arrive in the `with` block.
+
+    SIGHUP stays ignored if it was ignored before, as under nohup.
+    """
+    before = {
+        number: signal.signal(number, handler)
+        for number in STOPS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -90,7 +90,7 @@ def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Bat
     In as many parts as in training, because a whole batch may not fit into the GPU's memory.
     """
     batches = feed.val.batches(0, feed.val_batches)
-    for _ in range(int(stop.world.max(torch.tensor(feed.val_batches)))):
+    for _ in range(stop.world.max(feed.val_batches)):
         if stop.poll():
             return
         if (batch := next(batches, None)) is not None:  # a rank may have one batch less

@@ -34,7 +34,7 @@ from conf.named import ROOT
 from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
 from conf.start import stop_with_parent
-from engine.signals import handle_stops
+from engine.stop_signal import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values

@@ -53,8 +53,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from engine import strict_json
-from engine.checkpoint import provenance, write_json
+from engine.checkpoint import json_text, provenance, write_json
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
@@ -251,7 +250,7 @@ def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
     rate = images / found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
     line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
-    record = strict_json.dumps({**found.summary, "out": str(folder)})
+    record = json_text({**found.summary, "out": str(folder)})
     print(record if as_json else line, flush=True)
 
 

@@ -78,7 +78,7 @@ from torch import Tensor, nn
 import train
 from conf import cli
 from conf.schema import UserError, typed_keys
-from engine import strict_json
+from engine.checkpoint import json_text
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.scores import shown
@@ -329,7 +329,7 @@ class Output:
             elif self.form == "jsonl":
                 for entry in values.get("predictions", ()):
                     entry["probability"] = round(entry["probability"], 6)
-                self.file.write(strict_json.dumps({"path": result.path, **values}) + "\n")
+                self.file.write(json_text({"path": result.path, **values}) + "\n")
             else:
                 texts = "".join(self.text(name, value) for name, value in values.items())
                 self.file.write(f"{result.path:<{self.width}}{texts}\n")

@@ -86,29 +86,6 @@ def test_weights_are_identified_by_their_content(program: Program, tmp_path: Pat
     assert status == 2 and "model.weights was SHA-256 " in err
 
 
-def test_a_run_of_an_earlier_version_resumes(program: Program) -> None:
-    """It had keys, hashes of files and a part of the state that are gone, and null for no list.
-
-    A key that is new since then had its default.
-    """
-    assert program("train.max_steps=5", "optim=adamw")[0] == 0
-    old = {"data.sizes": {}, "model.freeze": None, "optim.layer_decay": None}
-
-    def change(read: dict[str, Any]) -> None:
-        for part in ("config", "identity"):
-            del read[part]["data.exif_orientation"]
-        read["identity"].update(old)
-        read["identity"]["data.train"] += ", content 562e35ec68c7"
-        read["state"]["spent"] = {"training": 3.0}
-
-    stored_by_another(5, change)
-    status, _, err = program("optim=adamw", "data.exif_orientation=true")
-    assert status == 2 and "data.exif_orientation was false, is true" in err
-    assert program("train.max_steps=6", "optim=adamw")[0] == 0
-    stored_by_another(6, lambda read: read["identity"].update({"data.sizes": {0: 16}}))
-    assert "data.sizes was {0: 16}, is unused" in program("train.max_steps=7", "optim=adamw")[2]
-
-
 def test_decoder_with_other_pixels_is_refused(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

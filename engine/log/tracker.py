@@ -16,8 +16,7 @@ from PIL import Image
 
 from conf.files import read_text
 from conf.schema import Config, UserError
-from engine import strict_json
-from engine.checkpoint import replace_file
+from engine.checkpoint import json_text, replace_file
 from engine.log.meter import TIME
 from engine.scores import BestBy
 
@@ -100,7 +99,7 @@ class Tracker(ExitStack):
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in row.items()
             }
-            self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
+            self.guard("metrics.jsonl", self._rows.write, json_text(rounded) + "\n")
         self.board("TensorBoard", add_curves)
 
     def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
@@ -124,7 +123,7 @@ class Tracker(ExitStack):
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; a failure is one warning."""
         if self.folder is not None:
-            text = strict_json.dumps(content, indent=2) + "\n"
+            text = json_text(content, indent=2) + "\n"
             self.guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:

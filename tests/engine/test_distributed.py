@@ -16,9 +16,8 @@ from conf import cli
 from conf.schema import UserError
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
-from engine.signals import STOPS
 from engine.state import params_sha256
-from engine.stop_signal import StopSignal
+from engine.stop_signal import STOPS, StopSignal
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
 from tests.processes import run_python

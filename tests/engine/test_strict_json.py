@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from engine import strict_json
+from engine.checkpoint import json_text
 from tests.results import strictly_parsed
 
 
@@ -16,8 +16,8 @@ def test_numbers_that_are_not_finite_become_null(value: float) -> None:
     with pytest.raises(ValueError, match=r"NaN|Infinity"):
         strictly_parsed(json.dumps(content))
     expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 2**70}
-    assert strictly_parsed(strict_json.dumps(content)) == expected
-    assert strictly_parsed(strict_json.dumps(content, indent=2)) == expected
+    assert strictly_parsed(json_text(content)) == expected
+    assert strictly_parsed(json_text(content, indent=2)) == expected
 
     finite = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
-    assert strict_json.dumps(finite) == json.dumps(finite)
+    assert json_text(finite) == json.dumps(finite)

@@ -181,7 +181,7 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
     path.write_bytes(data)
     try:
         return same(content, checkpoint.load(path))
-    except CheckpointError as error:
+    except (CheckpointError, UserError) as error:
         return str(path) in str(error)
 
 
