@@ -359,7 +359,7 @@ class Schedule:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
     warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
-    """epochs of linear warm-up from zero; at most a quarter of train.epochs, unless it is typed"""
+    """epochs of linear warm-up from zero, fewer than train.epochs"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
     step_gamma: float = key(0.1, RESULT, number(0, 1, above=True), when=STEP)
@@ -546,6 +546,12 @@ def check(config: Config, *, runnable: bool = True) -> None:
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
+        )
+    warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
+    if 0 < epochs <= warmup:
+        raise UserError(
+            f"train.epochs={show(epochs)}: not longer than the warm-up, schedule.warmup_epochs="
+            f"{show(warmup)}; shorten it too, such as schedule.warmup_epochs={epochs / 4:g}"
         )
     if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError(

@@ -20,6 +20,7 @@ defaults:
   - override /data: fake
   - override /model: wide
 optim: {lr: 0.05}
+schedule: {warmup_epochs: 0.5}
 train: {epochs: 2}
 """
 
