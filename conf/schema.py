@@ -205,14 +205,8 @@ HAS_MOMENTUM = {"optim.name": ("sgd",)}
 HAS_BETAS = all_but("optim", "sgd")
 
 
-def _engines(decoder: str) -> str:
+def cpu_alike(decoder: str) -> str:
     return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
-
-
-def _in_any_order(names: Any) -> Any:
-    if isinstance(names, dict):
-        return {str(name): names[name] for name in sorted(names, key=str)}
-    return sorted(map(str, names)) if isinstance(names, list) else names
 
 
 @dataclass
@@ -279,7 +273,7 @@ class Loader:
     workers: Any = key("auto", SPEED, whole_or_auto(0, 4096))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
-    decoder: str = key("auto", BOTH, DECODER, alike=_engines)
+    decoder: str = key("auto", BOTH, DECODER, alike=cpu_alike)
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
@@ -315,7 +309,7 @@ class Model:
     rewrite: str | None = key(None, SPEED, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: list[str] = key([], BOTH, alike=_in_any_order)
+    freeze: list[str] = key([], BOTH)
     """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
     of their names, such as [conv1,bn1,layer1] of a ResNet"""
     sync_bn: bool = key(False, BOTH)
@@ -395,7 +389,7 @@ class Train:
     every class; validation measures the cross-entropy"""
     bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)))
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(None, RESULT, WEIGHTS, alike=_in_any_order)
+    class_weights: Any = key(None, RESULT, WEIGHTS)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
     {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
     label_smoothing: float = key(0.0, BOTH, FRACTION)
