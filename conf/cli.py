@@ -117,6 +117,6 @@ def help_text(script: str, purpose: str) -> str:
     ]
     texts = sentences()
     for name, f, value in walk(Config()):
-        mark = "*" if f.metadata["affects"] & RESULT else " "
+        mark = "*" if f.metadata["affects"] == RESULT else " "
         lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])
