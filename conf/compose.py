@@ -94,18 +94,14 @@ def load(
 def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     """Compose and check a config from the values in a checkpoint and typed words.
 
-    Nothing that is stored is resolved. Unknown keys are ignored, and missing ones have their
-    default: another version wrote them. In augment.val, sizes that equal data.val_size follow this
-    key. Raises UserError as `load`.
+    Unknown keys are ignored, and missing ones have their default: another version wrote them. In
+    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `load`.
     """
     typed = [read_override(word) for word in words]
     for override in typed:
         if override.name == "recipe":
             raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
     values = {name: stored[name] for name in KEYS if name in stored}
-    for name, value in values.items():
-        if "${" in str(value):
-            raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")

@@ -195,10 +195,6 @@ HAS_MOMENTUM = {"optim.name": ("sgd",)}
 HAS_BETAS = all_but("optim", "sgd")
 
 
-def cpu_alike(decoder: str) -> str:
-    return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
-
-
 @dataclass
 class Data:
     source: str = key("folder", RESULT, SOURCE, alike=after_colon)
@@ -263,7 +259,9 @@ class Loader:
     workers: Any = key("auto", NOTHING, whole_or_auto(0, 4096))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
-    decoder: str = key("auto", RESULT, DECODER, alike=cpu_alike)
+    decoder: str = key(
+        "auto", RESULT, DECODER, alike=lambda name: name if name in ("gpu", "hybrid") else "auto"
+    )
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
