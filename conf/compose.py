@@ -52,7 +52,6 @@ NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augm
 NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
-WARMUP = "schedule.warmup_epochs"
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -78,11 +77,9 @@ def load(
     _set_groups(tree, typed)
     grouped = _flat(tree)
     _set_keys(tree, typed)
-    _checked(tree, typed, runnable=runnable)
+    config = _checked(tree, typed, runnable=runnable)
     absent = ", ".join(sorted(MISSING))
     notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
-    notes += _limit_warmup(tree, typed)
-    config = cast(Config, OmegaConf.to_object(tree))
     changed = _changes(planned, tree, config)
     if config.run.name is None:
         swept = {o.name for o in typed if o.name in KEYS and grouped[o.name] != o.value}
@@ -97,18 +94,14 @@ def load(
 def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     """Compose and check a config from the values in a checkpoint and typed words.
 
-    Nothing that is stored is resolved. Unknown keys are ignored, and missing ones have their
-    default: another version wrote them. In augment.val, sizes that equal data.val_size follow this
-    key. Raises UserError as `load`.
+    Unknown keys are ignored, and missing ones have their default: another version wrote them. In
+    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `load`.
     """
     typed = [read_override(word) for word in words]
     for override in typed:
         if override.name == "recipe":
             raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
     values = {name: stored[name] for name in KEYS if name in stored}
-    for name, value in values.items():
-        if "${" in str(value):
-            raise UserError(f"{name}={value}: not allowed in a checkpoint; give {name}=")
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
@@ -228,20 +221,6 @@ def _flat(tree: DictConfig) -> dict[str, Any]:
     return _dotted(cast(dict[str, Any], OmegaConf.to_container(tree)))
 
 
-def _limit_warmup(tree: DictConfig, typed: Sequence[Override]) -> list[str]:
-    """Limit a warm-up that is not typed to a quarter of the epochs, in place; return a note.
-
-    Else a few epochs with the warm-up of a recipe or a schedule would end at the peak learning
-    rate.
-    """
-    epochs = tree.train.epochs
-    if tree.schedule.warmup_epochs <= epochs / 4 or WARMUP in [o.name for o in typed]:
-        return []
-    tree.schedule.warmup_epochs = epochs / 4
-    short = f"{WARMUP}={show(epochs / 4)}"
-    return [f"{short}: shortened to a quarter of train.epochs={show(epochs)}"]
-
-
 def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
@@ -250,7 +229,6 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     """
     before = OmegaConf.create(dict(planned), parent=tree)
     recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
-    recipe[WARMUP] = min(recipe[WARMUP], config.train.epochs / 4)  # as it would be without a key
     changed = {}
     for name, value in affecting(config, RESULT).items():
         alike = FIELDS[name].metadata["alike"]

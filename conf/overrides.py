@@ -95,7 +95,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; raise UserError if it does not hold keys."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read as YAML ({reason}); correct it") from None
     if not isinstance(content, dict):

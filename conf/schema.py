@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Flag, auto
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +21,9 @@ FOLDER = Path(__file__).parent
 # On macOS, the import of a library may start threads, and a process with threads must not fork.
 # Elsewhere, a worker that forks from a server with the imports done starts faster.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
+# What a key affects: the trained weights or the validation metrics, so that it is constant within a
+# run; or neither. If in doubt, RESULT.
+RESULT, NOTHING = True, False
 
 
 class UserError(ValueError):
@@ -33,18 +35,6 @@ class RunError(RuntimeError):
 
     The message is one line that says what to do. Exit status 1.
     """
-
-
-class Affects(Flag):
-    """What changes when the value of a key changes."""
-
-    NOTHING = 0
-    RESULT = auto()  # the trained weights or the validation metrics: constant within a run
-    SPEED = auto()  # of a step or of data loading: loader.workers=auto measures each value anew
-
-
-NOTHING, RESULT, SPEED = Affects.NOTHING, Affects.RESULT, Affects.SPEED
-BOTH = RESULT | SPEED  # keys that change the step; in doubt, any key
 
 
 class Check(NamedTuple):
@@ -59,7 +49,7 @@ ANY = Check(lambda _: True, "")
 
 def key(
     default: Any,
-    affects: Affects,
+    affects: bool,
     check: Check = ANY,
     *,
     when: Mapping[str, tuple[str | None, ...]] | None = None,
@@ -205,37 +195,27 @@ HAS_MOMENTUM = {"optim.name": ("sgd",)}
 HAS_BETAS = all_but("optim", "sgd")
 
 
-def _engines(decoder: str) -> str:
-    return decoder if decoder in ("gpu", "hybrid") else "auto"  # equal pixels on the CPU
-
-
-def _in_any_order(names: Any) -> Any:
-    if isinstance(names, dict):
-        return {str(name): names[name] for name in sorted(names, key=str)}
-    return sorted(map(str, names)) if isinstance(names, list) else names
-
-
 @dataclass
 class Data:
-    source: str = key("folder", BOTH, SOURCE, alike=after_colon)
+    source: str = key("folder", RESULT, SOURCE, alike=after_colon)
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
-    root: str | None = key(None, BOTH, alike=last_name)
+    root: str | None = key(None, RESULT, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, tar files
     train/*.tar, or train.csv (path,label)"""
-    train: str = key("train", BOTH, alike=last_name)
+    train: str = key("train", RESULT, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=NO_FOLD)
+    val_fraction: float = key(0.0, RESULT, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
     val_fold: str | None = key(
-        None, BOTH, FOLD, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
+        None, RESULT, FOLD, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
     )
     """2/5: validate on the second of five disjoint parts of the images of each class, in place of
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
-    image_size: int = key(224, BOTH, SIDE)
+    image_size: int = key(224, RESULT, SIDE)
     """side of the training images in pixels; the augment lists refer to it"""
     val_size: int = key("${data.image_size}", RESULT, SIDE)
     """side of the validation images in pixels"""
@@ -243,56 +223,58 @@ class Data:
     """if a training image cannot be read: raise, or skip to the next readable one of its class"""
     max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": ("skip",)})
     """data.on_error=skip: largest fraction of unreadable training images that each rank accepts"""
-    exif_orientation: bool = key(False, BOTH)
+    exif_orientation: bool = key(False, RESULT)
     """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
     the published results of ImageNet do"""
-    on_device: list[Any] = key([], SPEED, ENTRIES)
+    on_device: list[Any] = key([], NOTHING, ENTRIES)
     """what a GPU makes of a training sample instead of a worker: module:name of functions of
     (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
     mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
     """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))
     """standard deviation to divide each channel by; one value is for all channels"""
-    repeats: int = key(1, BOTH, number(1, 100))
+    repeats: int = key(1, RESULT, number(1, 100))
     """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
     times, also in different batches and on different ranks"""
-    fake_images: int = key(1_281_167, BOTH, number(10), when=FAKE)
+    fake_images: int = key(1_281_167, RESULT, number(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
-    fake_classes: int = key(1000, BOTH, number(2), when=FAKE)
+    fake_classes: int = key(1000, RESULT, number(2), when=FAKE)
     """data=fake: number of classes"""
 
 
 @dataclass
 class Augment:
-    train: list[Any] = key([], BOTH)
+    train: list[Any] = key([], RESULT)
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
     val: list[Any] = key([], RESULT)
     """transforms of each validation image, in order"""
-    batch: list[Any] = key([], BOTH)
+    batch: list[Any] = key([], RESULT)
     """transforms of each training batch on the device, in order: mixup, cutmix, ..."""
 
 
 @dataclass
 class Loader:
-    batch_size: int = key(256, BOTH, COUNT)
+    batch_size: int = key(256, RESULT, COUNT)
     """global batch size: images per optimiser step over all ranks"""
-    workers: Any = key("auto", SPEED, whole_or_auto(0, 4096))
+    workers: Any = key("auto", NOTHING, whole_or_auto(0, 4096))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
-    decoder: str = key("auto", BOTH, DECODER, alike=_engines)
+    decoder: str = key(
+        "auto", RESULT, DECODER, alike=lambda name: name if name in ("gpu", "hybrid") else "auto"
+    )
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
-    pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
+    pin_memory: Any = key("auto", NOTHING, AUTO_BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
+    prefetch_factor: Any = key("auto", NOTHING, whole_or_auto(1, 64))
     """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
-    prefetch_batches: int = key(4, SPEED, number(1, 64))
+    prefetch_batches: int = key(4, NOTHING, number(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
     """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
     each other"""
-    start_method: str = key(START_METHOD, SPEED, one_of("forkserver", "spawn", "fork"))
+    start_method: str = key(START_METHOD, NOTHING, one_of("forkserver", "spawn", "fork"))
     """multiprocessing start method of the workers"""
 
 
@@ -304,25 +286,25 @@ class Autotune:
 
 @dataclass
 class Model:
-    name: str = key("resnet50", BOTH)
+    name: str = key("resnet50", RESULT)
     """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
     of (num_classes, image_size, **model.args) in this checkout"""
     weights: str | None = key(None, RESULT, alike=last_name)
     """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
-    args: dict[str, Any] = key({}, BOTH, ARGS)
+    args: dict[str, Any] = key({}, RESULT, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
     in timm, {stochastic_depth_prob: 0.1} in torchvision's ConvNeXt, Swin and others"""
-    rewrite: str | None = key(None, SPEED, NAME)
+    rewrite: str | None = key(None, NOTHING, NAME)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: list[str] = key([], BOTH, alike=_in_any_order)
+    freeze: list[str] = key([], RESULT)
     """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
     of their names, such as [conv1,bn1,layer1] of a ResNet"""
-    sync_bn: bool = key(False, BOTH)
+    sync_bn: bool = key(False, RESULT)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
-    channels_last: Any = key("auto", SPEED, AUTO_BOOL)
+    channels_last: Any = key("auto", NOTHING, AUTO_BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
-    compile: str = key("auto", SPEED, COMPILE)
+    compile: str = key("auto", NOTHING, COMPILE)
     """torch.compile mode: auto is default on a GPU for more than 2,000 steps, else off; tuned
     searches the block sizes of every kernel, which takes minutes; recompute needs less memory,
     because the backward pass computes activations again"""
@@ -330,16 +312,16 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", BOTH, OPTIMIZER, alike=after_colon)
+    name: str = key("sgd", RESULT, OPTIMIZER, alike=after_colon)
     """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
     checkout; optim=NAME takes one with its defaults"""
-    args: dict[str, Any] = key({}, BOTH, ARGS)
+    args: dict[str, Any] = key({}, RESULT, ARGS)
     """further arguments of the optimiser, such as {amsgrad: true} of adamw"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
-    momentum: float = key(0.9, BOTH, FRACTION, when=HAS_MOMENTUM)
+    momentum: float = key(0.9, RESULT, FRACTION, when=HAS_MOMENTUM)
     """sgd: momentum"""
-    nesterov: bool = key(False, BOTH, when=HAS_MOMENTUM)
+    nesterov: bool = key(False, RESULT, when=HAS_MOMENTUM)
     """sgd: Nesterov momentum"""
     betas: list[float] = key([0.9, 0.999], RESULT, TWO_SHARES, when=HAS_BETAS)
     """all but sgd: decay rates of the two moments"""
@@ -347,10 +329,10 @@ class Optim:
     """all but sgd: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0))
     """weight decay"""
-    decay_norms: bool = key(True, BOTH)
+    decay_norms: bool = key(True, RESULT)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
-    clip_norm: float | None = key(None, BOTH, or_null(POSITIVE))
+    clip_norm: float | None = key(None, RESULT, or_null(POSITIVE))
     """maximum global gradient norm; null: no clipping"""
 
 
@@ -359,7 +341,7 @@ class Schedule:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
     warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
-    """epochs of linear warm-up from zero; at most a quarter of train.epochs, unless it is typed"""
+    """epochs of linear warm-up from zero, fewer than train.epochs"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
     step_gamma: float = key(0.1, RESULT, number(0, 1, above=True), when=STEP)
@@ -379,28 +361,28 @@ class Train:
     """stop after this many optimiser steps in total; the schedule still follows train.epochs"""
     seed: int = key(0, RESULT, number(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
-    precision: str = key("auto", BOTH, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
+    precision: str = key("auto", RESULT, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
     """auto is bf16 or, on a GPU without it, fp16 with a loss scale; fp32 on a CPU"""
-    deterministic: bool = key(False, SPEED)
+    deterministic: bool = key(False, NOTHING)
     """make runs on a GPU bitwise reproducible; slower"""
-    device: str = key("auto", SPEED, one_of("auto", "cpu", "cuda", "mps", "xpu"))
+    device: str = key("auto", NOTHING, one_of("auto", "cpu", "cuda", "mps", "xpu"))
     """auto is cuda if there is a GPU of NVIDIA or AMD, else cpu; mps (Apple) and xpu (Intel) train
     without CUDA graphs and page-locked memory"""
-    micro_batch: int | None = key(None, BOTH, or_null(COUNT))
+    micro_batch: int | None = key(None, RESULT, or_null(COUNT))
     """most images of a rank in one forward and backward pass, over which BatchNorm normalises; the
     gradient is that of the whole batch. null: all images of the rank, or fewer if the first
     step runs out of GPU memory, which a line says"""
-    loss: str = key("cross_entropy", BOTH)
+    loss: str = key("cross_entropy", RESULT)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""
-    bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)))
+    bce_threshold: float | None = key(None, RESULT, or_null(number(0, 1, below=True)))
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(None, RESULT, WEIGHTS, alike=_in_any_order)
+    class_weights: Any = key(None, RESULT, WEIGHTS)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
     {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
-    label_smoothing: float = key(0.0, BOTH, FRACTION)
+    label_smoothing: float = key(0.0, RESULT, FRACTION)
     """label smoothing"""
-    ema_decay: float | None = key(None, BOTH, DECAY)
+    ema_decay: float | None = key(None, RESULT, DECAY)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""
     best_by: str = key("top1", NOTHING, VALUE_NAME)
@@ -517,12 +499,12 @@ def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
     }
 
 
-def affecting(config: Config, what: Affects) -> dict[str, Any]:
+def affecting(config: Config, what: bool) -> dict[str, Any]:
     """Dotted key -> value, for every key that is in effect and affects `what`."""
     return {
         name: value
         for name, f, value in walk(config)
-        if f.metadata["affects"] & what and not missing(config, f)
+        if f.metadata["affects"] == what and not missing(config, f)
     }
 
 
@@ -546,6 +528,12 @@ def check(config: Config, *, runnable: bool = True) -> None:
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
+        )
+    warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
+    if 0 < epochs <= warmup:
+        raise UserError(
+            f"train.epochs={show(epochs)}: not longer than the warm-up, schedule.warmup_epochs="
+            f"{show(warmup)}; shorten it too, such as schedule.warmup_epochs={epochs / 4:g}"
         )
     if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError(

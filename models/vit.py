@@ -112,14 +112,8 @@ class PatchEmbed(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, C, H, W] -> [B, H / patch, W / patch, width].
-
-        Raises ValueError if H or W is not a multiple of the patch size.
-        """
+        """float [B, C, H, W] -> [B, H / patch, W / patch, width]."""
         patch = self.patch
-        if x.shape[2] % patch or x.shape[3] % patch:
-            size = f"{x.shape[3]}x{x.shape[2]} px"
-            raise ValueError(f"{size} is not a multiple of the {patch} px patches")
         # [B, C, H, W] -> [B, C, rows, patch, columns, patch] -> [B, rows, columns, C patch patch]
         patches = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch)).permute(0, 2, 4, 1, 3, 5)
         return F.linear(patches.flatten(3), self.proj.weight.flatten(1), self.proj.bias)

@@ -20,12 +20,6 @@ from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
 RGB = 3  # input channels of every library's first convolution
-# The trainer decides these arguments, or they would change the outputs or read another file.
-RESERVED = (
-    *("num_classes", "image_size", "img_size", "in_channels", "in_chans", "features_only"),
-    *("weights", "weights_backbone", "progress", "pretrained", "pretrained_cfg"),
-    *("pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable"),
-)
 # Functions of (num_classes, image_size, **model.args), and in_channels if they are not RGB.
 OURS: dict[str, Callable[..., nn.Module]] = {
     "resnet_tiny": resnet_tiny,
@@ -66,12 +60,6 @@ def build(
     """
     options = dict(args or {})
     given = f"model.args={show(options)}"
-    for key, value in options.items():  # libraries accept these silently
-        if key in RESERVED:
-            raise UserError(f"{given}: {key} follows from other keys")
-        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
-        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
-            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
     create = _function(name, pretrained)
     if in_channels != RGB or "in_channels" in inspect.signature(create).parameters:
         options["in_channels"] = in_channels
@@ -169,7 +157,7 @@ def _of_timm(
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
-    common = {"pretrained": pretrained, "num_classes": num_classes, **options}
+    common = dict(pretrained=pretrained, num_classes=num_classes, **options)
     if in_channels != RGB:
         common["in_chans"] = in_channels
     model: nn.Module = timm.create_model(name, **common)

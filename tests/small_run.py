@@ -21,6 +21,7 @@ SMALL_RUN = [
     *SMALL,
     "loader.workers=1",
     "train.epochs=2",
+    "schedule.warmup_epochs=0.5",
     "log.every_steps=1",
     "log.trackers=[]",
 ]

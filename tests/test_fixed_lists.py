@@ -5,7 +5,7 @@ docs/fork.md has the command.
 
 import ast
 
-from conf.schema import NOTHING, SPEED, Config, walk
+from conf.schema import NOTHING, Config, walk
 from tests.processes import run_python
 from tests.sources import PROGRAM, ROOT, nodes
 
@@ -37,20 +37,15 @@ def test_environment_variables() -> None:
 
 def test_what_each_key_affects() -> None:
     """The others affect the result. tests/equal has the list of all keys."""
-    found = {
-        what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
-        for what in (NOTHING, SPEED)
-    }
+    found = {name for name, f, _ in walk(Config()) if f.metadata["affects"] == NOTHING}
     sections = {"checkpoint", "run", "log", "autotune"}
-    assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
+    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
+    assert {name for name in found if name.split(".")[0] not in sections} == {
+        *(f"loader.{name}" for name in loader),
+        *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),
+        *("train.deterministic", "train.device"),
         *("data.on_error", "data.max_bad_fraction"),
         *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
         *("train.best_by", "train.prepare"),
     }
-    assert sections <= {n.split(".")[0] for n in found[NOTHING]}
-    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
-    assert found[SPEED] == {
-        *(f"loader.{name}" for name in loader),
-        *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),
-        *("train.deterministic", "train.device"),
-    }
+    assert sections <= {name.split(".")[0] for name in found}

@@ -31,6 +31,7 @@ LOGGED = ["train.device=cpu", "log.every_steps=1", "log.trackers=[]"]
 SMALL = [
     *("recipe=demo", "data=folder", "data.root={data}/images", "data.image_size=32"),
     *("loader.batch_size=8", "loader.workers=1", "train.epochs=2", "train.seed=3"),
+    "schedule.warmup_epochs=0.5",
 ]
 MIXED = ["augment=torchvision", "optim.clip_norm=1", "train.ema_decay=0.9", "train.precision=bf16"]
 LAMB = ["optim=lamb", "train.loss=bce", "data.repeats=3", "train.micro_batch=4"]

@@ -238,7 +238,6 @@ def test_unwritable_cache_is_one_warning(
     ("given", "folder"),
     [
         ("", ".cache/imagenet-trainer"),
-        ("relative", ".cache/imagenet-trainer"),  # "ignore it", says the XDG specification
         ("{0}/cache", "cache/imagenet-trainer"),
         ("{0}/file", f"imagenet-trainer-{os.geteuid()}"),  # no folder, as without a home
     ],
