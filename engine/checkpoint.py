@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import zipfile
@@ -106,7 +107,11 @@ def find(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [*files(folder), *folder.glob("best.pt")]
+    best, pointer = folder / "best.pt", folder / "best.json"
+    if not best.exists() and pointer.exists():  # an earlier version wrote only the name
+        names = re.findall(r"step-\d+\.pt", pointer.read_text(errors="replace"))
+        best = folder / "".join(names[:1])
+    found = [*files(folder), *([best] if best.is_file() else [])]
     if not found:
         raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
     return found[-1]
