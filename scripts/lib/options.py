@@ -69,8 +69,10 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
     and a link to nowhere, which cannot be read. `what`: the kind of path, for the message.
     """
+    from conf import cli
     from conf.overrides import read_override
 
+    words = cli.with_config_dir(words)
     paths = [word for word in words if word == "-" or os.path.lexists(word)]
     overrides = [w for w in words if w not in paths and (w in NAMES or w[:1] in "-+" or "=" in w)]
     for override in overrides:

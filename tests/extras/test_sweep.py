@@ -255,5 +255,5 @@ def test_no_target_in_a_yaml_file_runs(desk: Desk) -> None:
         "defaults: [cifar10, {override /hydra/launcher: own}]\n",
     ):
         (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
-        desk.run([0], f"recipe={desk.folder}/recipe/own.yaml", FAKE)
+        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", FAKE)
         assert not list(desk.folder.rglob("made"))

@@ -1,4 +1,4 @@
-"""Recipes and groups in files of the user, by their path."""
+"""Recipes and groups in files of the user: by their path, or by name with --config-dir."""
 
 import shutil
 from pathlib import Path
@@ -38,16 +38,28 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("word", ["recipe={}/recipe/mine.yaml", "recipe=~/{}/recipe/mine.yaml"])
-def test_recipe_and_group(word: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config-dir", "{}", "recipe=mine"],
+        ["recipe=mine", "--config-dir=~/{}"],
+        ["recipe={}/recipe/mine.yaml"],
+    ],
+)
+def test_recipe_and_group(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The absolute path is among the words of the config, which also work in another folder."""
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("HOME", str(folder.parent))
-    config = load([word.format(folder.name)], runnable=False)
+    words = [word.format(folder.name) for word in words]
+    config = cli.parse(words, script="train.py", purpose="")
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
     assert load(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
-    other = load([DATA, f"model={folder}/model/wide.yaml", "optim=adamw", "optim.lr=1"])
+    own = [f"--config-dir={folder}", DATA, "model=wide", "optim=adamw", "optim.lr=1"]
+    other = cli.parse(own, script="train.py", purpose="")
     assert (other.model.name, other.optim.name, other.optim.lr) == ("resnet50", "adamw", 1)
+    monkeypatch.chdir("/")
+    assert cli.load(other.typed) == other
 
 
 @pytest.mark.usefixtures("toy_runs")
@@ -83,5 +95,5 @@ def test_mistakes_in_a_file(
     name: str, content: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    word = f"{name.partition('/')[0]}={folder}/{name}.yaml"
-    assert says in refusal([word, DATA], capsys)
+    words = [f"--config-dir={folder}", f"{name.replace('/', '=')}", DATA]
+    assert says in refusal(words, capsys)
