@@ -59,8 +59,9 @@ def read_file(path: Path, *, origin: str) -> Any:
             return read_torch_file(path)
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{origin}: cannot be read ({error}); give a checkpoint, the folder of a run, a file "
+            f"{origin}: cannot be read ({reason}); give a checkpoint, the folder of a run, a file "
             "with weights (.pth, .pt, .safetensors) or, to train, model.weights=pretrained"
         ) from None
 

@@ -143,6 +143,7 @@ def test_means_are_over_time(image_root: Path, judged: list[Shares]) -> None:
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+CPU_RUN = "train.device=cpu"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,19 @@ AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
             "input-bound by decode",
             ["install a C compiler", "use a machine"],
         ),
-        (["loader.workers=4"], 1e4, "input-bound by storage", ["move", AUTO]),
+        (
+            ["loader.workers=4", "loader.decoder=region", CPU_RUN],
+            1e4,
+            "input-bound by storage",
+            ["move"],
+        ),  # as auto
+        (
+            ["loader.workers=3", "loader.decoder=region", CPU_RUN],
+            1e4,
+            "input-bound by storage",
+            ["move", AUTO],
+        ),
+        (["loader.decoder=pillow", CPU_RUN], 1e4, "input-bound by storage", ["move", AUTO]),
         ([], 1e4, "compute-bound", []),
         (["model.compile=default"], 1e4, "compute-bound", ["set model.compile=tuned"]),
         (["model.compile=tuned"], 1e4, "compute-bound", []),
@@ -179,10 +192,11 @@ def test_remedies_that_apply(
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
     config = cli.load([*auto, *overrides])
-    computed = compute(compile=config.model.compile)
+    device = torch.device(config.train.device.replace("auto", "cuda"))
+    computed = compute(device=device, compile=config.model.compile)
     dataset = SimpleNamespace(mean_bytes=lambda: bytes_, decoder="pillow")
     train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    feed: Any = SimpleNamespace(config=config, train=train)
+    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
     known = remedies(computed, feed)
     assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
     found = known[cause]
