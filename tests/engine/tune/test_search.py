@@ -203,3 +203,9 @@ def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], exp
         for workers, (rate, wait, slowed) in tried.items()
     }
     assert next_number(measured, 1000.0, most=14) == expected
+
+
+def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:
+    """Within the accuracy of a trial; others leave their cores to the step."""
+    tried = {n: Shares(rate=rate, alone=1000.0) for n, rate in ((4, 900.0), (8, 990.0), (12, 1e3))}
+    assert best_setting({"cpu": tried}) == ("cpu", 8)
