@@ -40,8 +40,8 @@ class CheckpointError(RunError):
 
 def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     """Copy nested containers, and their tensors to the host. Waits for the GPU."""
-    # deepcopy takes these copies in place of the tensors, and copies everything else.
-    copies = {id(one): one.detach().to("cpu", copy=True) for one in _tensors(content)}
+    # deepcopy takes these copies in place of the tensors. The set has the weights once, not twice.
+    copies = {id(one): one.detach().to("cpu", copy=True) for one in set(_tensors(content))}
     return copy.deepcopy(content, copies)
 
 
@@ -143,10 +143,10 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
         )
     if newest != paths[0]:
         logger.warning("%s: damaged; continuing from %s instead", paths[0], newest.name)
-    return newest, load(newest)
+    return newest, load(newest, verified=True)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
     Raises CheckpointError if the file is damaged, UserError if it is missing or something else.
@@ -158,7 +158,8 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: cannot be read as a checkpoint: {reason}; give the path of a step-*.pt"
         ) from error
-    verify(path)
+    if not verified:
+        verify(path)
     if not is_ours(content):
         raise UserError(
             f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give the path of "

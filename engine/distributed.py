@@ -244,8 +244,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             if local_size == size:  # torchrun's store keeps addresses of ranks that it restarts
-                start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                store = dist.PrefixStore(start, store)
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rank, world_size=size
             )
