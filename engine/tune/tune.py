@@ -43,7 +43,7 @@ PROBE_WORKERS = 2  # whose speed is measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 FEWEST_STEPS, MOST_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
-LATE_SECONDS = 15.0  # no trial but the first begins after this time
+LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
 MOST_TRIALS, MOST_OF_EACH = 6, 3  # of all modes, and of each
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
@@ -198,7 +198,7 @@ class Tuner:
         if mode == "cpu":
             workers = min(most, math.ceil(MARGIN * self.demand / each))
         tried: Tried = {}
-        while workers not in tried and len(tried) < MOST_OF_EACH and self.has_time():
+        while workers not in tried and len(tried) < MOST_OF_EACH and self.has_time(mode):
             rate = min(self.demand, device + workers * each)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
             steps = max(FEWEST_STEPS, min(MOST_STEPS, steps))
@@ -210,11 +210,11 @@ class Tuner:
                 break  # another mode is faster, or fewer workers would take more of the device
             workers = next_number(tried, self.demand, most)
 
-    def has_time(self) -> bool:
-        """Whether another trial may begin."""
+    def has_time(self, mode: str) -> bool:
+        """Whether another trial of a mode may begin; the first of each always may."""
         number = sum(map(len, self.trials.values()))
         in_time = self.world.broadcast(lambda: time.perf_counter() < self.deadline)
-        return number == 0 or (in_time and number < MOST_TRIALS)
+        return number < MOST_TRIALS and (in_time or mode not in self.trials)
 
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         """Train with a mode and a number of workers."""
