@@ -192,4 +192,4 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             "data.val holds the training images, so its accuracy says nothing about new images; "
             "give another split"
         )
-    return notes
+    return notes + datasets.train.notes()

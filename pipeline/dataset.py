@@ -143,6 +143,10 @@ class Dataset(ABC):
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
 
+    def notes(self) -> list[str]:
+        """Return what a user should know about the files before the training."""
+        return []
+
     def create_files(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
@@ -259,14 +263,29 @@ class FolderDataset(Dataset):
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
-        return float(np.mean(self._sizes)) if self._sizes else 0.0
+        return float(np.mean([size for size, *_ in self._looked]))
+
+    def notes(self) -> list[str]:
+        found, level = [], max(level for _, level, _ in self._looked)
+        if 0 < level < decode.LOW_LEVEL:
+            found.append(
+                f"the 16-bit images have levels up to {level:,} of 65,535, and training keeps the "
+                f"upper 8 bits: they are nearly black; multiply their levels by {65535 // level}"
+            )
+        if clear := sum(transparent for *_, transparent in self._looked):
+            found.append(
+                f"{clear} of {len(self._looked)} images looked at have transparent pixels, and "
+                "training sees the colours under them, often black; paint the images on one colour "
+                "if their alpha channel has the shape"
+            )
+        return found
 
     def fingerprint(self) -> str:
         """Hash the names and labels of all files, and the sizes of a sample of them.
 
         The sizes distinguish copies with the same names, such as smaller ones.
         """
-        table = f"{self._table} {self._sizes}"
+        table = f"{self._table} {[size for size, *_ in self._looked]}"
         return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
 
     @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
@@ -274,17 +293,18 @@ class FolderDataset(Dataset):
         return self.index.fingerprint()
 
     @cached_property
-    def _sizes(self) -> list[int]:
-        """Size in bytes of up to SAMPLED files; 0 if one cannot be read."""
+    def _looked(self) -> list[tuple[int, int, bool]]:
+        """Of up to SAMPLED files: size in bytes, 0 if one cannot be read, and `decode.lost`."""
         rows = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
         with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
-            return list(pool.map(self._size, rows))
+            return list(pool.map(self._look, rows))
 
-    def _size(self, row: int) -> int:
+    def _look(self, row: int) -> tuple[int, int, bool]:
         try:
-            return len(self.index.read(row))
+            data = self.index.read(row)
         except OSError:
-            return 0
+            return 0, 0, False
+        return len(data), *decode.lost(data)
 
 
 class FakeDataset(Dataset):

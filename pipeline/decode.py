@@ -26,6 +26,7 @@ from pipeline import region
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 
+LOW_LEVEL = 1 << 14  # the highest of 16 bits; with a lower one, images become nearly black
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -245,9 +246,13 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 def open_image(data: bytes) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    Raises PIL.UnidentifiedImageError if the content has another format, or is no image; Pillow
-    raises other kinds if the header is damaged, or the image is too large.
+    Raises UnreadableError for AVIF and HEIC, PIL.UnidentifiedImageError if the content has another
+    format, or is no image; Pillow raises other kinds if the header is damaged, or the image is too
+    large.
     """
+    if data[4:8] == b"ftyp":
+        kind = data[8:12].decode("latin-1").upper()
+        raise UnreadableError(f"{kind}: AVIF and HEIC are not supported; convert it to JPEG or PNG")
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
@@ -290,6 +295,21 @@ def as_stored(image: Image.Image) -> Image.Image:
     image.load()
     image.getexif()[ORIENTATION] = {6: 8, 8: 6}.get(turn, turn)  # the opposite
     return ImageOps.exif_transpose(image)
+
+
+def lost(data: bytes) -> tuple[int, bool]:
+    """Return what 8-bit RGB has no place for: the levels of 16-bit grey, and an alpha channel.
+
+    Returns the highest level, 0 for other images and for one that cannot be decoded; and whether
+    some of its pixels are transparent.
+    """
+    with suppress(Exception):
+        image = open_image(data)
+        if image.mode.startswith("I;16"):
+            return int(np.asarray(image).max()), False
+        if image.has_transparency_data:
+            return 0, image.convert("RGBA").getextrema()[3][0] < 255
+    return 0, False
 
 
 def has_end(data: bytes) -> bool:

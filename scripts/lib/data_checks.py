@@ -24,7 +24,7 @@ THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
 GRID = 64  # the mean colour is that of about this many pixels along the short side
-TURNED = "EXIF rotation"
+TURNED, DARK = "EXIF rotation", "dark 16 bits"
 # With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
 # has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
 # image, and 0.19 and 0.56 with 0.5 for both.
@@ -34,9 +34,11 @@ DEVIATIONS = (0.4, 1.5)
 MOST_ODD = 0.01  # of the files; above it, a warning
 ODD = {
     "CMYK": "converted without a colour profile",
-    "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
+    "other colours": "slower, decoded by Pillow",
     "progressive": "two to three times slower to decode; the GPU's JPEG engines cannot",
     "very large": f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
+    DARK: f"levels below {decode.LOW_LEVEL:,} of 65,535: nearly black, as training keeps 8 bits",
+    "transparent": "training sees the colours under transparent pixels, often black",
     TURNED: "training takes the stored pixels; data.exif_orientation=true turns them upright",
 }
 
@@ -107,7 +109,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
         content = index.read(row)
         found.seconds = time.perf_counter() - began
         with decode.open_image(content) as image:
-            found.odd = tuple(oddities(image))
+            found.odd = tuple(oddities(image, *decode.lost(content)))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
@@ -121,8 +123,12 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     return found
 
 
-def oddities(image: Image.Image) -> Iterator[str]:
-    """Yield keys of ODD."""
+def oddities(image: Image.Image, level: int, transparent: bool) -> Iterator[str]:
+    """Yield keys of ODD. `level`, `transparent`: as of `decode.lost`."""
+    if 0 < level < decode.LOW_LEVEL:
+        yield DARK
+    if transparent:
+        yield "transparent"
     if image.mode not in ("RGB", "1", "L", "LA"):
         yield "CMYK" if image.mode == "CMYK" else "other colours"
     if image.info.get("progressive"):
@@ -209,7 +215,10 @@ def colours(case: Case) -> Iterator[Row]:
     config = case.config.data
     if {len(config.mean), len(config.std)} - {1, 3}:
         raise NotChecked("needs images with 3 channels")
-    moments = [file.moments for file in good_files(case, "train") if file.moments is not None]
+    files = good_files(case, "train")
+    if any(DARK in file.odd for file in files):
+        raise NotChecked("needs the levels that 16-bit files lose, see odd files")
+    moments = [file.moments for file in files if file.moments is not None]
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
     means, deviations = (mean - config.mean) / config.std, std / config.std

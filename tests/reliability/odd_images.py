@@ -104,6 +104,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
+    "avif": (lambda: b"\0\0\0\x1cftypavif" + bytes(50), "AVIF and HEIC are not supported"),
     "html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", NO_IMAGE),
     "eps": (lambda: encoded(drawn(), "EPS"), NO_IMAGE),
 }

@@ -182,6 +182,8 @@ ODD: dict[str, Callable[[], bytes]] = {
     "other colours": lambda: encoded(drawn("RGBA"), "PNG"),
     "progressive": lambda: encoded(drawn(), progressive=True),
     "very large": lambda: encoded(Image.new("RGB", (6000, 4200))),
+    "dark 16 bits": lambda: encoded(Image.fromarray(np.full((9, 9), 4095, np.uint16)), "PNG"),
+    "transparent": lambda: encoded(Image.new("RGBA", (9, 9)), "PNG"),
 }
 
 
@@ -199,6 +201,9 @@ def test_unusual_files_are_a_warning_above_a_fraction(tmp_path: Path, kind: str)
     assert f"1 {kind}" in row.found and row.found.startswith("of 5 images: ")
     assert any("odd.jpg" in line and data_checks.ODD[kind] in line for line in row.details)
     assert row.status == "warn"
+    if kind == data_checks.DARK:  # their mean says nothing about the images
+        with pytest.raises(checks.NotChecked, match="16-bit"):
+            list(data_checks.colours(case))
     if kind == data_checks.TURNED:
         case.config.data.exif_orientation = True
         row = only(data_checks.odd_files(case))

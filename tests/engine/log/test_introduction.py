@@ -4,7 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from torch import nn
 
 from conf import cli
@@ -59,7 +61,7 @@ def test_lines_say_how_many_images_batch_norm_sees(
     assert "BatchNorm" not in "".join(lines(Schedule(given, 2000, ranks), nn.Linear(1, 1)))
 
 
-def test_notes(image_root: Path) -> None:
+def test_notes(image_root: Path, tmp_path: Path) -> None:
     def notes(*words: str) -> list[str]:
         given = cli.load([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
         return setup_notes(given, build_datasets(given), ALONE)
@@ -71,3 +73,14 @@ def test_notes(image_root: Path) -> None:
         "loader.batch_size=8 optim.lr="
     )
     assert same.startswith("data.val holds the training images")
+
+    root = tmp_path / "scans"
+    for number, split in enumerate(("train/a", "train/b", "val/a", "val/b")):
+        (root / split).mkdir(parents=True)
+        levels = np.full((8, 8), 4095 - number, np.uint16)  # 12 of 16 bits
+        Image.fromarray(levels).save(root / split / "dark.png")
+        Image.new("RGBA", (8, 8), (0, 0, 0, number)).save(root / split / "clear.png")
+        Image.new("RGBA", (8, 8), "red").save(root / split / "opaque.png")
+    dark, clear = notes(f"data.root={root}", "loader.batch_size=1")
+    assert dark.startswith("the 16-bit images have levels up to 4,095 of 65,535") and "16" in dark
+    assert clear.startswith("2 of 6 images looked at have transparent pixels")
