@@ -288,7 +288,7 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
 
 def _lock(path: Path) -> int:
     """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
-    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import profile
 
 from conf.schema import UserError
+from engine.checkpoint import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 
@@ -60,7 +61,7 @@ class Profiler(Observer):
         column = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         found.export_chrome_trace(str(path))
-        path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table)
+        replace_file(path.with_name(path.name.replace(".json.gz", ".txt")), table)
         self.log.tracker.print(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
 
     def _synchronize(self) -> None:

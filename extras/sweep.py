@@ -37,6 +37,7 @@ from conf.start import stop_with_parent
 from engine.stop_signal import handle_stops
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
+MOST_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 MAXIMISE = {  # by default, these sweepers minimise the value of a job
@@ -80,6 +81,8 @@ class Sweep:
             # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
             swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
             self.settings.append(f"++{swept}")
+        if math.prod(map(len, self.columns)) > MOST_JOBS:
+            raise UserError(f"-m: more than {MOST_JOBS:,} jobs; give fewer values")
         for override in itertools.chain(*self.columns):
             read_override(override)
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
@@ -96,9 +99,12 @@ class Sweep:
         A job that fails does not stop the sweep: a learning rate that diverges is a result.
         """
         script, fixed = os.path.abspath(sys.argv[0]), self.fixed
+        of = "" if self.sweeper else f" of {math.prod(map(len, self.columns)):,}"
 
         def run_job(_: Any) -> float:
-            return _run_job(script, [*fixed, *HydraConfig.get().overrides.task])
+            hydra_config = HydraConfig.get()
+            name = f"job {hydra_config.job.num + 1:,}{of}"
+            return _run_job(script, [*fixed, *hydra_config.overrides.task], name)
 
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
         folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
@@ -157,18 +163,21 @@ def _values(text: str) -> list[str]:
     if override.is_interval_sweep():
         return [str(values.start)]
     names = group_names(_key(text))
-    found = values.filter(names) if "=glob(" in text else [*override.sweep_string_iterator()]
+    if "=glob(" in text:
+        found = values.filter(names)
+    else:
+        found = [*itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1)]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
     return found
 
 
-def _run_job(script: str, overrides: Sequence[str]) -> float:
+def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     overrides = [word.lstrip("+") for word in overrides]
     GlobalHydra.instance().clear()  # `load` uses Hydra, too
     config = load(overrides)
-    print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
+    print(f"{name}: {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and read_text(stored) == to_yaml(config)
     finished = same and _result(config)[2] == "finished"

@@ -59,13 +59,12 @@ class Tracker(ExitStack):
                 self._board = self.guard("TensorBoard", self._open_board, folder, by.name)
 
     def _open_rows(self, path: Path) -> Any:
-        if path.exists():
-            kept = []
-            for line in read_text(path, errors="replace").splitlines():
-                with suppress(ValueError):  # a killed process leaves an incomplete line
-                    if json.loads(line)["step"] <= self._start_step:
-                        kept.append(line)
-            replace_file(path, "".join(line + "\n" for line in kept))
+        kept = []
+        for line in read_text(path, errors="replace").splitlines() if path.is_file() else ():
+            with suppress(ValueError):  # a killed process leaves an incomplete line
+                if json.loads(line)["step"] <= self._start_step:
+                    kept.append(line)
+        replace_file(path, "".join(line + "\n" for line in kept))  # a new file, also for a link
         file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file

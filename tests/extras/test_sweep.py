@@ -71,6 +71,7 @@ MISTAKES = {
     "optim.lr=rnge(1,2)": "optim.lr=rnge(1,2): not allowed; give a number > 0",
     "loader.workers=1,2": "-m: some jobs have the same run directory; give each its own",
     "optim.lr=1,2 run.name=x": "-m: some jobs have the same run directory; give each its own",
+    "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1, 2": "optim.lr=1,: not allowed; give a number > 0",
 }
 
@@ -170,6 +171,7 @@ def desk(tmp_path: Path) -> Desk:
 def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     status, started, out = desk.run([0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
+    assert "\njob 2 of 3: data=fake train.seed=1: runs/" in out
     assert [line.split("  ")[:2] for line in out.splitlines()[-5:]] == [
         ["top1, the best job first:"],
         [" 52.000", "train.seed=2"],
