@@ -7,7 +7,6 @@ other line is the path of an image, absolute or relative to the folder, and its 
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +24,8 @@ from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.shared import SharedArray
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
@@ -45,17 +46,19 @@ class TableDataset(FolderDataset):
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
         head, *rows = [cells for _, cells in csv_rows(path)] or [[]]
         self.columns = tuple(head[1:])
-        if head[:1] != ["path"] or not self.columns or not rows:
+        if [cell.lower() for cell in head[:1]] != ["path"] or not self.columns or not rows:
             raise UserError(f"{path}: write path,NAME,... into the first line, and lines below it")
-        numbers = np.full((len(rows), len(self.columns)), math.nan, np.float32)
+        if len({*head}) < len(head):
+            raise UserError(f"{path}: {','.join(head)}: give each column a name of its own")
+        numbers = np.zeros((len(rows), len(self.columns)), np.float32)
         for row, (name, *texts) in enumerate(rows):
+            values: list[float] = []
             with suppress(ValueError):  # a text is no number
-                numbers[row] = (
-                    list(map(float, texts)) if len(texts) == len(self.columns) else math.nan
-                )
-            if not np.isfinite(numbers[row]).all():
+                values = [float(text) for text in texts if "_" not in text]  # Python reads 1_000
+            if len(values) != len(self.columns) or not all(abs(v) <= LARGEST for v in values):
                 given = f"{path}: {name}: {','.join(texts)}"
                 raise UserError(f"{given}: give {len(self.columns)} finite number(s)")
+            numbers[row] = values
         files = {"": [os.fsencode(row[0]) for row in rows]}
         super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)
         self.numbers = SharedArray.copy_of(numbers)

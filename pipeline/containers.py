@@ -130,7 +130,7 @@ def read_list(path: str, given: str) -> dict[bytes, list[bytes]]:
     """
     classes: dict[bytes, list[bytes]] = {}
     for line, cells in csv_rows(path):
-        if line == 1 and cells == ["path", "label"]:
+        if line == 1 and [cell.lower() for cell in cells] == ["path", "label"]:
             continue
         if len(cells) != 2 or not all(cells):
             raise UserError(f"{given}: line {line} is not path,label; write one image per line")

@@ -43,7 +43,11 @@ def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) 
     [
         ("path,a\n1.jpg,1,2\n", "1.jpg: 1,2: give 1 finite number"),
         ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat: give 1 finite number"),
-        ("path,a\n1.jpg,nan\n", "1.jpg: nan: give 1 finite number"),
+        *(
+            (f"path,a\n1.jpg,{text}\n", f"1.jpg: {text}: give 1 finite number")
+            for text in ("nan", "-inf", "1_000", "1e39")
+        ),
+        ("path,a,a\n1.jpg,1,1\n", "path,a,a: give each column a name of its own"),
         ("path,a\n", "write path,NAME,... into the first line"),
         ("1.jpg,1\n", "write path,NAME,... into the first line"),
         ("", "write path,NAME,... into the first line"),
