@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,8 +63,12 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
 
 
 def _show(text: str) -> NoReturn:
-    with suppress(BrokenPipeError):
-        print(text, end="")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # `| head`
+        pass
+    except OSError as error:
+        fail(described(error))
     sys.exit(0)
 
 

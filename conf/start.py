@@ -35,6 +35,9 @@ def set_up_process() -> None:
             f"{', '.join(missing)}: not installed for {sys.executable}; run `make env` and `source "
             ".venv/bin/activate`, or `pip install -r requirements.txt`"
         )
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     # A path in a message may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     atexit.register(_flush)
@@ -72,5 +75,5 @@ def _flush() -> None:
     """Flush the output at exit; nothing is lost that the reader of a broken pipe still wants."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:  # or the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

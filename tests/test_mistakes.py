@@ -8,6 +8,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 
 import train
 from conf import cli
-from tests.processes import descendants
+from tests.processes import ROOT, descendants, needs_linux
 from tests.results import tree
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
@@ -96,3 +98,22 @@ def test_a_line_break_in_the_name_of_a_file(
     assert train.main(cli.load(words)) == 1
     error = capsys.readouterr().err
     assert "dots/0 0.jpg: " in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ("--help >&-", 0, ""),
+        ("--help >/dev/full", 2, "No space left on device"),
+        ("--help | head -1", 0, ""),
+        ("data.root=none >&- 2>&-", 2, ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full(
+    command: str, status: int, says: str, tmp_path: Path
+) -> None:
+    needs_linux()
+    line = f"set -o pipefail; {sys.executable} {ROOT / 'train.py'} {command}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (status, int(bool(says)))
+    assert says in done.stderr
