@@ -22,6 +22,9 @@ T = TypeVar("T")
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
+# Environment variable with a prefix of the names under which ranks find each other. Programs that
+# replace ranks by new processes set it to a value of their own.
+STORE_PREFIX = "TRAINER_STORE_PREFIX"
 SYNC = "require_backward_grad_sync"  # the attribute that `no_sync` sets for DDP
 
 
@@ -243,8 +246,13 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            if local_size == size:  # torchrun's store keeps addresses of ranks that it restarts
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            # torchrun's store keeps the addresses of ranks that were replaced or restarted. The
+            # nodes may count different restarts.
+            prefix = os.environ.get(STORE_PREFIX, "")
+            if local_size == size:
+                prefix += os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if prefix:
+                store = dist.PrefixStore(prefix, store)
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rank, world_size=size
             )

@@ -54,7 +54,11 @@ def test_a_command_trains_all_sizes(
     options = [SIZES, "checkpoint.every_steps=1", "loader.workers=0"]
     words = [sys.executable, train.__file__, *overrides_of(image_root, folder, *options)]
     words = words if ranks == 1 else torchrun(words, ranks)
-    variables, merged = {"OMP_NUM_THREADS": "1"}, {"stdout": PIPE, "stderr": STDOUT}
+    # Rank 1 starts again 3 s later than rank 0, which must not read its earlier address.
+    late = f"os.getenv('RANK') == '1' and os.path.exists({str(folder / 'checkpoints')!r})"
+    (tmp_path / "sitecustomize.py").write_text(f"import os, time\n{late} and time.sleep(3)\n")
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    merged = {"stdout": PIPE, "stderr": STDOUT}
     with Started([*words, "checkpoint.resume=never"], variables, **merged) as process:
         saved = folder / "checkpoints" / "step-00000006.pt"
         wait_for("a step of the second size", saved.exists, process)
