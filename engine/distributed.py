@@ -22,9 +22,6 @@ T = TypeVar("T")
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
-# Environment variable with a prefix of the names under which ranks find each other. Programs that
-# replace ranks by new processes set it to a value of their own.
-STORE_PREFIX = "TRAINER_STORE_PREFIX"
 SYNC = "require_backward_grad_sync"  # the attribute that `no_sync` sets for DDP
 
 
@@ -246,9 +243,9 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            # torchrun's store keeps the addresses of ranks that were replaced or restarted. The
-            # nodes may count different restarts.
-            prefix = os.environ.get(STORE_PREFIX, "")
+            # torchrun's store keeps the addresses of earlier processes: of ranks that it restarts,
+            # which nodes may count differently, and of ranks that replace themselves.
+            prefix = os.environ.get("TRAINER_STORE_PREFIX", "")
             if local_size == size:
                 prefix += os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             if prefix:

@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.compose import load
 from conf.schema import Config, UserError, show
 from engine.checkpoint import file_name
-from engine.distributed import STORE_PREFIX, World
+from engine.distributed import World
 from engine.run import Run
 from pipeline.build import build_datasets
 
@@ -61,5 +61,5 @@ def _start_again(path: Path, before: float, words: list[str]) -> None:
     """Replace this process by its own command with more words, if it has written the checkpoint."""
     if _written(path) not in (0.0, before):
         sys.stdout.flush()
-        os.environ[STORE_PREFIX] = path.stem  # the same on all ranks
+        os.environ["TRAINER_STORE_PREFIX"] = path.stem  # the same on all ranks
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *words])

@@ -22,6 +22,7 @@ import pytest
 
 HANGS_SECONDS = 100  # a wait that takes longer hangs; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[1]
+needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="reads what names extras")
 NONE: Mapping[str, str] = {}
 MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one that starts them
 

@@ -8,7 +8,7 @@ import pytest
 from tests.processes import HANGS_SECONDS, ROOT, run_python
 from tests.small_run import SMALL_RUN
 
-LEFT_OUT = shutil.ignore_patterns("extras", ".*", "runs", "data", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "data", "__pycache__")
 
 
 @pytest.fixture

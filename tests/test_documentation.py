@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 from conf import cli
 from conf.overrides import read_override
 from conf.schema import KEYS, NAMES
-from tests.processes import ROOT
+from tests.processes import ROOT, needs_extras
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_FORKS = ("fork.md", "tasks.md")  # their commands run after their changes
@@ -142,6 +142,7 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail(f"no check for the command: {line}")
 
 
+@needs_extras
 @pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("page", COMMANDS)
 def test_commands_are_valid(page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_environment_variables() -> None:
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
+        "TRAINER_STORE_PREFIX",
     }
 
 

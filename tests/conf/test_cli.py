@@ -25,7 +25,7 @@ from conf.schema import (
 )
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA, offered
-from tests.processes import ROOT, run_command, run_python
+from tests.processes import ROOT, needs_extras, run_command, run_python
 
 # tests/conf/test_recipes.py builds the choices of the other groups.
 GROUPS = ("data", "loader", "optim", "schedule")
@@ -45,6 +45,7 @@ def test_every_group_choice_composes(group: str, choice: str) -> None:
         assert after_colon(getattr(config, group).name) == choice
 
 
+@needs_extras
 def test_help_shows_the_composed_defaults() -> None:
     """Except for these keys: tests/equal has their values."""
     composed, declared = config_values(cli.load([DATA])), config_values(Config())

@@ -8,7 +8,9 @@ import pytest
 
 from tests.equal import batches, configs, searches, verdicts
 from tests.equal.record import stored
+from tests.processes import needs_extras
 
+pytestmark = needs_extras
 CONFIGS = stored("configs")
 USUAL, *CASES = stored("verdicts")
 
