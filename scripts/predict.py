@@ -13,10 +13,10 @@ batch by batch: of `probability`, the most probable classes. Masks are written t
 --out, whose paths are printed. --features FILE.npz also writes the input of the model's last layer,
 for example for a search for similar images: `features`, float32 [images, C], and `paths`.
 
-A file that cannot be read is reported on stderr with the reason, and the others are predicted.
+A file that is missing or cannot be read is reported on stderr with the reason, and the others are
+predicted.
 
-Exit status: 0 predicted, also if some files could not be read; 1 failed, or no image could be read;
-2 wrong arguments.
+Exit status: 0 predicted; 1 failed, or some files could not be read; 2 wrong arguments.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", type=Path, metavar="FILE", help="write the input of the last layer, as .npz")
-    options = parse_paths(parser, words, what=WHAT)
+    options = parse_paths(parser, words, what=None)
     options.checkpoint, *options.paths = options.paths or [LIST]
     if options.checkpoint == LIST:
         parser.error(f"CHECKPOINT is missing: give {WHAT}; see --help")
@@ -401,7 +401,7 @@ def write_all(batches: Iterable[list[Result]], output: Output) -> int:
         cli.complain(f"{failed:,} of {read + failed:,} files could not be read", SCRIPT)
     elif not read:
         cli.complain("there are no images at these paths, and none in the list", SCRIPT)
-    return 0 if read else 1
+    return 0 if read and not failed else 1
 
 
 def predict_all(options: argparse.Namespace) -> int:

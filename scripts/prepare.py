@@ -250,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
     Raises UserError: the source or the destination cannot be used, and nothing was created;
-    OSError: a file cannot be written.
+    OSError: a file cannot be read or written.
     """
     began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
@@ -258,11 +258,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--to {inner} and {outer} contain each other; give another folder")
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
-    try:
-        samples, notes = recognise(options.source)
-    except OSError as error:
-        message = f"cannot be read ({describe(error)}); make it readable or remove it"
-        raise UserError(f"{options.source}: {message}") from None
+    samples, notes = recognise(options.source)
     images = dict(sorted(Counter(sample.split for sample in samples).items()))
     settings = {"source": outer, "format": options.format, "side": options.side, "images": images}
     to = Path(options.to)

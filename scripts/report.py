@@ -113,13 +113,22 @@ def number_in(value: Any, default: float = math.nan) -> float:
 
 def read_runs(folder: Path) -> list[Run]:
     """Read a run directory, or the runs in a folder. Raises UserError: the folder is neither."""
-    if any((folder / name).is_file() for name in FILES):
-        return [read_run(folder)]
-    found = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
-    if not found:
+    folders = [folder]
+    if not any((folder / name).is_file() for name in FILES):
+        folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
+    if not folders:
         wrong = f"holds no run (no {' or '.join(FILES)})" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {wrong}; give a run directory, for example runs/demo")
-    return [read_run(path) for path in found]
+    runs = []
+    for path in folders:
+        try:
+            runs.append(read_run(path))
+        except UserError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{path}: a file of it is damaged ({reason}); remove it") from None
+    return runs
 
 
 def read_run(folder: Path) -> Run:
@@ -401,7 +410,7 @@ def reference(runs: Sequence[Run]) -> str:
         "runs": len(runs),
         "status": "reproduced here",
         "source": f"{len(runs)} runs with this program",
-        "val_images": runs[0].rows["val"][-1]["images"],
+        "val_images": runs[0].rows["val"][-1].get("images"),
         "time": str(timedelta(seconds=round(seconds))),
         "reference": {"runs": len(runs), **curve},
     }

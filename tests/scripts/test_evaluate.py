@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,9 @@ def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     assert set(part.rows["label"].tolist()) == {1, 2} and part.classes == CLASSES
     assert part.rows["loss"] == pytest.approx(whole.rows["loss"][VAL_IMAGES:])
     assert alone.values == part.values
+    (tmp_path / "flat").mkdir()
+    with pytest.raises(UserError, match=r"^data\.val=.*/flat: "):
+        measured(folder, f"data.root={tmp_path}", "data.val=flat")
     (tmp_path / "val" / "dots").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats "):
         measured(folder, f"data.root={tmp_path}")
@@ -201,6 +205,10 @@ def test_file_of_another_project(
     assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
         label_by_name(replace(other.trained, num_classes=5), found.datasets)
+    for names, fits in ((("1", "10", "2"), False), (("01", "02", "10"), True)):
+        numbered = replace(found.datasets, classes=names)
+        with nullcontext() if fits else pytest.raises(UserError, match="order 1, 10, 2, .*--clas"):
+            assert label_by_name(other.trained, numbered) == names
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
         opened(tmp_path / "weights.pth", *foreign)
 

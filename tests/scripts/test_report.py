@@ -264,6 +264,16 @@ def test_time_breakdown(tmp_path: Path) -> None:
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("summary.json", "[]"), ("metrics.jsonl", '{"step": 1}\n'), ("per_class.json", "{}")],
+)
+def test_a_damaged_file(copied: Path, name: str, content: str) -> None:
+    (copied / name).write_text(content)
+    with pytest.raises(UserError, match=rf"^{copied}: a file of it is damaged \(.*\); remove it$"):
+        report.read_runs(copied)
+
+
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="/gone: no such folder; give a run directory, for example"):
         made(tmp_path / "gone")

@@ -2,6 +2,7 @@
 
 import argparse
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,20 @@ def test_model_that_is_not_named(
     torch.save(content(weights), tmp_path / "file.pth")
     with pytest.raises(UserError, match=rf"^{tmp_path}/file\.pth: .*{message}"):
         open_trained(tmp_path / "file.pth")
+
+
+ODD: dict[str, Callable[[torch.Tensor], dict[Any, torch.Tensor]]] = {
+    "numbers as names": lambda bias: {1: bias},
+    "sparse": lambda bias: {"fc.bias": bias.to_sparse()},
+    "without values": lambda bias: {"fc.bias": bias.to("meta")},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_weights_that_no_model_can_load(tmp_path: Path, weights: Weights, kind: str) -> None:
+    torch.save({**weights, **ODD[kind](weights["fc.bias"])}, tmp_path / "file.pth")
+    with pytest.raises(UserError, match=r"file\.pth: holds weights that are sparse, on the meta"):
+        open_trained(tmp_path / "file.pth", TINY)
 
 
 def test_another_model(tmp_path: Path, weights: Weights) -> None:
