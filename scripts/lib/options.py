@@ -67,8 +67,8 @@ def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], l
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
     An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
-    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message; None lets
-    a path be missing.
+    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message;
+    None lets a path be missing.
     """
     from conf import cli
     from conf.overrides import read_override

@@ -144,21 +144,19 @@ def open_trained(
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))
     weights = _dense_weights(content, origin=str(path))
-    count, shape, stored, averaged = None, None, {}, False
+    count, shape, plan, stored, averaged = None, None, {}, {}, False
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
         plan, averaged = content["plan"], bool(content["state"].get("ema"))
         config, names = _config_of_run(content, overrides), plan.get("classes", ())
         count, shape = len(names) or None, plan.get("image_shape")
-        size = plan["image_size"]
     elif stated := exported(path):
         config, names = load_stored(stated.values, overrides), stated.classes
         count, shape = stated.num_classes, stated.image_shape
-        size = config.data.image_size
     else:
         config, names = _config_of_foreign(path, content, overrides)
-        size = config.data.image_size
+    size = plan.get("image_size", config.data.image_size)
     if count is None or shape is None:
         channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
         count, shape = count or outputs, shape or (channels, size, size)

@@ -207,7 +207,7 @@ def test_file_of_another_project(
         label_by_name(replace(other.trained, num_classes=5), found.datasets)
     for names, fits in ((("1", "10", "2"), False), (("01", "02", "10"), True)):
         numbered = replace(found.datasets, classes=names)
-        with nullcontext() if fits else pytest.raises(UserError, match="order 1, 10, 2, .*--clas"):
+        with nullcontext() if fits else pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
             assert label_by_name(other.trained, numbered) == names
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
         opened(tmp_path / "weights.pth", *foreign)
