@@ -1,6 +1,5 @@
 """Evaluation of a run, of files of other projects and of other data, on small JPEG files."""
 
-import csv
 import json
 import re
 import shutil
@@ -51,24 +50,12 @@ def measured(path: Path, *overrides: str, flip: bool = False) -> Evaluated:
     return evaluate.run(opened(path, *overrides), ALONE, flip=flip)
 
 
-def table_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -> None:
     last = checkpoint.load(found.trained.path)["state"]["last"]
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     # The average is validated, and it is not the raw model.
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
-
-
-def test_the_file_of_results(found: Evaluated, tmp_path: Path) -> None:
-    evaluate.write(found, tmp_path)
-    content = json.loads((tmp_path / "evaluation.json").read_text())
-    assert content["top1"] == found.values["top1"] and content["step"] == 9
-    assert content["images"] == 15 and content["made_by"]
 
 
 def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Path) -> None:
@@ -81,21 +68,15 @@ def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Pa
     assert len(printed) == 2 and printed[1]["loss"] == found.values["loss"]
     for row in printed:
         stored = json.loads((tmp_path / row.pop("out") / "evaluation.json").read_text())
+        assert stored["made_by"]
         assert row["images"] == 15 and row == {key: stored[key] for key in row}
     assert sorted(folder.rglob("*")) == before
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "CHECKPOINT is missing: give a checkpoint"),
-        ("gone.pth", "gone.pth: no such file or folder; give a checkpoint"),
-        (". optim.lrr=1", "optim.lrr=1: there is no key optim.lrr; did you mean optim.lr?"),
-    ],
-)
-def test_mistakes_in_the_command_line(arguments: str, message: str, mistake: Mistake) -> None:
-    assert mistake(evaluate.arguments, arguments).split(": ", 1)[1].startswith(message)
+def test_no_checkpoint(mistake: Mistake) -> None:
+    said = mistake(evaluate.arguments, "")
+    assert said.split(": ", 1)[1].startswith("CHECKPOINT is missing: give a checkpoint")
 
 
 def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
@@ -309,12 +308,6 @@ def test_outputs_that_are_no_classes(
     predictor.top = top
     with pytest.raises(UserError, match=message):
         predictor.rows(train.predictions(torch.zeros(2, *shape)))
-
-
-def test_clips_are_refused(folder: Path) -> None:
-    clips = replace(open_trained(folder, HERE), image_shape=(8, 3, 32, 32))
-    with pytest.raises(UserError, match=r"^predict.py: .* \[8, 3, 32, 32\], and no single image"):
-        Predictor(clips, CPU)
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,6 @@ def test_ticks(low: float, high: float, expected: tuple[float, float, float] | N
     assert expected is None or (found[0], found[-1], found[1] - found[0]) == pytest.approx(expected)
 
 
-def test_numbers() -> None:
-    values = (7290.4, 76.129, 0.12345, 0, 2e20)
-    assert [*map(report.rounded, values)] == ["7,290", "76.13", "0.123", "0", "2.000e+20"]
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [("summary.json", "[]"), ("metrics.jsonl", '{"step": 1}\n'), ("verdict.json", "{}")],
