@@ -167,10 +167,10 @@ def parquet(columns: dict[str, Any], metadata: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def with_names(*classes: str) -> str:
+def with_names(*classes: str, image: str = "image") -> str:
     """Return the metadata of the columns."""
     label = {"names": list(classes), "_type": "ClassLabel"}
-    return json.dumps({"info": {"features": {"image": {"_type": "Image"}, "label": label}}})
+    return json.dumps({"info": {"features": {image: {"_type": "Image"}, "label": label}}})
 
 
 def hugging_face() -> Files:
@@ -254,6 +254,14 @@ def numbered() -> Files:
 SHARDS = {f"data-{word}-{i}": word for word in ("train", "test") for i in range(2)}
 
 
+def unnamed() -> Files:
+    """CIFAR-10 as Parquet: images without a path, a test split, and a column of another name."""
+    images = [{"bytes": jpeg(i), "path": None} for i in range(4)]
+    features = with_names("tench", "cat/dog", image="img")
+    file = parquet({"img": images, "label": [1, 0, 0, 1]}, features)
+    return {f"plain_text/{split}-00000-of-00001.parquet": file for split in ("train", "test")}
+
+
 def in_an_archive(source: Source) -> Source:
     return lambda: {"cifar.tar.gz": tar(source(), "w:gz")}
 
@@ -299,6 +307,14 @@ FORMATS: dict[str, Format] = {
             f"{'val' if word == 'test' else 'train'}/{label:02d}/{name}_{label}.jpg": jpeg(label)
             for name, word in SHARDS.items()
             for label in (9, 10)
+        },
+    ),
+    "parquet without names": (
+        unnamed,
+        {
+            f"{split}/{label}/{word}-00000-of-00001-{row:06d}_image.jpeg": jpeg(row)
+            for split, word in (("train", "plain_text_train"), ("val", "plain_text_test"))
+            for row, label in enumerate(("cat_dog", "tench", "tench", "cat_dog"))
         },
     ),
     # Classes may have the names of splits.
