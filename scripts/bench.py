@@ -1,4 +1,4 @@
-"""Measure the throughput of each stage: read, decode, loader, copy, step, end to end.
+"""Measure the throughput of each stage: read, decode, loader, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet --only loader step train
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib.options import Parser
 
-STAGES = ("read", "decode", "loader", "copy", "step", "train")
+STAGES = ("read", "decode", "loader", "step", "train")
 
 
 if __name__ == "__main__":
@@ -35,7 +35,6 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 import train
@@ -54,7 +53,6 @@ from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
-COPIES = 20  # per window
 FOREVER = 1 << 40  # steps
 
 
@@ -91,8 +89,6 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         if "loader" in only:
             with open_feed(config, datasets, world, **compute.images) as feed:
                 found.append(measure_loader(feed, config.loader.batch_size, seconds))
-        if "copy" in only and world.device.type == "cuda":
-            found.append(measure_copy(datasets, config.loader.batch_size, world.device, seconds))
         if "step" in only or "train" in only:
             stages = measure_steps(datasets, schedule, compute, world, seconds)
             found += [stage for stage in stages if stage.name in only]
@@ -177,25 +173,6 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
     """Take the batches that were decoded before the measurement."""
     for _ in range(feed.train.loader.ring.slots + feed.train.depth):
         take()
-
-
-def measure_copy(datasets: Datasets, batch_size: int, gpu: torch.device, seconds: float) -> Stage:
-    """Copy the bytes of a batch from page-locked memory to the GPU, as the prefetcher does."""
-    fields = datasets.train.fields.values()
-    shape = batch_size, sum(np.zeros(each.shape, each.dtype).nbytes for each in fields)
-    source = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(shape, dtype=torch.uint8, device=gpu)
-
-    def copy() -> int:
-        for _ in range(COPIES):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        return COPIES * len(source)
-
-    copy()
-    rates = windows(copy, seconds / 10)
-    speed = median(rates) * source[0].nbytes / 1e9
-    return Stage("copy", rates, f"pinned: {speed:.1f} GB/s")
 
 
 def measure_steps(

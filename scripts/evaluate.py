@@ -209,10 +209,14 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
             f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
             "was trained for, or --classes FILE"
         )
+    cure = "give --classes FILE with the names of the model's classes, one per line"
     if len(found) != trained.num_classes:
+        sizes = f"{len(found)} classes, the model has {trained.num_classes} classes"
+        raise UserError(f"{where} {sizes}; {cure}")
+    if all(map(str.isdecimal, found)) and list(found) != sorted(found, key=int):
+        order = f"folders whose names are numbers, in the order {', '.join(found[:3])}, ..."
         raise UserError(
-            f"{where} {len(found)} classes, the model has {trained.num_classes} classes; give "
-            "--classes FILE with the names of the model's classes, one per line"
+            f"{where} {order}, and the model may have them in the order of numbers; {cure}"
         )
     return found
 

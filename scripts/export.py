@@ -256,7 +256,7 @@ def export(job: Job, out: Path) -> None:
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             found = compare(job, predict, model)
-        except (OSError, ExportError):
+        except (OSError, UserError, ExportError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
             name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
@@ -282,7 +282,7 @@ def run(options: argparse.Namespace) -> int:
     model = replace(trained.config.model, channels_last=False)
     trained = replace(trained, config=replace(trained.config, model=model))
     name = trained.name if trained.stored else trained.path.stem
-    out = options.out or Path(f"{name}.{options.to}")
+    out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
     if out.exists() and out.samefile(trained.path):
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
     size = build_transform(trained.config.augment.val, "augment.val").image_size

@@ -10,13 +10,13 @@ loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
 batch by batch: of `probability`, the most probable classes. Masks are written to PNG files in
---out, whose paths are printed. --features FILE.npz also writes the input of the model's last layer,
-for example for a search for similar images: `features`, float32 [images, C], and `paths`.
+--out, whose paths are printed. --features adds the input of the model's last layer, a list of
+numbers, for example for a search for similar images.
 
-A file that cannot be read is reported on stderr with the reason, and the others are predicted.
+A file that is missing or cannot be read is reported on stderr with the reason, and the others are
+predicted.
 
-Exit status: 0 predicted, also if some files could not be read; 1 failed, or no image could be read;
-2 wrong arguments.
+Exit status: 0 predicted; 1 failed, or some files could not be read; 2 wrong arguments.
 """
 
 import argparse
@@ -45,18 +45,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
-    add("--features", type=Path, metavar="FILE", help="write the input of the last layer, as .npz")
-    options = parse_paths(parser, words, what=WHAT)
-    options.checkpoint, *options.paths = options.paths or [LIST]
-    if options.checkpoint == LIST:
-        parser.error(f"CHECKPOINT is missing: give {WHAT}; see --help")
-    if not options.paths:
-        missing = "the images are missing: give files or folders, or - for a list on standard input"
-        parser.error(f"{options.checkpoint}: is the checkpoint; {missing}")
+    add("--features", action="store_true", help="add the input of the last layer")
+    options = parse_paths(parser, words, what=None)
+    if len(options.paths) < 2 or options.paths[0] == LIST:
+        parser.error(f"give {WHAT}, or - for a list on standard input; see --help")
+    options.checkpoint, *options.paths = options.paths
     if options.top is not None and options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
-    if options.features is not None and options.features.suffix != ".npz":
-        parser.error(f"--features {options.features}: give a file that ends in .npz")
     return options
 
 
@@ -67,7 +62,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any, TextIO
 
 import numpy as np
@@ -81,7 +76,6 @@ from conf.schema import UserError, typed_keys
 from engine.checkpoint import json_text
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
-from engine.scores import shown
 from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
@@ -110,7 +104,6 @@ class Result:
     # Name -> a number, a list of numbers, a mapping of output names to numbers, or a mask, integers
     # [H, W]; `predictions` -> the most probable classes as in a JSON line.
     values: Mapping[str, Any] = field(default_factory=dict)
-    features: np.ndarray | None = None  # float32 [C]
     reason: str = ""
 
 
@@ -169,7 +162,7 @@ class Predictor:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.model, self.device = trained.build(device), device
-        self.last_input = watch_head(self.model) if features else []
+        self.last_input = watch_head(self.model) if features else None
         dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(self.model, device)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
@@ -212,23 +205,25 @@ class Predictor:
         Raises UserError: `train.predictions` or `top` does not fit the model.
         """
         images = [image for _, image in batch if not isinstance(image, str)]
-        found = self.predicted(np.stack(images)) if images else iter(())
+        found = iter(self.predicted(np.stack(images)) if images else ())
         return [
-            Result(path, reason=image) if isinstance(image, str) else Result(path, *next(found))
+            Result(path, reason=image) if isinstance(image, str) else Result(path, next(found))
             for path, image in batch
         ]
 
     @torch.no_grad()
-    def predicted(self, images: np.ndarray) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Yield `Result.values` and `Result.features` of images, [B, S, S, C]."""
+    def predicted(self, images: np.ndarray) -> list[dict[str, Any]]:
+        """Return `Result.values` of images, [B, S, S, C]."""
         inputs = self.format.normalised(torch.from_numpy(images).to(self.device))
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         with autocast(self.device.type, self.precision):
             outputs = self.model(inputs)
-        features: Iterable[Any] = repeat(None)
-        if self.last_input:
-            features = self.last_input[0].float().cpu().numpy()
-        return zip(self.rows(train.predictions(outputs)), features, strict=False)
+        values = dict(train.predictions(outputs))
+        if self.last_input is not None:
+            if not self.last_input:
+                raise UserError("--features: this model does not call its last layer; leave it out")
+            values["features"] = self.last_input[0].float()
+        return self.rows(values)
 
     def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return `Result.values` of each image."""
@@ -331,23 +326,16 @@ class Output:
                     entry["probability"] = round(entry["probability"], 6)
                 self.file.write(json_text({"path": result.path, **values}) + "\n")
             else:
-                texts = "".join(self.text(name, value) for name, value in values.items())
-                self.file.write(f"{result.path:<{self.width}}{texts}\n")
+                texts = [text for name in values for text in self.texts(name, values[name])]
+                self.file.write("  ".join([f"{result.path:<{self.width}}", *texts]) + "\n")
         self.file.flush()
 
-    def text(self, name: str, value: Any) -> str:
-        """Return a value as in a table; of a list without names, its first numbers."""
-        if name == "predictions":
-            pairs = [(each["name"], f"{100 * each['probability']:>5.1f} %") for each in value]
-        elif isinstance(value, dict):
-            pairs = [(readable(key), f"{number:.4g}") for key, number in value.items()]
-        elif isinstance(value, list):
-            numbers = [f"{number:.4g}" for number in value[:MOST]]
-            return "  ".join(["", name, *numbers, *["..."] * (len(value) > MOST)])
-        else:
-            is_path = isinstance(value, str)
-            return f"  {name} {value}" if is_path else f"  {shown(name, value)}"
-        return "".join(f"  {k[:24]:<{self.name_width}} {text}" for k, text in pairs)
+    def texts(self, name: str, value: Any) -> list[str]:
+        """Return the texts of a table: of classes, a column each."""
+        if name != "predictions":
+            return [f"{name} {json_text(value)}"]
+        width = self.name_width
+        return [f"{e['name'][:24]:<{width}} {100 * e['probability']:>5.1f} %" for e in value]
 
     def save(self, mask: np.ndarray, name: str) -> str:
         """Write a mask as a PNG file of 8 or 16 bits; return its path."""
@@ -374,19 +362,6 @@ def columns(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-def write_features(batches: Iterable[list[Result]], file: Path) -> Iterator[list[Result]]:
-    """Pass the results on, and write the features of all images at the end."""
-    file.parent.mkdir(parents=True, exist_ok=True)  # fails before the images are read
-    kept = []
-    for batch in batches:
-        kept += [(result.path, result.features) for result in batch if not result.reason]
-        if kept and kept[-1][1] is None:
-            raise UserError("--features: the last layer of this model is not called; leave it out")
-        yield batch
-    paths, features = zip(*kept, strict=True) if kept else ((), ())
-    np.savez(file, paths=np.array(paths), features=np.array(features, np.float32))
-
-
 def write_all(batches: Iterable[list[Result]], output: Output) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
     read = failed = 0
@@ -401,7 +376,7 @@ def write_all(batches: Iterable[list[Result]], output: Output) -> int:
         cli.complain(f"{failed:,} of {read + failed:,} files could not be read", SCRIPT)
     elif not read:
         cli.complain("there are no images at these paths, and none in the list", SCRIPT)
-    return 0 if read else 1
+    return 0 if read and not failed else 1
 
 
 def predict_all(options: argparse.Namespace) -> int:
@@ -409,16 +384,12 @@ def predict_all(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
-    wants_features = options.features is not None
-    predictor = Predictor(trained, device, top=options.top, features=wants_features)
+    predictor = Predictor(trained, device, top=options.top, features=options.features)
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
     output = Output(form, sys.stdout, predictor.names, options.out)
-    batches = predictor.run(find_files(options.paths))
-    if wants_features:
-        batches = write_features(batches, options.features)
-    return write_all(batches, output)
+    return write_all(predictor.run(find_files(options.paths)), output)
 
 
 if __name__ == "__main__":

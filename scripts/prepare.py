@@ -23,9 +23,9 @@ files, which are lossless. --format tar writes train.tar and val.tar, with the m
 <class>/<name>. data.root takes these files as it takes folders.
 
 --side N makes images smaller, so that they are faster to read and decode: files named .jpg, .jpeg,
-.jpe or .jfif whose short side is longer than N pixels, or which are no RGB or grey JPEGs, become
-baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are kept.
-docs/performance.md compares sizes.
+.jpe or .jfif whose short side is longer than N pixels, or which are no baseline JPEGs in RGB or
+grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are
+kept. docs/performance.md compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
@@ -121,6 +121,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     image = decode.open_image(data)
     # MPO is a camera's JPEG followed by a preview.
     plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
+    plain = plain and not image.info.get("progressive")
     picture = decode.open_picture(data, decoder())
     width, height = picture.size
     short = min(width, height)
@@ -250,7 +251,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
     Raises UserError: the source or the destination cannot be used, and nothing was created;
-    OSError: a file cannot be written.
+    OSError: a file cannot be read or written.
     """
     began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
@@ -258,11 +259,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--to {inner} and {outer} contain each other; give another folder")
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
-    try:
-        samples, notes = recognise(options.source)
-    except OSError as error:
-        message = f"cannot be read ({describe(error)}); make it readable or remove it"
-        raise UserError(f"{options.source}: {message}") from None
+    samples, notes = recognise(options.source)
     images = dict(sorted(Counter(sample.split for sample in samples).items()))
     settings = {"source": outer, "format": options.format, "side": options.side, "images": images}
     to = Path(options.to)

@@ -1,15 +1,14 @@
-"""Make an HTML report of one or more runs: verdict, time breakdown, curves, pictures, config.
+"""Make an HTML report of one or more runs: verdict, curves, results, config.
 
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Reads config.yaml, metrics.jsonl, summary.json, verdict.json, per_class.json and tensorboard/ of
-each run directory. Files may be missing: a run may be in progress, killed, or of another version.
-A folder of runs, such as that of a sweep, stands for its runs. The report is one self-contained
-file. Without --out it is report.html in the given folder, or for several folders in the current
-one. Every numeric key of metrics.jsonl gets a chart, including metrics that a fork adds, unless it
-is always 0. Values of a run that are far above those of other runs do not extend an axis.
+Reads config.yaml, metrics.jsonl, summary.json and verdict.json of each run directory. Files may be
+missing: a run may be in progress, killed, or of another version. A folder of runs, such as that of
+a sweep, stands for its runs. The report is one self-contained file. Without --out it is report.html
+in the given folder, or for several folders in the current one. Every numeric key of metrics.jsonl
+gets a chart, including metrics that a fork adds, unless it is always 0.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -39,11 +38,8 @@ if __name__ == "__main__":
 
 import json
 import math
-from base64 import b64encode
-from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from fnmatch import fnmatchcase
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -60,18 +56,8 @@ FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has 
 SPLITS = {"train": "training", "val": "validation"}  # with their labels
 LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
-MOST_CLASSES = 20
-FAR = 20.0  # times the values of the other runs: such values do not extend an axis
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
-# Shares of the time of training steps: keys of metrics.jsonl.
-PARTS = ("compute_fraction", "late_fraction", "data_wait_fraction", "ranks_wait_fraction")
-# Charts by section: patterns of the keys. The first pattern that matches counts.
-SECTIONS = {
-    "Learning": ["loss", "loss_*", "lr"],  # and what a validation has
-    "Speed": ["images_per_second", "step_*", "copy_*", "*_wait_fraction", "*ute_fraction", "mfu"],
-    "Memory and GPU": ["memory_*", "host_*", "gpu_*"],
-    "Other metrics": ["*"],
-}
+SECTIONS = ("Learning", "Training steps")  # of the charts
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
@@ -89,8 +75,6 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
-    classes: dict[str, float] = field(default_factory=dict)  # name -> value of train.best_by
-    pictures: list[tuple[str, str]] = field(default_factory=list)  # (tag, data URL), the last each
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
     @property
@@ -113,13 +97,22 @@ def number_in(value: Any, default: float = math.nan) -> float:
 
 def read_runs(folder: Path) -> list[Run]:
     """Read a run directory, or the runs in a folder. Raises UserError: the folder is neither."""
-    if any((folder / name).is_file() for name in FILES):
-        return [read_run(folder)]
-    found = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
-    if not found:
+    folders = [folder]
+    if not any((folder / name).is_file() for name in FILES):
+        folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
+    if not folders:
         wrong = f"holds no run (no {' or '.join(FILES)})" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {wrong}; give a run directory, for example runs/demo")
-    return [read_run(path) for path in found]
+    runs = []
+    for path in folders:
+        try:
+            runs.append(read_run(path))
+        except UserError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{path}: a file of it is damaged ({reason}); remove it") from None
+    return runs
 
 
 def read_run(folder: Path) -> Run:
@@ -134,10 +127,9 @@ def read_run(folder: Path) -> Run:
         run.status += f" by signal {run.summary['signal']}"
     if history := run.summary.get("history"):  # config.yaml has only the last values
         run.notes.append(f"changes of the config: {show(history)}")
-    run.verdict = run.summary.get("verdict") or list_in(folder / "verdict.json", "verdict")
-    for row in list_in(folder / "per_class.json", "classes"):
-        run.classes[row["class"]] = number_in(row.get(run.best_by))
-    run.pictures = read_pictures(folder / "tensorboard")
+    run.verdict = run.summary.get("verdict", [])
+    if not run.verdict and (folder / "verdict.json").exists():
+        run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
     read_rows(run)
     return run
 
@@ -149,11 +141,6 @@ def read_text(run: Run, name: str) -> str:
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return ""
-
-
-def list_in(path: Path, key: str) -> list[Any]:
-    """Return the list at a key of a JSON file that only some runs have."""
-    return list(json.loads(path.read_bytes())[key]) if path.exists() else []
 
 
 def read_rows(run: Run) -> None:
@@ -168,22 +155,6 @@ def read_rows(run: Run) -> None:
             while rows and rows[-1]["step"] + (split == row["split"]) > row["step"]:
                 rows.pop()
         run.rows[row["split"]].append(row)
-
-
-def read_pictures(folder: Path) -> list[tuple[str, str]]:
-    """Return the last picture of each tag in the event files of TensorBoard."""
-    if not any(folder.glob("*tfevents*")):
-        return []
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), {"images": 1, "scalars": 1, "tensors": 1})
-    events.Reload()
-    found = []
-    for tag in events.Tags()["images"]:
-        content = events.Images(tag)[-1].encoded_image_string
-        kind = "png" if content.startswith(b"\x89PNG") else "jpeg"
-        found.append((tag, f"data:image/{kind};base64,{b64encode(content).decode()}"))
-    return found
 
 
 def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,32 +188,6 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def class_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Return MOST_CLASSES classes with their values: those that differ most, or are the worst."""
-    sign = -1 if str(runs[0].config.get("train.best_by")).startswith("-") else 1
-
-    def order(row: list[str]) -> tuple[float, float]:
-        values = [run.classes.get(row[0], math.nan) for run in runs]
-        known = [value for value in values if math.isfinite(value)] or [0.0]
-        return min(known) - max(known), sign * min(known)
-
-    return sorted(compared([run.classes for run in runs]), key=order)[:MOST_CLASSES]
-
-
-def time_breakdown(run: Run) -> list[tuple[str, float]]:
-    """Return the parts of the time of the training steps and their shares, which add up to 1."""
-    rows = run.rows["train"]
-    if not rows:
-        return []
-    parts = {
-        key.removesuffix("_fraction"): max(0.0, fmean(number_in(row.get(key), 0) for row in rows))
-        for key in PARTS
-    }
-    parts["compute"] += max(0.0, 1 - sum(parts.values()))  # of which rows without parts consist
-    total = sum(parts.values())
-    return [(name, share / total) for name, share in parts.items() if share > 0]
-
-
 def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """Return the charts of each section: one for each numeric key, with a curve per run and split.
 
@@ -253,19 +198,16 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     place = "epoch" if all(math.isfinite(number_in(row.get("epoch"))) for row in rows) else "step"
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    validated = {key for run in runs for row in run.rows["val"] for key in row}
+    learning = {key for run in runs for row in run.rows["val"] for key in row} | {"loss", "lr"}
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
     for key in keys:
         curves = [curves_of(run, key, place) for run in runs]
         if key in drawn_with or not any(curves):
             continue
-        section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
-        section = "Learning" if key in validated else section
         together = curves[0] if len(runs) == 1 else numbered(curves)
-        # Learning rates and speeds may be far apart.
-        ends = extent(curves if section == "Learning" and key != "lr" else [together])
-        if any(ends):
-            found[section].append({"title": key, "place": place, **draw(together, ends)})
+        if any(curve[:, 1:].any() for curve in together.values()):
+            chart = {"title": key, "place": place, **draw(together)}
+            found[SECTIONS[key not in learning]].append(chart)
     return {section: drawn for section, drawn in found.items() if drawn}
 
 
@@ -295,35 +237,17 @@ def numbered(runs: Sequence[Curves]) -> Curves:
     return {f"{i}, {label}": c for i, run in enumerate(runs, 1) for label, c in run.items()}
 
 
-def extent(runs: Sequence[Curves]) -> tuple[float, float]:
-    """Return the ends of a vertical axis, which leaves out the values of a run that diverged.
-
-    These are FAR times as large as those of the median run.
-    """
-    points = [np.concatenate([*curves.values()]) for curves in runs if curves]
-    ends = np.array([(p[:, 2].min(), p[:, 3].max()) for p in points])
-    sizes = np.abs(ends).max(1)
-    far = FAR * np.quantile(sizes, 0.5, method="lower") or np.inf
-    low, high = ends[sizes <= far].T
-    return float(low.min()), float(high.max())
-
-
-def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
-    """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text).
-
-    Args:
-        ends: of the vertical axis; values outside are drawn on its ends, and listed in `outside`.
-    """
+def draw(curves: Curves) -> dict[str, Any]:
+    """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text)."""
     points = np.concatenate([*curves.values()])
-    extremes = points[:, 2].min(), points[:, 3].max()
-    ticks_x, ticks_y = ticks(points[:, 0].min(), points[:, 0].max()), ticks(*ends)
+    ticks_x = ticks(points[:, 0].min(), points[:, 0].max())
+    ticks_y = ticks(points[:, 2].min(), points[:, 3].max())
 
     def right(x: np.ndarray) -> list[float]:
         return (WIDTH * (x - ticks_x[0]) / np.ptp(ticks_x)).round(1).tolist()
 
     def down(y: np.ndarray) -> list[float]:
-        inside = y.clip(ticks_y[0], ticks_y[-1])
-        return (HEIGHT * (ticks_y[-1] - inside) / np.ptp(ticks_y)).round(1).tolist()
+        return (HEIGHT * (ticks_y[-1] - y) / np.ptp(ticks_y)).round(1).tolist()
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
         return "M" + "L".join(f"{a} {b}" for a, b in zip(right(x), down(y), strict=True))
@@ -339,7 +263,6 @@ def draw(curves: Curves, ends: tuple[float, float]) -> dict[str, Any]:
         "curves": drawn,
         "x": [*zip(right(ticks_x), (f"{value:.4g}" for value in ticks_x), strict=True)],
         "y": [*zip(down(ticks_y), (f"{value:.4g}" for value in ticks_y), strict=True)],
-        "outside": [rounded(y) for y in extremes if not ticks_y[0] <= y <= ticks_y[-1]],
     }
 
 
@@ -355,21 +278,15 @@ def ticks(low: float, high: float) -> np.ndarray:
 def build(runs: Sequence[Run]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     names = [run.name for run in runs]
-    pictures = defaultdict[str, list[tuple[Run, str]]](list)
     for run in runs:
         run.name = str(run.folder) if names.count(run.name) > 1 else run.name
-        for tag, url in run.pictures:
-            pictures[tag].append((run, url))
     loader = FileSystemLoader(Path(__file__).parent / "lib")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("report.html").render(
         runs=runs,
         results=compared([run.results() for run in runs]),
         differences=differences(runs),
-        breakdowns=[time_breakdown(run) for run in runs],
-        classes=class_rows(runs),
         sections=charts(runs),
-        pictures=pictures,
         width=WIDTH,
         height=HEIGHT,
         now=datetime.now().strftime("%Y-%m-%d %H:%M"),
@@ -401,7 +318,7 @@ def reference(runs: Sequence[Run]) -> str:
         "runs": len(runs),
         "status": "reproduced here",
         "source": f"{len(runs)} runs with this program",
-        "val_images": runs[0].rows["val"][-1]["images"],
+        "val_images": runs[0].rows["val"][-1].get("images"),
         "time": str(timedelta(seconds=round(seconds))),
         "reference": {"runs": len(runs), **curve},
     }

@@ -40,7 +40,6 @@ class Examined:
     path: str
     odd: tuple[str, ...] = ()  # keys of data_checks.ODD
     problem: str = ""  # why training cannot read it
-    seconds: float = 0.0  # to read it, without decoding
     # float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1]
     moments: np.ndarray | None = None
 
@@ -67,11 +66,6 @@ class Case:
             raise NotChecked(f"data.source={self.config.data.source} has no files of its own")
         return indexes
 
-    def planned(self) -> Compute:
-        if self.compute is None:
-            raise NotChecked("needs the plan, see plan")
-        return self.compute
-
 
 def few(names: Iterable[Any], count: int = 5) -> str:
     names = [str(name) for name in names]
@@ -79,7 +73,6 @@ def few(names: Iterable[Any], count: int = 5) -> str:
     return ", ".join(names[:count]) + more
 
 
-def sample(count: int, number: int | None, start: int = 0) -> list[int]:
-    """Return `number` positions below `count`, in order, or all; another `start` gives others."""
-    number = count if number is None else min(number, count)
-    return sorted(islice(scattered(count), start, start + number))
+def sample(count: int, number: int | None) -> list[int]:
+    """Return `number` positions below `count`, in order, or all."""
+    return sorted(islice(scattered(count), count if number is None else min(number, count)))

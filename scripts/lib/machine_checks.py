@@ -3,9 +3,7 @@
 import math
 import os
 import shutil
-import tempfile
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,23 +20,11 @@ from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule, setup_notes
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.containers import Container
 from pipeline.decode import DECODERS, describe
-from pipeline.index import Index
-from scripts import bench
-from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, sample, warn
-from scripts.lib.progress import in_threads
+from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, warn
 
 GIB = 1 << 30
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
-PROBE_BYTES = 64 << 20  # to measure the speed of the disk
-NVLINKS = 18  # of a Hopper or Blackwell GPU
-# A measurement of reading takes READ_SECONDS at most, or READ_FILES files; one of the step, twice
-# STEP_SECONDS and the time to compile it.
-READ_SECONDS = 2.0
-READ_FILES = 2000
-MEMORY = Path("/proc/meminfo")
-STEP_SECONDS = 2.0
 
 
 def gpu(case: Case) -> Iterator[Row]:
@@ -66,20 +52,17 @@ def gpu(case: Case) -> Iterator[Row]:
         text = f"the GPUs cannot be checked: NVML is not available ({describe(error)})"
         yield warn(text, "pip install nvidia-ml-py")
         return
-    alike: dict[Row, list[int]] = defaultdict(list)  # finding -> GPUs
     for i, (nvml, handle) in enumerate(gpus):
         for row in gpu_rows(nvml, handle):
-            alike[row].append(i)
-    for row, numbers in alike.items():
-        yield replace(row, found=f"GPU {', '.join(map(str, numbers))}: {row.found}")
+            yield replace(row, found=f"GPU {i}: {row.found}")
 
 
 def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
     """Return what is wrong with a GPU, or that it is in order."""
 
-    def get(call: str, *arguments: Any) -> Any:
+    def get(call: str) -> Any:
         with suppress(Exception):  # its driver or kind does not report it
-            return getattr(nvml, f"nvmlDeviceGet{call}")(gpu, *arguments)
+            return getattr(nvml, f"nvmlDeviceGet{call}")(gpu)
         return None
 
     found = []
@@ -89,14 +72,6 @@ def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
         text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
         text += f" ({few(process.pid for process in others)})" if others else " or containers"
         found.append(warn(text, "end them or use another GPU: they slow down training"))
-    width, widest = get("CurrPcieLinkWidth"), get("MaxPcieLinkWidth")
-    if width and widest and width < widest:
-        cure = "copies are slower on a narrow link: reseat the card or try another slot"
-        found.append(warn(f"PCIe x{width} of x{widest}", cure))
-    links = [get("NvLinkState", link) for link in range(NVLINKS)]
-    if torch.cuda.device_count() > 1 and 0 in links:
-        text = f"{links.count(0)} of {len(links) - links.count(None)} NVLinks are not active"
-        found.append(warn(text, "the all-reduce is slower: see nvidia-smi nvlink --status"))
     mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
     reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
     limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
@@ -105,7 +80,7 @@ def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
     if reasons:
         cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
         found.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
-    return found or [ok("memory, links and clocks are in order")]
+    return found or [ok("memory and clocks are in order")]
 
 
 def plan(case: Case) -> Iterator[Row]:
@@ -127,15 +102,6 @@ def plan(case: Case) -> Iterator[Row]:
     )
 
 
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping; without /proc, half of the RAM."""
-    try:
-        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
 def cores(case: Case) -> Iterator[Row]:
     usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
     text = f"{usable} of {online} hardware threads by affinity, "
@@ -155,96 +121,25 @@ def cores(case: Case) -> Iterator[Row]:
     yield ok(text) if best == next(iter(decode.DECODERS)) else warn(text, cure)
 
 
-def memory(case: Case) -> Iterator[Row]:
-    yield ok(f"{free_memory() / GIB:.1f} GiB are free, also for batch buffers and workers")
-    if case.ranks > 1 and os.path.exists("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free
-        text = f"{free / GIB:.2f} GiB of /dev/shm are free, which NCCL uses"
-        yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
-
-
 def disk(case: Case) -> Iterator[Row]:
-    """Compare the disk of run.dir with the checkpoints that it has to take."""
+    """Compare the free space of run.dir with the checkpoints, and /dev/shm with what NCCL uses."""
+    if case.compute is None:
+        raise NotChecked("needs the plan, see plan")
     path = Path(case.config.run.dir).absolute()
     folder = next(p for p in (path, *path.parents) if p.is_dir())
-    began = time.perf_counter()
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            written = file.write(os.urandom(PROBE_BYTES))
-            os.fsync(file.fileno())
-    except OSError as error:
-        cure = "give a run.dir with free space and write permission"
-        yield fail(f"{folder}: cannot be written: {error.strerror}", cure)
-        return
-    rate = written / (time.perf_counter() - began)
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
-    free, size = shutil.disk_usage(folder).free, 4 * 4 * case.planned().parameters
+    free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    text = (
-        f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s with fsync; {number} "
-        f"checkpoints of at most {size / 1e9:.3f} GB, {size / rate:.1f} s each"
-    )
+    text = f"{folder}: {free / 1e9:,.1f} GB free"
+    text += f"; {number} checkpoints of at most {size / 1e9:.3f} GB"
     missing = number * size - free
-    if missing > 0:
+    if not os.access(folder, os.W_OK):
+        yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
+    elif missing > 0:
         yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
-    elif free < 2 * number * size or size / rate > 30:
-        cure = "free space, use a faster disk or raise checkpoint.every_steps"
-        yield warn(f"{text}: training may wait for them", cure)
     else:
         yield ok(text)
-
-
-def storage(case: Case) -> Iterator[Row]:
-    """Compare the bytes/s that the GPUs need with those that the storage delivers."""
-    index, compute = case.splits()["train"], case.planned()
-    workers, cores = case.config.loader.workers, machine.cores_for_workers(case.ranks)
-    threads = max(1, cores if workers == "auto" else workers) * case.ranks
-    rows = sample(len(index), READ_FILES, start=READ_FILES)
-    rate, each = read_rate(index, rows, threads)
-    reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"
-    if compute.device.type == "cpu":
-        yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
-        return
-    config, batch = case.config, max(1, case.config.loader.batch_size // case.ranks)
-    fake = replace(
-        config,
-        loader=replace(config.loader, batch_size=batch),
-        data=replace(config.data, source="fake"),
-        train=replace(config.train, prepare=None),
-    )
-    (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
-    needed = step.rate * case.ranks
-    text = (
-        f"{case.config.model.name} needs {needed:,.0f} img/s x {each / 1e3:,.0f} kB = "
-        f"{needed * each / 1e6:,.0f} MB/s; storage {reads}"
-    )
-    if rate >= needed * each:
-        yield ok(text)
-        return
-    fits = len(index) * each < free_memory()
-    when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
-    cure = "copy the images to a local disk, or make them smaller with scripts/prepare.py --side"
-    yield warn(f"{text}: the GPU waits {when}", cure)
-
-
-def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float]:
-    """Measure reading whole files in threads, without the page cache where the system can.
-
-    Returns:
-        Bytes/s, and the mean bytes of a file.
-    """
-    began = time.perf_counter()
-
-    def read(row: int) -> int:
-        if time.perf_counter() - began > READ_SECONDS:
-            return 0
-        source, start, length = index.place(row)
-        path = source.path if isinstance(source, Container) else index.path(row)
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
-            return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
-        return 0
-
-    lengths = [length for length in in_threads(threads, read, rows) if length]
-    return sum(lengths) / (time.perf_counter() - began), sum(lengths) / max(1, len(lengths))
+    if case.ranks > 1 and os.path.exists("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        text = f"/dev/shm: {free / GIB:.2f} GiB free, which NCCL uses"
+        yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)

@@ -52,7 +52,7 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
 
 
 def parse_paths(
-    parser: Parser, words: Sequence[str] | None = None, *, what: str = CHECKPOINT
+    parser: Parser, words: Sequence[str] | None = None, *, what: str | None = CHECKPOINT
 ) -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
     options, words = parser.parse_known_args(words)
@@ -63,20 +63,21 @@ def parse_paths(
     return options
 
 
-def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
+def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], list[str]]:
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
     An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
-    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message.
+    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message;
+    None lets a path be missing.
     """
     from conf import cli
     from conf.overrides import read_override
 
     words = cli.with_config_dir(words)
-    paths = [word for word in words if word == "-" or os.path.lexists(word)]
-    overrides = [w for w in words if w not in paths and (w in NAMES or w[:1] in "-+" or "=" in w)]
+    found = [word for word in words if word == "-" or os.path.lexists(word)]
+    overrides = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
     for override in overrides:
         read_override(override)
-    if others := [word for word in words if word not in paths + overrides]:
+    if what and (others := [word for word in words if word not in found + overrides]):
         raise UserError(f"{others[0]}: no such file or folder; give {what}")
-    return paths, overrides
+    return [word for word in words if word not in overrides], overrides

@@ -17,6 +17,9 @@ class Stated(NamedTuple):
     values: dict[str, Any]
     # Names of the classes, in the order of the logits; empty if they are not stated
     classes: tuple[str, ...]
+    # Of an exported file; the shape of an image on the device is (..., C, S, S)
+    num_classes: int | None = None
+    image_shape: tuple[int, ...] | None = None
 
 
 def published(name: str, path: Path, *, val_size: int | None = None) -> Stated | None:
@@ -120,4 +123,6 @@ def exported(path: Path) -> Stated | None:
         "augment.val": about["transforms"],
         "data.exif_orientation": about.get("exif_orientation", False),
     }
-    return Stated(values, tuple(json.loads(texts["classes"])))
+    side = model["image_size"]
+    shape = (*about["input"]["shape"][1:-2], side, side)  # without the batch
+    return Stated(values, tuple(json.loads(texts["classes"])), model["num_classes"], shape)

@@ -143,26 +143,42 @@ def open_trained(
     """
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))
-    weights = models.weights_in(content, origin=str(path))
-    plan, stored, averaged = {}, {}, False
+    weights = _dense_weights(content, origin=str(path))
+    count, shape, plan, stored, averaged = None, None, {}, {}, False
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
         plan, averaged = content["plan"], bool(content["state"].get("ema"))
         config, names = _config_of_run(content, overrides), plan.get("classes", ())
+        count, shape = len(names) or None, plan.get("image_shape")
     elif stated := exported(path):
         config, names = load_stored(stated.values, overrides), stated.classes
+        count, shape = stated.num_classes, stated.image_shape
     else:
         config, names = _config_of_foreign(path, content, overrides)
     size = plan.get("image_size", config.data.image_size)
-    channels, count = sizes_in(weights, config.model, image_size=size, origin=str(path))
-    if plan.get("classes"):  # the head may be that of another task
-        count = len(names)
-    shape = tuple(plan.get("image_shape", (channels, size, size)))
+    if count is None or shape is None:
+        channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
+        count, shape = count or outputs, shape or (channels, size, size)
     check_channels(config.data, shape[-3])
     known = tuple(names) if len(names) == count else ()
-    found = Trained(path, config, weights, averaged, count, known, shape, stored)
+    found = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
+
+
+def _dense_weights(content: Any, *, origin: str) -> dict[str, Tensor]:
+    """Return the weights in the content of a file. Raises UserError: a model cannot load them."""
+    try:
+        weights = models.weights_in(content, origin=origin)
+        dense = all(w.layout is torch.strided and not w.is_meta for w in weights.values())
+    except AttributeError:  # a name is no string
+        dense = False
+    if not dense:
+        raise UserError(
+            f"{origin}: holds weights that are sparse, on the meta device or not named by strings; "
+            "give a state_dict of dense tensors by name"
+        )
+    return weights
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
@@ -224,13 +240,13 @@ def sizes_in(
     with torch.device("meta"), _WithoutNormal():
         model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
-    sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
-    if len(sizes) != 1:
+    sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
+    if not sizes:
         raise UserError(
             f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
             "check the name"
         )
-    return _channels_in(weights, model), int(sizes.pop())
+    return _channels_in(weights, model), sizes[0]
 
 
 def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:

@@ -87,7 +87,7 @@ def test_refused_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.parse(["-m", "optim.lr=1,2", FAKE], script="lr_find.py", purpose="")
+        cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)

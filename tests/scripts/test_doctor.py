@@ -1,6 +1,5 @@
 """Doctor: every injected fault must appear in its row; a healthy setup has none."""
 
-import errno
 import math
 import os
 import re
@@ -19,17 +18,13 @@ from PIL import Image
 
 from conf import cli
 from pipeline import decode, machine
-from pipeline.class_names import imagenet_names
-from pipeline.index import load_index
-from scripts import doctor
+from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
-from tests.engine.plans import compute
 from tests.nvml import Nvml, NvmlError
 from tests.ranks import Ranks
 from tests.reliability.odd_images import drawn, encoded, exif
 from tests.small_run import SMALL
-from tests.stored import as_tar
 
 GIB = 1 << 30
 Rows = dict[str, list[Row]]
@@ -37,7 +32,6 @@ Rows = dict[str, list[Row]]
 
 @pytest.fixture
 def root(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine_checks, "PROBE_BYTES", 4 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return shutil.copytree(image_root, tmp_path / "imagenet")
 
@@ -79,12 +73,11 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
         ", 12 to 12 each",
         "val: all 15 decoded without errors",
         "0 of all 15 validation images",
-        "MB/s with fsync",
-        "storage      reads ",
+        " checkpoints of at most ",
     ):
         assert text in process.stdout, text
     assert {p: p.lstat().st_mtime_ns for p in root.rglob("*")} == before
-    assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run, and no probe
+    assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
 
 def test_data_without_files_and_a_check_that_raises(
@@ -121,6 +114,14 @@ def test_what_training_refuses(root: Path, overrides: str, message: str) -> None
     assert row.found.startswith(message)
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found["cores"] and {row.status for row in found["readable"]} == {"ok"}
+
+
+def test_classes_that_are_numbers(root: Path) -> None:
+    for split in ("train", "val"):
+        for number, folder in zip(("1", "2", "10"), (root / split).iterdir(), strict=True):
+            folder.rename(folder.with_name(number))
+    row = only([row for row in look(root, sample=1)["data"] if row.status == "warn"])
+    assert row.found == "numbers sorted as text: 1, 10, 2"
 
 
 def test_folders_that_do_not_fit(root: Path) -> None:
@@ -162,17 +163,9 @@ def test_files_that_cannot_be_read(root: Path, on_error: str, status: str) -> No
         assert ("data.on_error=skip" in row.do) == (split == "train")
 
 
-def test_slow_files_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_checks, "SLOW_SAMPLE_SECONDS", 0.0)
-    row = look(root)["readable"][1]
-    assert row.status == "warn" and "train: 36 of all 36 took over 0 s to read" in row.found
-    assert re.search(r"\.jpg: \d+\.\d s$", row.details[0])
-
-
 def test_samples_are_repeatable_and_differ() -> None:
     rows = checks.sample(10_007, 100)
     assert rows == checks.sample(10_007, 100) == sorted(set(rows)) and len(rows) == 100
-    assert not set(rows) & set(checks.sample(10_007, 100, start=100))
     assert checks.sample(5, 9) == checks.sample(5, None) == [0, 1, 2, 3, 4]
 
 
@@ -201,6 +194,10 @@ def test_unusual_files_are_a_warning_above_a_fraction(tmp_path: Path, kind: str)
     assert f"1 {kind}" in row.found and row.found.startswith("of 5 images: ")
     assert any("odd.jpg" in line and data_checks.ODD[kind] in line for line in row.details)
     assert row.status == "warn"
+    assert ("prepare.py" in row.do) == (kind in data_checks.PREPARED)
+    if "prepare.py" in row.do:  # it helps
+        mended = prepare.reencoded(ODD[kind](), "odd.jpg", 512)
+        assert not [*data_checks.oddities(decode.open_image(mended), *decode.lost(mended))]
     if kind == data_checks.DARK:  # their mean says nothing about the images
         with pytest.raises(checks.NotChecked, match="16-bit"):
             list(data_checks.colours(case))
@@ -219,7 +216,6 @@ def test_duplicates_across_splits(root: Path) -> None:
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "checks" / "copy.jpg")
     row = only(look(root)["duplicates"])
     assert row.status == "warn" and row.found.startswith("2 of all 17 validation images are copies")
-    assert row.found.endswith("1 of them of another class")
     assert row.details == tuple(
         f"{root}/val/{label}/copy.jpg = {root}/train/dots/{name}.jpg"
         for label, name in (("checks", "04"), ("dots", "03"))
@@ -234,38 +230,20 @@ def test_duplicates_across_splits(root: Path) -> None:
 
 def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
     for path in (root / "train").rglob("*.jpg"):
-        pixels = np.full((32, 32, 3), (255, 0, 128), np.uint8)
+        pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
         pixels[:16] = 0
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(data_checks.data(case)), list(data_checks.readable(case))
     row = only(data_checks.colours(case))
     assert row.status == "warn"
-    assert "data.mean=[0.500,0.000,0.251] data.std=[0.500,0.001,0.251]" in row.do
-    for mean, std, text in (
-        ([0.5, 0, 0.25], [0.5, 1, 0.25], "a mean of 0.00, 0.00, 0.00 and a deviation of 1.00, 0.0"),
-        ([0.4, 0.1, 0.3], [0.5, 0.01, 0.3], "far from 0 and 1"),  # of the green channel
+    assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.found
+    for mean, std, status in (
+        ([0.5, 0.1, 0.25], [0.5, 0.1, 0.25], "ok"),
+        ([0.5, 0.1, 0.25], [0.5, 0.01, 0.25], "warn"),  # of the green channel
     ):
         case.config = replace(case.config, data=replace(case.config.data, mean=mean, std=std))
-        assert text in only(data_checks.colours(case)).found
-
-
-@pytest.mark.parametrize(
-    ("names", "status", "text"),
-    [
-        (imagenet_names(), "ok", "the 1,000 of ImageNet-1k in order, n01440764 to n15075141"),
-        ([*imagenet_names()][:-1], "warn", "999 WordNet IDs of 999 classes"),
-        (("1", "10", "2"), "warn", "numbers sorted as text: 1, 10, 2"),
-        (("cat", "dog"), "ok", "by name, cat to dog"),
-    ],
-)
-def test_class_order(
-    names: Any, status: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    case = case_of(tmp_path)
-    monkeypatch.setattr(case, "splits", lambda: {"train": SimpleNamespace(classes=tuple(names))})
-    row = only(data_checks.class_order(case))
-    assert row.status == status and row.found.startswith(text)
+        assert only(data_checks.colours(case)).status == status
 
 
 # The machine.
@@ -287,13 +265,6 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.found.startswith(f"{usable} of {online} hardware threads")
 
 
-def test_the_decoder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for have, status in ((["region", "pillow"], "ok"), (["pillow"], "warn")):
-        monkeypatch.setattr(decode, "installed", lambda have=have: have)
-        row = list(machine_checks.cores(case_of(root)))[1]
-        assert row.status == status and (status == "ok" or "install a C compiler" in row.do)
-
-
 def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(root)
     for check in (data_checks.data, machine_checks.plan):
@@ -301,69 +272,18 @@ def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert case.compute is not None
     number = case.config.checkpoint.keep + 2
     size = number * 16 * case.compute.parameters
-    for free, status in ((size - 1, "fail"), (2 * size - 1, "warn"), (3 * size, "ok")):
+    for free, status in ((size - 1, "fail"), (size, "ok")):
         usage = SimpleNamespace(free=free, total=1 << 40)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         row = only(machine_checks.disk(case))
         assert row.status == status and f"{number} checkpoints of at most " in row.found
 
-    def full(**_: Any) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(machine_checks.tempfile, "TemporaryFile", full)
-    row = only(machine_checks.disk(case))
-    assert row.status == "fail" and row.found.endswith("cannot be written: Permission denied")
-
-
-def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "MEMORY", path := tmp_path / "meminfo")
-    assert machine_checks.free_memory() * 2 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
-    path.write_text("MemTotal:  9999999 kB\nMemAvailable:  1000 kB\nHugePages_Total:  0\n")
-    assert machine_checks.free_memory() == 1000 * 1024
-
-
-def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(root, ranks=2)
-    usage = SimpleNamespace(free=64 << 20, total=64 << 20)
+    case.ranks, usage.free = 2, 64 << 20
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(machine_checks, "free_memory", lambda: 3 * GIB)
-    free, shared = machine_checks.memory(case)
-    assert (free.status, free.found[:16]) == ("ok", "3.0 GiB are free")
+    _, shared = machine_checks.disk(case)
     assert shared.status == "warn" and shared.do.endswith("--ipc=host")
-    usage.free = GIB
-    assert {row.status for row in machine_checks.memory(case)} == {"ok"}
-
-
-def test_storage_is_measured_on_large_files(image_root: Path, tmp_path: Path) -> None:
-    """A tar file that is larger than the memory."""
-    as_tar(image_root / "train", tmp_path / "train.tar")
-    os.truncate(tmp_path / "train.tar", 2**42)
-    rate, each = machine_checks.read_rate(
-        load_index(tmp_path / "train", key="data.root"), [0, 1], 1
-    )
-    assert rate > 0 and each > 1000
-
-
-def test_storage_and_the_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(root, ranks=2)
-    list(data_checks.data(case))
-    step = SimpleNamespace(rate=3500)
-    case.config.model.name = "resnet50"
-    case.compute = compute(device=torch.device("cuda"))
-    monkeypatch.setattr(machine_checks.bench, "run", lambda *_, **__: [step])
-    needed = "resnet50 needs 7,000 img/s x 110 kB = 770 MB/s; storage reads 1,000 MB/s"
-    for rate, free, status, text in (
-        (1e9, 1e12, "ok", needed),
-        (5e8, 1e12, "warn", "the GPU waits in the first epoch; later"),
-        (5e8, 1e5, "warn", "the GPU waits in every epoch"),
-    ):
-        monkeypatch.setattr(machine_checks, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(machine_checks, "read_rate", lambda *_, rate=rate: (rate, 1.1e5))
-        row = only(machine_checks.storage(case))
-        assert row.status == status and text in row.found
-        assert status == "ok" or "scripts/prepare.py --side" in row.do
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert next(machine_checks.disk(case)).found.endswith(": cannot be written")
 
 
 # GPUs.
@@ -373,9 +293,6 @@ HEALTHY: dict[str, Any] = {
     "HandleByUUID": lambda uuid: int(uuid.removeprefix(b"GPU-uuid")),
     "MemoryInfo": SimpleNamespace(free=140 * GIB, total=141 * GIB),
     "ComputeRunningProcesses": [],
-    "CurrPcieLinkWidth": 16,
-    "MaxPcieLinkWidth": 16,
-    "NvLinkState": 1,
     "EnforcedPowerLimit": 700_000,
     "PowerManagementDefaultLimit": 700_000,
     "CurrentClocksThrottleReasons": 1,
@@ -411,34 +328,26 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     return see
 
 
-def test_two_healthy_gpus(see: See) -> None:
-    assert [(row.status, row.found) for row in see()] == [
-        ("ok", f"2 NVIDIA H200, 2 used; torch {torch.__version__}"),
-        ("ok", "GPU 0, 1: memory, links and clocks are in order"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("call", "ill", "text"),
     [
         ("ComputeRunningProcesses", [SimpleNamespace(pid=77)], "1.0 GiB are in use by 1 other pro"),
         ("MemoryInfo", FULL, "21.0 GiB are in use by 0 other processes or containers"),
-        ("CurrPcieLinkWidth", 4, "PCIe x4 of x16"),
-        ("NvLinkState", 0, "18 of 18 NVLinks are not active"),
         ("CurrentClocksThrottleReasons", 0xA0, "external power brake, thermal throttling by the d"),
         ("EnforcedPowerLimit", 400_000, "a power limit of 400 of 700 W"),
     ],
 )
 def test_a_faulty_gpu(see: See, call: str, ill: Any, text: str) -> None:
     """The second of two; the first is healthy."""
-    _, first, row = see(**{call: lambda gpu, *_: ill if gpu == 1 else HEALTHY[call]})
-    assert (first.status, first.found[:7]) == ("ok", "GPU 0: ")
+    found, first, row = see(**{call: lambda gpu: ill if gpu == 1 else HEALTHY[call]})
+    assert found == checks.ok(f"2 NVIDIA H200, 2 used; torch {torch.__version__}")
+    assert first == checks.ok("GPU 0: memory and clocks are in order")
     assert row.status == "warn" and row.found.startswith("GPU 1: ") and text in row.found and row.do
 
 
 def test_a_gpu_that_reports_little_and_no_nvml(see: See) -> None:
     little = {"HandleByUUID": HEALTHY["HandleByUUID"], "CurrentClocksThrottleReasons": 0x8}
-    assert see(nvml=nvml_of(little))[1].found == "GPU 0, 1: clocks reduced by hardware slowdown"
+    assert see(nvml=nvml_of(little))[1].found == "GPU 0: clocks reduced by hardware slowdown"
     first, row = see(nvml=nvml_of(HEALTHY, nvmlInit=NvmlError("no driver")))
     assert (first.status, row.status, row.do) == ("ok", "warn", "pip install nvidia-ml-py")
 

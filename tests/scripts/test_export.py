@@ -1,5 +1,6 @@
 """Exported files: each is read as another program would, and compared with the model."""
 
+import os
 import random
 from dataclasses import replace
 from importlib.util import find_spec
@@ -117,10 +118,15 @@ def test_command_line(
 ) -> None:
     """The data of the run is found again; the file states what its weights need."""
     monkeypatch.chdir(tmp_path)
-    assert export.run(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
+    before = os.umask(0o027)
+    try:
+        assert export.run(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
+    finally:
+        os.umask(before)
     assert "compared with eager mode: largest difference " in capsys.readouterr().out
     (out,) = tmp_path.iterdir()
-    assert out.name == f"{open_trained(folder).name}.safetensors"
+    assert out.name == "small-optim.lr=0.05-best.safetensors"
+    assert out.stat().st_mode & 0o777 == 0o640
     again, own = open_trained(out), open_trained(folder)
     assert (again.classes, again.image_size) == (own.classes, own.image_size)
     assert again.config.model.name == own.config.model.name
@@ -137,6 +143,35 @@ def small_vit() -> nn.Module:
     model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes)
     nn.init.normal_(model.head.weight)
     return model
+
+
+class Ordinal(nn.Module):
+    """A head with fewer outputs than classes: a threshold between each pair of neighbours."""
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 3))
+        self.thresholds = nn.Parameter(torch.randn(num_classes - 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3)) @ self.weight.T - self.thresholds
+
+
+@pytest.mark.parametrize("to", ["pt2", "safetensors"])
+def test_a_head_with_other_outputs_than_classes(trained: Trained, tmp_path: Path, to: str) -> None:
+    model = replace(trained.config.model, name=f"{__name__}:Ordinal")
+    config = replace(trained.config, model=model)
+    found = replace(trained, config=config, weights=Ordinal(3, 32).state_dict())
+    job, out = job_for(found, to), tmp_path / f"a.{to}"
+    export.export(job, out)
+    predict, texts = export.open_exported(job, out)
+    assert predict(torch.zeros(4, 3, 32, 32)).shape == (4, 2) and texts["classes"] == list(CLASSES)
+    stored = torch.load(trained.path, weights_only=True)
+    stored["state"]["ema"] = stored["state_dict"] = found.weights
+    stored["config"]["model.name"] = model.name
+    torch.save(stored, tmp_path / "step-00000009.pt")
+    again = open_trained(tmp_path / "step-00000009.pt")
+    assert torch.equal(again.build(CPU).thresholds, found.weights["thresholds"])
 
 
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
@@ -206,8 +241,6 @@ def test_explicit_transforms() -> None:
     ("words", "message"),
     [
         ("--to pt2", "CHECKPOINT: 0 are given; give a checkpoint"),
-        (".", "the following arguments are required: --to"),
-        (". --to pt", "argument --to: invalid choice: 'pt'"),
         (". --to pt2 --out a.onnx", "--out a.onnx: give a file that ends in .pt2"),
         (". --to safetensors --preprocessing", "--preprocessing: a safetensors file has no graph"),
         (". --to pt2 train.precision=bf16", "train.precision: an exported file computes in fp32"),

@@ -13,7 +13,6 @@ import pytest
 from conf.schema import UserError
 from scripts import report
 from tests import small_run
-from tests.conftest import CLASSES
 
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 
@@ -24,7 +23,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.said, self.titles, self.lines, self.rows = list[str](), list[str](), list[str](), []
-        self.bands, self.pictures, self.open = list[str](), list[str](), list[str]()
+        self.bands, self.open = list[str](), list[str]()
         self.feed(text)
         self.close()
         assert self.open == [] and "default-src 'none'" in text
@@ -32,15 +31,12 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
-        assert tag not in ("script", "link", "iframe", "object", "base", "form", "a")
+        assert tag not in ("script", "link", "iframe", "object", "base", "form", "a", "img")
         assert not [name for name in values if name.startswith("on") or name == "href"]
-        if tag not in ("meta", "img"):
+        if tag != "meta":
             self.open.append(tag)
         if tag == "svg":
             self.titles.append(values["aria-label"] or "")
-        if tag == "img":
-            assert (values["src"] or "").startswith("data:image/")
-            self.pictures.append(values["alt"] or "")
         if tag == "tr":
             self.rows.append(list[str]())
         if tag == "path" and (values["class"] or "").startswith(("line", "band")):
@@ -71,9 +67,7 @@ def made(*folders: Path, out: Path | None = None) -> Page:
 def runs(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two short runs: first, and second with other hyperparameters."""
     folder = tmp_path_factory.mktemp("runs")
-    small_run.run(image_root, folder / "first", "run.name=first", "log.trackers=[tensorboard]")
-    classes = [{"class": name, "top1": 20.0 * i} for i, name in enumerate(CLASSES)]
-    (folder / "first" / "per_class.json").write_text(json.dumps({"step": 9, "classes": classes}))
+    small_run.run(image_root, folder / "first", "run.name=first")
     others = ["optim.lr=0.05", "train.epochs=1", "run.name=second"]
     small_run.run(image_root, folder / "second", *others)
     return folder
@@ -82,7 +76,7 @@ def runs(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def copied(runs: Path, tmp_path: Path) -> Path:
     """Return a copy of the first run, to be changed."""
-    ignore = shutil.ignore_patterns("tensorboard", "checkpoints")  # they take time
+    ignore = shutil.ignore_patterns("checkpoints")  # they take time
     return Path(shutil.copytree(runs / "first", tmp_path / "first", ignore=ignore))
 
 
@@ -116,8 +110,6 @@ def test_the_page_of_a_run(runs: Path) -> None:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line.count(" ") for line in page.lines[:2]]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
-    assert "train/images" in page.pictures
-    assert any(text.startswith("compute ") and text.endswith("%") for text in page.said)
     place = page.said.index("config.yaml of first")
     assert page.said[place + 1].split() == (folder / "config.yaml").read_text().split()
 
@@ -135,41 +127,6 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert {"1, training", "1, validation", "2, training", "2, validation"} <= set(page.said)
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
-
-
-def test_classes_and_pictures_are_compared(runs: Path, copied: Path, tmp_path: Path) -> None:
-    """The class whose accuracy differs most comes first; pictures are side by side."""
-    path = copied / "per_class.json"
-    classes = json.loads(path.read_text())["classes"]
-    classes[-1]["top1"] += 200.0
-    path.write_text(json.dumps({"classes": [*classes, {"class": "new"}]}))
-    shutil.copytree(runs / "first" / "tensorboard", copied / "tensorboard")
-    page = made(runs / "first", copied, out=tmp_path / "both.html")
-    at = page.said.index("top1 of each class")
-    assert [page.said[at + i] for i in (1, 2, 3)] == ["1", "2", classes[-1]["class"]]
-    assert ["new", report.UNKNOWN, report.UNKNOWN] in page.rows
-    place = page.pictures.index("train/images")
-    assert page.pictures[place : place + 2] == ["train/images"] * 2
-    assert page.pictures.count("lr") == 0
-    assert "Only the names and folders of the runs differ." in page.said
-    assert {str(runs / "first"), str(copied)} <= set(page.said)  # both have the same name
-    assert [row[0] for row in made(runs / "first").rows].count(classes[0]["class"]) == 1
-
-
-def test_a_diverged_run_leaves_the_others_readable(tmp_path: Path) -> None:
-    """The axis ends where those of the other runs do; the last value is still printed."""
-    losses = {"good": [3.0, 2, 1], "better": [3.0, 1.5, 0.5], "diverged": [3.0, 40_000, 900_000]}
-    folders = [
-        synthetic(tmp_path / name, [step_row(i, loss=y, lr=y) for i, y in enumerate(values)])
-        for name, values in losses.items()
-    ]
-    page = made(*folders, out=tmp_path / "page.html")
-    assert page.titles[:2] == ["loss", "lr"] and "900,000" in page.said
-    heights = [[float(y) for y in re.findall(r" ([\d.]+)", line)] for line in page.lines]
-    good, _, diverged, small, *_ = heights
-    assert good[-1] - good[0] > report.HEIGHT / 2 and 0 in diverged
-    assert small[-1] - small[0] < 1  # the learning rate is drawn in full
-    assert "The axis ends before 900,000." in page.said
 
 
 def test_a_run_that_has_not_ended(copied: Path) -> None:
@@ -207,7 +164,7 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
     summary = {"status": HOSTILE, "verdict": [HOSTILE]}
     (copied / "summary.json").write_text(json.dumps(summary))
     said = " ".join(made(copied).said)
-    assert said.count(HOSTILE) >= 8
+    assert said.count(HOSTILE) >= 7
     made(runs / "first", copied, out=tmp_path / "both.html")
 
 
@@ -250,18 +207,15 @@ def test_ticks(low: float, high: float, expected: tuple[float, float, float] | N
     assert expected is None or (found[0], found[-1], found[1] - found[0]) == pytest.approx(expected)
 
 
-def test_numbers() -> None:
-    values = (7290.4, 76.129, 0.12345, 0, 2e20)
-    assert [*map(report.rounded, values)] == ["7,290", "76.13", "0.123", "0", "2.000e+20"]
-
-
-def test_time_breakdown(tmp_path: Path) -> None:
-    """Means over the rows; computing has what the other parts leave."""
-    waits = {"data_wait_fraction": 0.1, "ranks_wait_fraction": 0.2}
-    rows = [step_row(50, late_fraction=0.1, **waits), step_row(100, late_fraction=0.0, **waits)]
-    found = dict(report.time_breakdown(report.read_run(synthetic(tmp_path / "run", rows))))
-    expected = {"compute": 0.65, "late": 0.05, "data_wait": 0.1, "ranks_wait": 0.2}
-    assert found == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("summary.json", "[]"), ("metrics.jsonl", '{"step": 1}\n'), ("verdict.json", "{}")],
+)
+def test_a_damaged_file(copied: Path, name: str, content: str) -> None:
+    (copied / "summary.json").write_text("{}")
+    (copied / name).write_text(content)
+    with pytest.raises(UserError, match=rf"^{copied}: a file of it is damaged \(.*\); remove it$"):
+        report.read_runs(copied)
 
 
 def test_mistakes(tmp_path: Path) -> None:
