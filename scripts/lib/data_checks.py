@@ -20,17 +20,15 @@ from scripts.lib.progress import in_threads, with_progress
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
-TURNED, DARK = "EXIF rotation", "dark 16 bits"
+TURNED = "EXIF rotation"
 PREPARED = {"CMYK", "progressive", "very large"}  # JPEG files that prepare.py --side converts
 # Unusual files, and their effect on training. Of ImageNet's files, 2 % are grey.
 MOST_ODD = 0.01  # of the files; above it, a warning
 ODD = {
     "CMYK": "converted without a colour profile",
-    "other colours": "slower, decoded by Pillow",
+    "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
     "progressive": "two to three times slower to decode; the GPU's JPEG engines cannot",
     "very large": f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
-    DARK: f"levels below {decode.LOW_LEVEL:,} of 65,535: nearly black, as training keeps 8 bits",
-    "transparent": "training sees the colours under transparent pixels, often black",
     TURNED: "training takes the stored pixels; data.exif_orientation=true turns them upright",
 }
 
@@ -81,7 +79,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
-            found.odd = tuple(oddities(image, *decode.lost(content)))
+            found.odd = tuple(oddities(image))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
@@ -91,16 +89,13 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     else:
         step = max(1, min(pixels.shape[:2]) // GRID)
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
-        found.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
+        if not 0 < decode.lost(content)[0] < decode.LOW_LEVEL:  # else the levels are gone
+            found.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
     return found
 
 
-def oddities(image: Image.Image, level: int, transparent: bool) -> Iterator[str]:
-    """Yield keys of ODD. `level`, `transparent`: as of `decode.lost`."""
-    if 0 < level < decode.LOW_LEVEL:
-        yield DARK
-    if transparent:
-        yield "transparent"
+def oddities(image: Image.Image) -> Iterator[str]:
+    """Yield keys of ODD."""
     if image.mode not in ("RGB", "1", "L", "LA"):
         yield "CMYK" if image.mode == "CMYK" else "other colours"
     if image.info.get("progressive"):
@@ -186,9 +181,8 @@ def colours(case: Case) -> Iterator[Row]:
     if {len(config.mean), len(config.std)} - {1, 3}:
         raise NotChecked("needs images with 3 channels")
     files = good_files(case, "train")
-    if any(DARK in file.odd for file in files):
-        raise NotChecked("needs the levels that 16-bit files lose, see odd files")
-    moments = [file.moments for file in files if file.moments is not None]
+    if not (moments := [file.moments for file in files if file.moments is not None]):
+        raise NotChecked("needs the levels that 16-bit files lose, see plan")
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
     lists = [",".join(f"{v:.3f}" for v in values) for values in (mean, std.clip(0.001))]
