@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.files import described
 from conf.named import named
 from conf.schema import (
     GROUPS,
@@ -21,6 +20,7 @@ from conf.schema import (
     Config,
     RunError,
     UserError,
+    described,
     group_names,
     sentences,
     show,

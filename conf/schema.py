@@ -37,6 +37,11 @@ class RunError(RuntimeError):
     """
 
 
+def described(error: OSError) -> str:
+    """Return one line for an error that no other place of the program expects."""
+    return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a)"
+
+
 class Check(NamedTuple):
     """The values of a key that are allowed, among those of its type."""
 

@@ -29,7 +29,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
-from conf.files import read_text
 from conf.named import ROOT
 from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
@@ -170,7 +169,7 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
     config = load(overrides)
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
-    same = stored.is_file() and read_text(stored) == to_yaml(config)
+    same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
     finished = same and _result(config)[2] == "finished"
     if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
@@ -202,7 +201,7 @@ def _run_child(command: Sequence[str]) -> int:
 def _result(config: Config) -> tuple[float, float | None, str]:
     """Return a run's score (higher is better), its best value of train.best_by, and its status."""
     try:
-        summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
+        summary = json.loads(Path(config.run.dir, "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
         return WORST, None, ""
     by = config.train.best_by

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.files import read_text
 from conf.schema import RESULT, affecting
 from engine.checkpoint import replace_file
 from engine.log.observer import Observer
@@ -38,7 +37,7 @@ class Board(Observer):
         setup(settings=settings)
         self.run = init(
             dir=str(folder),
-            id=read_text(path).strip(),
+            id=path.read_text("utf-8").strip(),
             name=folder.resolve().name[:128],  # the most that the server takes
             resume="allow",
             config={"recipe": config.recipe, **affecting(config, RESULT)},

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
 from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
@@ -165,7 +164,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
     if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:

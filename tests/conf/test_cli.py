@@ -11,7 +11,6 @@ import yaml
 
 from conf import cli
 from conf.compose import SECTIONS
-from conf.files import read_text
 from conf.schema import (
     RESULT,
     Config,
@@ -111,7 +110,7 @@ def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the path; a reader that stops needs no words."""
-    assert cli.exit_status(lambda: len(read_text("nowhere"))) == 1
+    assert cli.exit_status(lambda: len(Path("nowhere").read_text())) == 1
     printed = capsys.readouterr().err
     assert "No such file or directory: 'nowhere'; check the path" in printed
     assert printed.count("\n") == 1
