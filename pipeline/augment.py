@@ -12,18 +12,29 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from conf.named import is_name, named, split_entry
+from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 from pipeline.parameters import choice, number, span, whole
-from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
+# Of torchvision.transforms.v2: those that need only one image and their own draws, and keep the
+# size and uint8.
+V2_NAMES = (
+    *("AugMix", "AutoAugment", "ElasticTransform", "RandAugment", "RandomAffine"),
+    *("RandomPerspective", "RandomRotation", "RandomVerticalFlip", "TrivialAugmentWide"),
+    *("ColorJitter", "GaussianBlur", "RandomAdjustSharpness", "RandomAutocontrast"),
+    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
+    *("RandomInvert", "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
+)
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
@@ -169,6 +180,39 @@ class HorizontalFlip:
         return picture.mirrored() if rng.random() < self.p else picture
 
 
+class TorchvisionTransform:
+    """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
+
+    torchvision takes a second to import, so it is imported only if a config names one of them: in
+    the training process to check the parameters, and in a worker at its first image. `name` is one
+    of V2_NAMES, `parameters` are the arguments of its constructor.
+    """
+
+    def __init__(self, name: str, **parameters: Any) -> None:
+        self.name, self.parameters = name, parameters
+        self._transform  # noqa: B018 - refuses wrong parameters now
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
+        pixels = pixels.clone(memory_format=torch.contiguous_format)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which also seeds the GPUs' generators.
+            torch.default_generator.manual_seed(rng.getrandbits(63))
+            pixels = self._transform(pixels).permute(1, 2, 0)
+        return Picture(pixels.numpy(), moved=True)
+
+    @cached_property
+    def _transform(self) -> Any:
+        import_torchvision()
+        from torchvision.transforms import v2
+
+        return getattr(v2, self.name)(**self.parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the v2 transform: unpickling it would import torchvision when a worker starts.
+        return {"name": self.name, "parameters": self.parameters}
+
+
 def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
     """Crop, resize and flip a mask as its image was, to the nearest pixel; decodes nothing.
 
@@ -202,7 +246,7 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "center_crop": CenterCrop,
     "random_crop": RandomCrop,
     "horizontal_flip": HorizontalFlip,
-    **V2_TRANSFORMS,
+    **{f"v2.{name}": partial(TorchvisionTransform, name) for name in V2_NAMES},
 }
 
 
