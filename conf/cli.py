@@ -73,10 +73,7 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     """Take `--config-dir DIR` away; a choice that is a file there becomes the path of this file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", type=Path)
-    try:
-        options, words = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from None
+    options, words = parser.parse_known_args(list(arguments))
     if options.config_dir is None:
         return words
     folder = options.config_dir.expanduser().absolute()

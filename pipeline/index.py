@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -106,6 +106,7 @@ class Index:
             time.sleep(pause)
         return source.read(self.name(i), *place)
 
+    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
@@ -146,7 +147,7 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed; a class counts each folder once. Warns of files that are left out. Raises
+    Links are followed. Warns of files that are left out. Raises
     UserError if the split is missing, damaged or cannot be read, or a class holds no images.
 
     Args:
