@@ -43,10 +43,16 @@ def described(error: OSError) -> str:
 
 
 class Check(NamedTuple):
-    """The values of a key that are allowed, among those of its type."""
+    """The values of a key, or of a parameter of a transform, that are allowed."""
 
     allows: Callable[[Any], Any]
     says: str  # continues "give ..."
+
+    def require(self, name: str, value: Any) -> Any:
+        """Return the value of a parameter; raise ValueError if it is not allowed."""
+        if not self.allows(value):
+            raise ValueError(f"{name}={value}: give {self.says}")
+        return value
 
 
 ANY = Check(lambda _: True, "")
@@ -94,9 +100,10 @@ def number(
     if high != math.inf:
         says += f" and {'<' if below else '<='} {high:.10g}"
 
-    def allows(value: float) -> bool:
+    def allows(value: Any) -> bool:
         at_limit = (above and value == low) or (below and value == high)
-        return low <= value <= high and math.isfinite(value) and not at_limit
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        return is_number and low <= value <= high and not at_limit
 
     return Check(allows, says)
 
@@ -113,17 +120,30 @@ def each(item: Check, count: int | None = None) -> Check:
     )
 
 
-def whole_or_auto(low: int, high: int) -> Check:
+def whole(low: int, high: int) -> Check:
+    says = f"a whole number from {low} to {high}"
+    return Check(lambda value: type(value) is int and low <= value <= high, says)
+
+
+def or_auto(check: Check) -> Check:
+    return Check(lambda value: value == "auto" or check.allows(value), f"auto or {check.says}")
+
+
+def span(high: float) -> Check:
+    """A range, two numbers with 0 < low <= high."""
+    pair = each(number(0, high, above=True), 2)
     return Check(
-        lambda value: value == "auto" or (type(value) is int and low <= value <= high),
-        f"auto or a whole number from {low} to {high}",
+        lambda values: (
+            isinstance(values, list | tuple) and pair.allows(values) and values[0] <= values[1]
+        ),
+        f"two numbers, 0 < low <= high <= {high:g}",
     )
 
 
 def _are_weights(value: Any) -> bool:
     """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
     numbers = value.values() if isinstance(value, dict) else [None]
-    return bool(value) and all(type(n) in (int, float) and POSITIVE.allows(n) for n in numbers)
+    return bool(value) and all(map(POSITIVE.allows, numbers))
 
 
 def _is_fold(value: Any) -> bool:
@@ -151,7 +171,7 @@ FRACTION = number(0, 1)
 TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
-AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
+AUTO_BOOL = or_auto(Check(lambda value: type(value) is bool, "true or false"))
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
@@ -261,7 +281,7 @@ class Augment:
 class Loader:
     batch_size: int = key(256, RESULT, COUNT)
     """global batch size: images per optimiser step over all ranks"""
-    workers: Any = key("auto", NOTHING, whole_or_auto(0, 4096))
+    workers: Any = key("auto", NOTHING, or_auto(whole(0, 4096)))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key(
@@ -272,7 +292,7 @@ class Loader:
     works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", NOTHING, AUTO_BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", NOTHING, whole_or_auto(1, 64))
+    prefetch_factor: Any = key("auto", NOTHING, or_auto(whole(1, 64)))
     """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, NOTHING, number(1, 64))
     """batches kept ready on the device"""

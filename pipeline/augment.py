@@ -20,12 +20,12 @@ import torch
 
 from conf.named import is_name, named, split_entry
 from conf.packages import import_torchvision
-from conf.schema import UserError, did_you_mean
+from conf.schema import FRACTION, UserError, did_you_mean, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
-from pipeline.parameters import choice, number, span, whole
 
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
+PIXELS = whole(1, LARGEST)
 # Of torchvision.transforms.v2: those that need only one image and their own draws, and keep the
 # size and uint8.
 V2_NAMES = (
@@ -78,10 +78,11 @@ class RandomResizedCrop:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        self.size = whole("size", size, 1, LARGEST)
-        self.scale = span("scale", scale, 1)
-        self.ratio = span("ratio", ratio, 1000)
-        self.interpolation = choice("interpolation", interpolation, (*INTERPOLATIONS, "random"))
+        self.size = PIXELS.require("size", size)
+        self.scale = span(1).require("scale", scale)
+        self.ratio = span(1000).require("ratio", ratio)
+        allowed = one_of(*INTERPOLATIONS, "random")
+        self.interpolation = allowed.require("interpolation", interpolation)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         box, interpolation = self.box(*picture.size, rng), self.interpolation
@@ -120,12 +121,12 @@ class Resize:
     def __init__(
         self, *, size: int | Sequence[int], crop_ratio: float = 1.0, interpolation: str = "bilinear"
     ) -> None:
-        ratio = number("crop_ratio", crop_ratio, 0.01, 1)
+        ratio = number(0.01, 1).require("crop_ratio", crop_ratio)
         sides = size if isinstance(size, list | tuple) else [size]
         if sides is size and (len(sides) != 2 or ratio != 1):
             raise ValueError(f"size={size}: give [height, width] without crop_ratio")
-        self.sides = [round(whole("size", side, 1, LARGEST) / ratio) for side in sides]
-        self.interpolation = choice("interpolation", interpolation, INTERPOLATIONS)
+        self.sides = [round(PIXELS.require("size", side) / ratio) for side in sides]
+        self.interpolation = one_of(*INTERPOLATIONS).require("interpolation", interpolation)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -141,7 +142,7 @@ class CenterCrop:
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     def __init__(self, *, size: int) -> None:
-        self.size = whole("size", size, 1, LARGEST)
+        self.size = PIXELS.require("size", size)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, (width, height) = self.size, picture.size
@@ -156,8 +157,8 @@ class RandomCrop:
     """
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.size = whole("size", size, 1, LARGEST)
-        self.padding = whole("padding", padding, 0, LARGEST)
+        self.size = PIXELS.require("size", size)
+        self.padding = whole(0, LARGEST).require("padding", padding)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.size, self.padding, picture.size
@@ -174,7 +175,7 @@ class HorizontalFlip:
     """Flip left to right with probability p."""
 
     def __init__(self, *, p: float = 0.5) -> None:
-        self.p = number("p", p, 0, 1)
+        self.p = FRACTION.require("p", p)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
