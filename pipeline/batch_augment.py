@@ -183,7 +183,7 @@ class RandomErasing:
         Returns float [count, 4], left, top, right, bottom; empty if nothing is erased.
         """
         chosen = rng.random(count) < self.p
-        area = image_size**2 * rng.uniform(*self.scale, (10, count))
+        area = image_size**2 * rng.uniform(self.scale[0], self.scale[1], (10, count))
         aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), (10, count)))
         # [width or height, try, image]
         sizes = np.round(np.sqrt(np.stack([area / aspect, area * aspect])))
