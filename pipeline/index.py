@@ -12,11 +12,10 @@ import hashlib
 import logging
 import os
 import posixpath
-import secrets
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -320,15 +319,13 @@ def _read_cache(cache: Path) -> Scan | None:
 
 def _write_cache(cache: Path, scan: Scan) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
-    temporary = cache.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez(file, **scan._asdict())
-        temporary.replace(cache)
+        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+            written = Path(folder, cache.name)
+            np.savez(written, **scan._asdict())
+            written.replace(cache)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         logger.warning(
             "index cache %s cannot be written (%s); the next start scans again", cache, error
         )

@@ -15,7 +15,6 @@ from conf.schema import (
     RESULT,
     Config,
     UserError,
-    after_colon,
     config_values,
     group_names,
     sentences,
@@ -23,25 +22,13 @@ from conf.schema import (
     walk,
 )
 from scripts.lib.options import split_paths
-from tests.conf.refused import DATA, offered
+from tests.conf.refused import DATA
 from tests.processes import ROOT, run_command, run_python
-
-# tests/conf/test_recipes.py builds the choices of the other groups.
-GROUPS = ("data", "loader", "optim", "schedule")
-CHOICES = [(group, choice) for group in GROUPS for choice in group_names(group)]
 
 
 def sections(config: Config) -> dict[str, object]:
     """The keys as nested dictionaries."""
     return {name: asdict(config)[name] for name in SECTIONS}
-
-
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_group_choice_composes(group: str, choice: str) -> None:
-    """A file of optim or schedule has the name of the optimiser or schedule that it sets."""
-    config = offered([f"{group}={choice}", DATA])
-    if group in ("optim", "schedule"):
-        assert after_colon(getattr(config, group).name) == choice
 
 
 def test_help_shows_the_composed_defaults() -> None:
