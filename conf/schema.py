@@ -508,14 +508,10 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
+def missing(config: Config, f: Any) -> dict[str, tuple[str | None, ...]]:
     """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
-    If there is anything, the key has no effect: optim.betas with optim.name=sgd.
-
-    Args:
-        config: also a composed tree of the structure of a Config.
-        f: the dataclass field of the key.
+    If there is anything, the key has no effect: optim.betas with optim.name=sgd. `f`: its field.
     """
     return {
         name: allowed
