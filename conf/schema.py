@@ -102,8 +102,8 @@ def number(
 
     def allows(value: Any) -> bool:
         at_limit = (above and value == low) or (below and value == high)
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        return is_number and low <= value <= high and not at_limit
+        in_range = type(value) in (int, float) and low <= value <= high
+        return in_range and math.isfinite(value) and not at_limit
 
     return Check(allows, says)
 
