@@ -28,7 +28,6 @@ from conf.schema import (
     FOLDER,
     GROUPS,
     KEYS,
-    NOT_OF_THE_RECIPE,
     RESULT,
     Config,
     UserError,
@@ -84,7 +83,7 @@ def load(
         config.run = cast(schema.Run, OmegaConf.to_object(tree.run))
     config.expect = read_yaml(file).get("expect")
     config.recipe, config.typed, config.notes = file.stem, list(words), notes
-    config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
+    config.changed = changed
     return config
 
 

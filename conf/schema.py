@@ -209,9 +209,6 @@ VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as to
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
-# Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
-NOT_OF_THE_RECIPE = {"data.source", "loader.decoder", "train.precision", "train.seed"}
-NOT_OF_THE_RECIPE |= {*DATA_FOLDERS}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 NO_FOLD = {"data.val_fold": (None,), **FILES}
@@ -472,7 +469,7 @@ class Config:
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
     # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
-    # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
+    # Values that differ from the recipe and affect the result
     changed: dict[str, str] = field(default_factory=dict, compare=False)
     recipe: str = field(default="", compare=False)
 
