@@ -146,7 +146,7 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed. Warns of files that are left out. Raises
+    Links are followed; a class counts each folder once. Warns of files that are left out. Raises
     UserError if the split is missing, damaged or cannot be read, or a class holds no images.
 
     Args:

@@ -48,10 +48,16 @@ def count_left_out(found: LeftOut) -> str:
 def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
     """Yield each folder from `top` on, the folders and the files in it, sorted, as os.walk does.
 
-    Links are followed. What is hidden is added to `found` instead, and so is a link to a folder
-    around it: it would lead in a circle, through the images of all classes.
+    Links are followed; they may lead in a circle, so a folder comes once. What is hidden is added
+    to `found` instead, and so is a link to a folder around it: it leads to images of all classes.
     """
+    seen = set()
     for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
+        info = os.stat(folder)
+        if (info.st_dev, info.st_ino) in seen:
+            inner.clear()
+            continue
+        seen.add((info.st_dev, info.st_ino))
         skipped = {name: why_left_out(name) for name in (*inner, *names) if is_hidden(name)}
         for name in (name for name in inner if os.path.islink(os.path.join(folder, name))):
             target = os.path.realpath(os.path.join(folder, name))
