@@ -15,16 +15,17 @@ from typing import NoReturn
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
 from conf.named import named
 from conf.schema import (
+    FIELDS,
     GROUPS,
     RESULT,
     Config,
     RunError,
     UserError,
+    config_values,
     described,
     group_names,
     sentences,
     show,
-    walk,
 )
 from conf.start import complain, fail
 
@@ -132,7 +133,7 @@ def help_text(script: str, purpose: str) -> str:
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
     texts = sentences()
-    for name, f, value in walk(Config()):
-        mark = "*" if f.metadata["affects"] == RESULT else " "
+    for name, value in config_values(Config()).items():
+        mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
         lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])

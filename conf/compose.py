@@ -264,7 +264,7 @@ def _run_name(
 
 def _check_effect(override: Override, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, FIELDS[override.name])
+    values, when = config_values(config), missing(config, override.name)
     if not when:
         return
     because = " and ".join(f"{other}={show(values[other])}" for other in when)

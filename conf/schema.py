@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -474,15 +474,6 @@ class Config:
     recipe: str = field(default="", compare=False)
 
 
-def walk(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, dataclass field, value) for every key."""
-    for section in fields(config):
-        node = getattr(config, section.name)
-        if is_dataclass(node):
-            for f in fields(node):
-                yield f"{section.name}.{f.name}", f, getattr(node, f.name)
-
-
 def sentences() -> dict[str, str]:
     """Dotted key -> the string below it, for --help."""
     found = {}
@@ -497,7 +488,7 @@ def sentences() -> dict[str, str]:
 
 def config_values(config: Config) -> dict[str, Any]:
     """Dotted key -> value, for every key."""
-    return {name: value for name, _, value in walk(config)}
+    return {name: attrgetter(name)(config) for name in FIELDS}
 
 
 def typed_keys(overrides: Iterable[str]) -> set[str]:
@@ -505,14 +496,14 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def missing(config: Config, f: Any) -> dict[str, tuple[str | None, ...]]:
+def missing(config: Config, key: str) -> dict[str, tuple[str | None, ...]]:
     """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
-    If there is anything, the key has no effect: optim.betas with optim.name=sgd. `f`: its field.
+    If there is anything, the key has no effect: optim.betas with optim.name=sgd.
     """
     return {
         name: allowed
-        for name, allowed in f.metadata["when"].items()
+        for name, allowed in FIELDS[key].metadata["when"].items()
         if FIELDS[name].metadata["alike"](attrgetter(name)(config)) not in allowed
     }
 
@@ -521,8 +512,8 @@ def affecting(config: Config, what: bool) -> dict[str, Any]:
     """Dotted key -> value, for every key that is in effect and affects `what`."""
     return {
         name: value
-        for name, f, value in walk(config)
-        if f.metadata["affects"] == what and not missing(config, f)
+        for name, value in config_values(config).items()
+        if FIELDS[name].metadata["affects"] == what and not missing(config, name)
     }
 
 
@@ -540,9 +531,10 @@ def check(config: Config, *, runnable: bool = True) -> None:
 
     `runnable`: also refuse a missing data.root.
     """
-    for name, f, value in walk(config):
-        if not f.metadata["check"].allows(value):
-            raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
+    for name, value in config_values(config).items():
+        allowed = FIELDS[name].metadata["check"]
+        if not allowed.allows(value):
+            raise UserError(f"{name}={show(value)}: not allowed; give {allowed.says}")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
@@ -577,6 +569,11 @@ def show(value: Any) -> str:
 
 
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
-FIELDS = {name: field for name, field, _ in walk(Config())}
+FIELDS = {
+    f"{section.name}.{f.name}": f
+    for section in fields(Config)
+    if is_dataclass(section.type)
+    for f in fields(section.type)
+}
 KEYS = list(FIELDS)
 NAMES = [*KEYS, *GROUPS]

@@ -12,6 +12,7 @@ import yaml
 from conf import cli
 from conf.compose import SECTIONS
 from conf.schema import (
+    FIELDS,
     RESULT,
     Config,
     UserError,
@@ -19,7 +20,6 @@ from conf.schema import (
     group_names,
     sentences,
     show,
-    walk,
 )
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA
@@ -66,7 +66,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     for group in cli.GROUPS:
         choices = next(line for line in lines if line.startswith(f"  {group}="))
         assert choices.split("=")[1].replace("|", " ").split() == group_names(group)
-    for name, field, _ in walk(Config()):
+    for name, field in FIELDS.items():
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
         assert line[:2] == ("* " if field.metadata["affects"] & RESULT else "  ")
         assert line.endswith(" " + sentences()[name])
