@@ -32,8 +32,7 @@ from conf.compose import load, to_yaml
 from conf.named import ROOT
 from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
-from conf.start import stop_with_parent
-from engine.stop_signal import handle_stops
+from conf.start import handle_stops, stop_with_parent
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
