@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -105,7 +105,6 @@ class Index:
             time.sleep(pause)
         return source.read(self.name(i), *place)
 
-    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
