@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.files import described
 from conf.named import named
 from conf.schema import (
+    FIELDS,
     GROUPS,
     RESULT,
     Config,
     RunError,
     UserError,
+    config_values,
+    described,
     group_names,
     sentences,
     show,
-    walk,
 )
 from conf.start import complain, fail
 
@@ -76,10 +77,7 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     """Take `--config-dir DIR` away; a choice that is a file there becomes the path of this file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", type=Path)
-    try:
-        options, words = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from None
+    options, words = parser.parse_known_args(list(arguments))
     if options.config_dir is None:
         return words
     folder = options.config_dir.expanduser().absolute()
@@ -138,7 +136,7 @@ def help_text(script: str, purpose: str) -> str:
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
     texts = sentences()
-    for name, f, value in walk(Config()):
-        mark = "*" if f.metadata["affects"] == RESULT else " "
+    for name, value in config_values(Config()).items():
+        mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
         lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])

@@ -28,7 +28,6 @@ from conf.schema import (
     FOLDER,
     GROUPS,
     KEYS,
-    NOT_OF_THE_RECIPE,
     RESULT,
     Config,
     UserError,
@@ -68,26 +67,23 @@ def load(
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
     typed = [read_override(word) for word in words]
-    recipe = next((o.value for o in reversed(typed) if o.name == "recipe"), DEFAULT_RECIPE)
-    file = find("recipe", recipe)
+    recipes = [find("recipe", DEFAULT_RECIPE), *(o.value for o in typed if o.name == "recipe")]
+    file = recipes[-1]
     tree = copy.deepcopy(DEFAULTS)
-    _set(tree, _offered(_recipe(recipe)), file)
+    _set(tree, _offered(_recipe(file)), file)
     _set(tree, decided or {}, "decided")
     planned = _flat(tree)
-    _set_groups(tree, typed)
-    grouped = _flat(tree)
-    _set_keys(tree, typed)
+    swept = _set_typed(tree, typed)
     config = _checked(tree, typed, runnable=runnable)
     absent = ", ".join(sorted(MISSING))
     notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
     changed = _changes(planned, tree, config)
     if config.run.name is None:
-        swept = {o.name for o in typed if o.name in KEYS and grouped[o.name] != o.value}
         tree.run.name = _run_name(file.stem, changed, swept, config)
         config.run = cast(schema.Run, OmegaConf.to_object(tree.run))
     config.expect = read_yaml(file).get("expect")
     config.recipe, config.typed, config.notes = file.stem, list(words), notes
-    config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
+    config.changed = changed
     return config
 
 
@@ -107,32 +103,29 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _offered(values), "the checkpoint")
-    _set_groups(tree, typed)
-    _set_keys(tree, typed)
+    _set_typed(tree, typed)
     config = _checked(tree, typed, runnable=False)
     config.typed = list(words)
     return config
 
 
-def _set_groups(tree: DictConfig, typed: Sequence[Override]) -> None:
-    """Set the typed groups in place.
+def _set_typed(tree: DictConfig, typed: Sequence[Override]) -> set[str]:
+    """Set the typed groups in place, then the typed keys; return the keys with another value.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
     set, because the values of a recipe for one optimiser are wrong for another. In other sections
     the values of the recipe stay: data=fake keeps the image size.
     """
-    for group, choice in {o.name: o.value for o in typed if o.name in GROUPS}.items():
+    for group, file in {o.name: o.value for o in typed if o.name in GROUPS}.items():
         if group != "recipe":
-            file = find(group, choice)
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
             _set(tree, _dotted({group: read_yaml(file)}), file)
-
-
-def _set_keys(tree: DictConfig, typed: Sequence[Override]) -> None:
+    grouped = _flat(tree)
     for override in typed:
         if override.name in FIELDS:
             _set(tree, {override.name: override.value}, override.text)
+    return {o.name for o in typed if o.name in FIELDS and grouped[o.name] != o.value}
 
 
 def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +188,12 @@ def _checked(tree: DictConfig, typed: Sequence[Override], *, runnable: bool) -> 
 
 
 @cache
-def _recipe(choice: str) -> dict[str, Any]:
+def _recipe(file: Path) -> dict[str, Any]:
     """The groups and the recipe, which Hydra merges: dotted key -> value.
 
     A recipe that is a file may be based on those of this program, and on files beside its folder.
     """
-    name, file, overrides = choice, find("recipe", choice), []
+    name, overrides = file.stem, []
     if file.parent != FOLDER / "recipe":
         name, path = "of_a_file", QuotedString(f"file://{file.parents[1]}", Quote.single)
         overrides = [f"hydra.searchpath=[{path.with_quotes()}]"]
@@ -210,7 +203,7 @@ def _recipe(choice: str) -> dict[str, Any]:
             composed = compose("config", [f"recipe={name}", *overrides])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
-            raise UserError(f"recipe={choice}: {reason}; correct the file") from None
+            raise UserError(f"{file}: {reason}; correct it") from None
     content = cast(dict[str, Any], OmegaConf.to_container(composed))
     # `expect` may also be of a recipe in its defaults, which is another training.
     return _dotted({k: value for k, value in content.items() if k not in ("multirun", "expect")})
@@ -271,7 +264,7 @@ def _run_name(
 
 def _check_effect(override: Override, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, FIELDS[override.name])
+    values, when = config_values(config), missing(config, override.name)
     if not when:
         return
     because = " and ".join(f"{other}={show(values[other])}" for other in when)

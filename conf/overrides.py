@@ -38,7 +38,7 @@ class Override(NamedTuple):
 
     text: str  # as typed, for messages
     name: str  # of a key or a group
-    value: Any  # of the key, or the choice of the group
+    value: Any  # of the key, or the file of a group's choice
 
 
 def read_override(text: str) -> Override:
@@ -57,8 +57,7 @@ def read_override(text: str) -> Override:
     if name not in NAMES:
         raise UserError(f"{text}: there is no key {name}; {advice(name)}")
     if name in GROUPS:
-        find(name, typed)
-        return Override(text, name, typed)
+        return Override(text, name, find(name, typed))
     try:
         return Override(text, name, _value(name, typed))
     except (HydraException, OmegaConfBaseException):

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -37,11 +37,22 @@ class RunError(RuntimeError):
     """
 
 
+def described(error: OSError) -> str:
+    """Return one line for an error that no other place of the program expects."""
+    return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a)"
+
+
 class Check(NamedTuple):
-    """The values of a key that are allowed, among those of its type."""
+    """The values of a key, or of a parameter of a transform, that are allowed."""
 
     allows: Callable[[Any], Any]
     says: str  # continues "give ..."
+
+    def require(self, name: str, value: Any) -> Any:
+        """Return the value of a parameter; raise ValueError if it is not allowed."""
+        if not self.allows(value):
+            raise ValueError(f"{name}={value}: give {self.says}")
+        return value
 
 
 ANY = Check(lambda _: True, "")
@@ -89,9 +100,10 @@ def number(
     if high != math.inf:
         says += f" and {'<' if below else '<='} {high:.10g}"
 
-    def allows(value: float) -> bool:
+    def allows(value: Any) -> bool:
         at_limit = (above and value == low) or (below and value == high)
-        return low <= value <= high and math.isfinite(value) and not at_limit
+        in_range = type(value) in (int, float) and low <= value <= high
+        return in_range and math.isfinite(value) and not at_limit
 
     return Check(allows, says)
 
@@ -108,17 +120,30 @@ def each(item: Check, count: int | None = None) -> Check:
     )
 
 
-def whole_or_auto(low: int, high: int) -> Check:
+def whole(low: int, high: int) -> Check:
+    says = f"a whole number from {low} to {high}"
+    return Check(lambda value: type(value) is int and low <= value <= high, says)
+
+
+def or_auto(check: Check) -> Check:
+    return Check(lambda value: value == "auto" or check.allows(value), f"auto or {check.says}")
+
+
+def span(high: float) -> Check:
+    """A range, two numbers with 0 < low <= high."""
+    pair = each(number(0, high, above=True), 2)
     return Check(
-        lambda value: value == "auto" or (type(value) is int and low <= value <= high),
-        f"auto or a whole number from {low} to {high}",
+        lambda values: (
+            isinstance(values, list | tuple) and pair.allows(values) and values[0] <= values[1]
+        ),
+        f"two numbers, 0 < low <= high <= {high:g}",
     )
 
 
 def _are_weights(value: Any) -> bool:
     """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
     numbers = value.values() if isinstance(value, dict) else [None]
-    return bool(value) and all(type(n) in (int, float) and POSITIVE.allows(n) for n in numbers)
+    return bool(value) and all(map(POSITIVE.allows, numbers))
 
 
 def _is_fold(value: Any) -> bool:
@@ -146,7 +171,7 @@ FRACTION = number(0, 1)
 TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
 DECAY = or_null(number(0, 1, above=True))
-AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
+AUTO_BOOL = or_auto(Check(lambda value: type(value) is bool, "true or false"))
 FOLD = Check(_is_fold, "a fold such as 2/5, or null")
 ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
@@ -184,9 +209,6 @@ VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as to
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
-# Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
-NOT_OF_THE_RECIPE = {"data.source", "loader.decoder", "train.precision", "train.seed"}
-NOT_OF_THE_RECIPE |= {*DATA_FOLDERS}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 NO_FOLD = {"data.val_fold": (None,), **FILES}
@@ -256,7 +278,7 @@ class Augment:
 class Loader:
     batch_size: int = key(256, RESULT, COUNT)
     """global batch size: images per optimiser step over all ranks"""
-    workers: Any = key("auto", NOTHING, whole_or_auto(0, 4096))
+    workers: Any = key("auto", NOTHING, or_auto(whole(0, 4096)))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key(
@@ -267,7 +289,7 @@ class Loader:
     works, or what the first start measures as faster (not with train.deterministic)"""
     pin_memory: Any = key("auto", NOTHING, AUTO_BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", NOTHING, whole_or_auto(1, 64))
+    prefetch_factor: Any = key("auto", NOTHING, or_auto(whole(1, 64)))
     """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, NOTHING, number(1, 64))
     """batches kept ready on the device"""
@@ -447,18 +469,9 @@ class Config:
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
     # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
-    # Values that differ from the recipe and affect the result, except NOT_OF_THE_RECIPE
+    # Values that differ from the recipe and affect the result
     changed: dict[str, str] = field(default_factory=dict, compare=False)
     recipe: str = field(default="", compare=False)
-
-
-def walk(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, dataclass field, value) for every key."""
-    for section in fields(config):
-        node = getattr(config, section.name)
-        if is_dataclass(node):
-            for f in fields(node):
-                yield f"{section.name}.{f.name}", f, getattr(node, f.name)
 
 
 def sentences() -> dict[str, str]:
@@ -475,7 +488,7 @@ def sentences() -> dict[str, str]:
 
 def config_values(config: Config) -> dict[str, Any]:
     """Dotted key -> value, for every key."""
-    return {name: value for name, _, value in walk(config)}
+    return {name: attrgetter(name)(config) for name in FIELDS}
 
 
 def typed_keys(overrides: Iterable[str]) -> set[str]:
@@ -483,18 +496,14 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def missing(config: Any, f: Any) -> dict[str, tuple[str | None, ...]]:
+def missing(config: Config, key: str) -> dict[str, tuple[str | None, ...]]:
     """Return what `when` of a key asks for and this config does not have: key -> allowed values.
 
     If there is anything, the key has no effect: optim.betas with optim.name=sgd.
-
-    Args:
-        config: also a composed tree of the structure of a Config.
-        f: the dataclass field of the key.
     """
     return {
         name: allowed
-        for name, allowed in f.metadata["when"].items()
+        for name, allowed in FIELDS[key].metadata["when"].items()
         if FIELDS[name].metadata["alike"](attrgetter(name)(config)) not in allowed
     }
 
@@ -503,8 +512,8 @@ def affecting(config: Config, what: bool) -> dict[str, Any]:
     """Dotted key -> value, for every key that is in effect and affects `what`."""
     return {
         name: value
-        for name, f, value in walk(config)
-        if f.metadata["affects"] == what and not missing(config, f)
+        for name, value in config_values(config).items()
+        if FIELDS[name].metadata["affects"] == what and not missing(config, name)
     }
 
 
@@ -522,9 +531,10 @@ def check(config: Config, *, runnable: bool = True) -> None:
 
     `runnable`: also refuse a missing data.root.
     """
-    for name, f, value in walk(config):
-        if not f.metadata["check"].allows(value):
-            raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
+    for name, value in config_values(config).items():
+        allowed = FIELDS[name].metadata["check"]
+        if not allowed.allows(value):
+            raise UserError(f"{name}={show(value)}: not allowed; give {allowed.says}")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
@@ -559,6 +569,11 @@ def show(value: Any) -> str:
 
 
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
-FIELDS = {name: field for name, field, _ in walk(Config())}
+FIELDS = {
+    f"{section.name}.{f.name}": f
+    for section in fields(Config)
+    if is_dataclass(section.type)
+    for f in fields(section.type)
+}
 KEYS = list(FIELDS)
 NAMES = [*KEYS, *GROUPS]

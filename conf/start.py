@@ -9,6 +9,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -56,6 +58,24 @@ def stop_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Call `handler` for the signals that stop a training and arrive in the `with` block.
+
+    SIGHUP stays ignored if it was ignored before, as under nohup.
+    """
+    before = {
+        number: signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def complain(message: str, script: str = "", *, once: bool = False) -> None:

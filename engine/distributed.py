@@ -14,8 +14,7 @@ import torch.distributed.nn.functional  # a later import would keep the group in
 from torch import Tensor, nn
 
 import models
-from conf.files import described
-from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, show
+from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, described, show
 
 T = TypeVar("T")
 

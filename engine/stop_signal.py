@@ -1,19 +1,18 @@
 """Signals that end training: save a checkpoint and stop all ranks after the same step."""
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TypeVar
 
+from conf.start import handle_stops
 from engine.distributed import World
 
 T = TypeVar("T")
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal(ExitStack):
-    """Receives the signals STOPS, so that the loop can save and stop.
+    """Receives the signals of `handle_stops`, so that the loop can save and stop.
 
     The handler only notes the signal, and the step in progress is completed. A signal to one rank
     stops all ranks after the same step: each `poll` takes the maximum over the ranks, and no rank
@@ -37,7 +36,7 @@ class StopSignal(ExitStack):
         """Whether training stops now: the same on every rank."""
         return self.number != 0
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def _receive(self, number: int, _: object) -> None:
         if number == signal.SIGINT == self.received and self.world.size == 1:
             raise KeyboardInterrupt
         self.received = number
@@ -55,21 +54,3 @@ class StopSignal(ExitStack):
             if self.poll() or batch is None:
                 return
             yield batch
-
-
-@contextmanager
-def handle_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handler` for each of the signals STOPS that arrive in the `with` block.
-
-    SIGHUP stays ignored if it was ignored before, as under nohup.
-    """
-    before = {
-        number: signal.signal(number, handler)
-        for number in STOPS
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

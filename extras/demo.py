@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from conf.files import read_text
 from conf.schema import Data, UserError
 from pipeline.augment import Compose
 from pipeline.build import Splits, options_of
@@ -202,14 +201,14 @@ class DemoDataset(FolderDataset):
 
     def create_files(self) -> None:
         draw_dataset(self.root)
-        vars(self).pop("_sizes", None)  # the plan sampled the files before they existed
+        vars(self).pop("_looked", None)  # the plan sampled the files before they existed
 
 
 def is_drawn(root: Path) -> bool:
     """Return whether `root` holds the demo dataset. Raises UserError if it holds anything else."""
     if not root.exists() or not any(root.iterdir()):
         return False
-    if (root / MARKER).is_file() and read_text(root / MARKER) == _marker():
+    if (root / MARKER).is_file() and (root / MARKER).read_text("utf-8") == _marker():
         return True
     raise UserError(
         f"data.root={root}: holds files that the demo did not draw; to train on your own images "

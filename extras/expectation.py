@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.schema import DATA_FOLDERS, UserError
 from engine.compute import has_batch_norm
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
@@ -43,6 +43,8 @@ LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 # Keys of the optimiser may differ from the recipe in a run that is compared with the recipe's
 # curve: it trains the same model on the same images, and the curve shows a mistake in them.
 OPTIMISER = "optim."
+# Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
+LEFT_OUT = ("data.source", *DATA_FOLDERS, "loader.decoder", "train.precision", "train.seed")
 
 
 class Expectation(Observer):
@@ -59,7 +61,8 @@ class Expectation(Observer):
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.
         self._value = log.best_by if log.best_by.name in expect else BestBy.of("top1")
-        self._schedule, self._changed = log.schedule, log.run.config.changed
+        self._schedule, changed = log.schedule, log.run.config.changed
+        self._changed = {key: value for key, value in changed.items() if key not in LEFT_OUT}
         image = log.feed.train.loader.dataset.name(0).lower()
         format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format

@@ -5,7 +5,6 @@ writes per_class.json, and scripts/evaluate.py the same as CSV files and picture
 """
 
 import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.checkpoint import replace_file
 from engine.log.observer import Observer
 from engine.log.sheet import sheet
 from engine.validation import Rows
@@ -28,7 +26,7 @@ COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of m
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss
 CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
 WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
-MOST_BARS, BEST_CLASSES = 25, 5  # of many classes, the 20 worst and the 5 best are drawn
+MOST_BARS = 25
 BINS = 15  # of the confidence, as in arXiv 1706.04599
 BLUE = "#4c72b0"
 Ints = npt.NDArray[np.int64]
@@ -102,8 +100,8 @@ class Predictions:
             np.bincount(place, values, BINS) / np.maximum(images, 1)
             for values in (100 * self.confidences, self.top1)
         )
-        means = {"confidence": confidence.tolist(), "accuracy": accuracy.tolist()}
-        return {"images": images.tolist(), **means}
+        found = {"images": images, "confidence": confidence, "accuracy": accuracy}
+        return {name: values.tolist() for name, values in found.items()}
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""
@@ -143,8 +141,6 @@ class Predictions:
             captions.append(f"{names[self.labels[i]]}\n-> {names[self.predictions[i]]}\n{values}")
         accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
         accuracy.sort(key=lambda bar: bar[1])
-        if len(accuracy) > MOST_BARS:
-            accuracy = accuracy[: MOST_BARS - BEST_CLASSES] + accuracy[-BEST_CLASSES:]
         confused = []
         for label, other, count in self.confusions(len(names)):
             if label != other:
@@ -158,7 +154,7 @@ class Predictions:
         return {
             "val/worst": sheet("largest losses", images, captions),
             "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
-            "val/per_class": bars("top-1, the worst classes first", accuracy),
+            "val/per_class": bars("top-1, the worst classes first", accuracy[:MOST_BARS]),
             "val/reliability": bars("accuracy by confidence", confidence),
         }
 
@@ -179,6 +175,6 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
 
 
 def write(path: Path, rows: Iterable[Iterable[Any]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    replace_file(path, text.getvalue())
+    path.unlink(missing_ok=True)  # it may be a link
+    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)

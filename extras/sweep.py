@@ -29,21 +29,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
-from conf.files import read_text
 from conf.named import ROOT
 from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
-from conf.start import stop_with_parent
-from engine.stop_signal import handle_stops
+from conf.start import handle_stops, stop_with_parent
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MOST_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-MAXIMISE = {  # by default, these sweepers minimise the value of a job
-    "hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"],
-    "hydra/sweeper=ax": ["hydra.sweeper.ax_config.experiment.minimize=false"],
-}
+# By default, this sweeper minimises the value of a job.
+MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}
 
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
@@ -102,9 +98,9 @@ class Sweep:
         of = "" if self.sweeper else f" of {math.prod(map(len, self.columns)):,}"
 
         def run_job(_: Any) -> float:
-            hydra_config = HydraConfig.get()
-            name = f"job {hydra_config.job.num + 1:,}{of}"
-            return _run_job(script, [*fixed, *hydra_config.overrides.task], name)
+            job = HydraConfig.get()
+            print(f"job {job.job.num + 1:,}{of}: ", end="")
+            return _run_job(script, [*fixed, *job.overrides.task])
 
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
         folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
@@ -163,23 +159,21 @@ def _values(text: str) -> list[str]:
     if override.is_interval_sweep():
         return [str(values.start)]
     names = group_names(_key(text))
-    if "=glob(" in text:
-        found = values.filter(names)
-    else:
-        found = [*itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1)]
+    found = values.filter(names) if "=glob(" in text else override.sweep_string_iterator()
+    found = [*itertools.islice(found, MOST_JOBS + 1)]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
     return found
 
 
-def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
+def _run_job(script: str, overrides: Sequence[str]) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     overrides = [word.lstrip("+") for word in overrides]
     GlobalHydra.instance().clear()  # `load` uses Hydra, too
     config = load(overrides)
-    print(f"{name}: {' '.join(overrides)}: {config.run.dir}", flush=True)
+    print(f"{' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
-    same = stored.is_file() and read_text(stored) == to_yaml(config)
+    same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
     finished = same and _result(config)[2] == "finished"
     if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
@@ -211,7 +205,7 @@ def _run_child(command: Sequence[str]) -> int:
 def _result(config: Config) -> tuple[float, float | None, str]:
     """Return a run's score (higher is better), its best value of train.best_by, and its status."""
     try:
-        summary = json.loads(read_text(Path(config.run.dir) / "summary.json"))
+        summary = json.loads(Path(config.run.dir, "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
         return WORST, None, ""
     by = config.train.best_by

@@ -25,8 +25,6 @@ from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 
-LARGEST = float(np.finfo(np.float32).max)
-
 
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     if not data.root:
@@ -55,7 +53,7 @@ class TableDataset(FolderDataset):
             values: list[float] = []
             with suppress(ValueError):  # a text is no number
                 values = [float(text) for text in texts if "_" not in text]  # Python reads 1_000
-            if len(values) != len(self.columns) or not all(abs(v) <= LARGEST for v in values):
+            if len(values) != len(self.columns) or not all(abs(v) < 3e38 for v in values):
                 given = f"{path}: {name}: {','.join(texts)}"
                 raise UserError(f"{given}: give {len(self.columns)} finite number(s)")
             numbers[row] = values

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.files import read_text
 from conf.schema import RESULT, affecting
 from engine.checkpoint import replace_file
 from engine.log.observer import Observer
@@ -33,12 +32,12 @@ class Board(Observer):
         if not path.exists():
             replace_file(path, uuid.uuid4().hex[:16])
         # Silent: without a login, an error instead of a question on the terminal.
-        limits = {"init_timeout": WAIT_SECONDS, "finish_timeout": WAIT_SECONDS}
-        settings = Settings(silent=True, console="off", **limits)
+        waits = dict.fromkeys(("init_timeout", "finish_timeout"), WAIT_SECONDS)
+        settings = Settings(silent=True, console="off", **waits)
         setup(settings=settings)
         self.run = init(
             dir=str(folder),
-            id=read_text(path).strip(),
+            id=path.read_text("utf-8").strip(),
             name=folder.resolve().name[:128],  # the most that the server takes
             resume="allow",
             config={"recipe": config.recipe, **affecting(config, RESULT)},

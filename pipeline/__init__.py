@@ -2,6 +2,4 @@
 
 1 sampler; 2 dataset (index, containers, splits); 3 decode (region), augment; 4 worker, loader;
 5 prefetcher (batch_augment, clock). feed connects them; batch has the arrays that pass.
-
-A file imports only files that come before it in the list of tests/test_layout.py.
 """

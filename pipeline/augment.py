@@ -12,18 +12,29 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from conf.named import is_name, named, split_entry
-from conf.schema import UserError, did_you_mean
+from conf.packages import import_torchvision
+from conf.schema import FRACTION, UserError, did_you_mean, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
-from pipeline.parameters import choice, number, span, whole
-from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
+PIXELS = whole(1, LARGEST)
+# Of torchvision.transforms.v2: those that need only one image and their own draws, and keep the
+# size and uint8.
+V2_NAMES = (
+    *("AugMix", "AutoAugment", "ElasticTransform", "RandAugment", "RandomAffine"),
+    *("RandomPerspective", "RandomRotation", "RandomVerticalFlip", "TrivialAugmentWide"),
+    *("ColorJitter", "GaussianBlur", "RandomAdjustSharpness", "RandomAutocontrast"),
+    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
+    *("RandomInvert", "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
+)
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
@@ -67,10 +78,11 @@ class RandomResizedCrop:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         interpolation: str = "bilinear",
     ) -> None:
-        self.size = whole("size", size, 1, LARGEST)
-        self.scale = span("scale", scale, 1)
-        self.ratio = span("ratio", ratio, 1000)
-        self.interpolation = choice("interpolation", interpolation, (*INTERPOLATIONS, "random"))
+        self.size = PIXELS.require("size", size)
+        self.scale = span(1).require("scale", scale)
+        self.ratio = span(1000).require("ratio", ratio)
+        allowed = one_of(*INTERPOLATIONS, "random")
+        self.interpolation = allowed.require("interpolation", interpolation)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         box, interpolation = self.box(*picture.size, rng), self.interpolation
@@ -109,12 +121,12 @@ class Resize:
     def __init__(
         self, *, size: int | Sequence[int], crop_ratio: float = 1.0, interpolation: str = "bilinear"
     ) -> None:
-        ratio = number("crop_ratio", crop_ratio, 0.01, 1)
+        ratio = number(0.01, 1).require("crop_ratio", crop_ratio)
         sides = size if isinstance(size, list | tuple) else [size]
         if sides is size and (len(sides) != 2 or ratio != 1):
             raise ValueError(f"size={size}: give [height, width] without crop_ratio")
-        self.sides = [round(whole("size", side, 1, LARGEST) / ratio) for side in sides]
-        self.interpolation = choice("interpolation", interpolation, INTERPOLATIONS)
+        self.sides = [round(PIXELS.require("size", side) / ratio) for side in sides]
+        self.interpolation = one_of(*INTERPOLATIONS).require("interpolation", interpolation)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -130,7 +142,7 @@ class CenterCrop:
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     def __init__(self, *, size: int) -> None:
-        self.size = whole("size", size, 1, LARGEST)
+        self.size = PIXELS.require("size", size)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, (width, height) = self.size, picture.size
@@ -145,8 +157,8 @@ class RandomCrop:
     """
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.size = whole("size", size, 1, LARGEST)
-        self.padding = whole("padding", padding, 0, LARGEST)
+        self.size = PIXELS.require("size", size)
+        self.padding = whole(0, LARGEST).require("padding", padding)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.size, self.padding, picture.size
@@ -163,10 +175,43 @@ class HorizontalFlip:
     """Flip left to right with probability p."""
 
     def __init__(self, *, p: float = 0.5) -> None:
-        self.p = number("p", p, 0, 1)
+        self.p = FRACTION.require("p", p)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
+
+
+class TorchvisionTransform:
+    """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
+
+    torchvision takes a second to import, so it is imported only if a config names one of them: in
+    the training process to check the parameters, and in a worker at its first image. `name` is one
+    of V2_NAMES, `parameters` are the arguments of its constructor.
+    """
+
+    def __init__(self, name: str, **parameters: Any) -> None:
+        self.name, self.parameters = name, parameters
+        self._transform  # noqa: B018 - refuses wrong parameters now
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
+        pixels = pixels.clone(memory_format=torch.contiguous_format)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which also seeds the GPUs' generators.
+            torch.default_generator.manual_seed(rng.getrandbits(63))
+            pixels = self._transform(pixels).permute(1, 2, 0)
+        return Picture(pixels.numpy(), moved=True)
+
+    @cached_property
+    def _transform(self) -> Any:
+        import_torchvision()
+        from torchvision.transforms import v2
+
+        return getattr(v2, self.name)(**self.parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the v2 transform: unpickling it would import torchvision when a worker starts.
+        return {"name": self.name, "parameters": self.parameters}
 
 
 def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
@@ -202,7 +247,7 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "center_crop": CenterCrop,
     "random_crop": RandomCrop,
     "horizontal_flip": HorizontalFlip,
-    **V2_TRANSFORMS,
+    **{f"v2.{name}": partial(TorchvisionTransform, name) for name in V2_NAMES},
 }
 
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.parameters import number, span, whole
+from conf.schema import FRACTION, number, span, whole
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
 BLOCK = 4
-ALPHAS = 0.001, 1000  # the range of alpha
+ALPHA = number(0.001, 1000)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Mixup:
     """
 
     def __init__(self, *, alpha: float = 0.2, p: float = 1.0) -> None:
-        self.alpha = number("alpha", alpha, *ALPHAS)
-        self.p = number("p", p, 0, 1)
+        self.alpha = ALPHA.require("alpha", alpha)
+        self.p = FRACTION.require("p", p)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, count = part.rng, part.total
@@ -91,8 +91,8 @@ class Cutmix:
     """
 
     def __init__(self, *, alpha: float = 1.0, p: float = 1.0) -> None:
-        self.alpha = number("alpha", alpha, *ALPHAS)
-        self.p = number("p", p, 0, 1)
+        self.alpha = ALPHA.require("alpha", alpha)
+        self.p = FRACTION.require("p", p)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, count = part.rng, part.total
@@ -130,10 +130,10 @@ class MixupOrCutmix:
         group: int = 128,
     ) -> None:
         both = {"cutmix_alpha": cutmix_alpha, "mixup_alpha": mixup_alpha}
-        self.alphas = [number(name, alpha, *ALPHAS) for name, alpha in both.items()]
-        self.p = number("p", p, 0, 1)
-        self.switch_p = number("switch_p", switch_p, 0, 1)
-        self.group = whole("group", group, 1, 10**6)
+        self.alphas = [ALPHA.require(name, alpha) for name, alpha in both.items()]
+        self.p = FRACTION.require("p", p)
+        self.switch_p = FRACTION.require("switch_p", switch_p)
+        self.group = whole(1, 10**6).require("group", group)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, groups = part.rng, part.own(np.arange(part.total) // self.group)  # [B]
@@ -168,9 +168,9 @@ class RandomErasing:
         scale: Sequence[float] = (0.02, 0.33),
         ratio: Sequence[float] = (0.3, 3.3),
     ) -> None:
-        self.p = number("p", p, 0, 1)
-        self.scale = span("scale", scale, 1)
-        self.ratio = span("ratio", ratio, 1000)
+        self.p = FRACTION.require("p", p)
+        self.scale = span(1).require("scale", scale)
+        self.ratio = span(1000).require("ratio", ratio)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         boxes = part.own(self.boxes(part.total, images.shape[-1], part.rng))
@@ -183,7 +183,7 @@ class RandomErasing:
         Returns float [count, 4], left, top, right, bottom; empty if nothing is erased.
         """
         chosen = rng.random(count) < self.p
-        area = image_size**2 * rng.uniform(*self.scale, (10, count))
+        area = image_size**2 * rng.uniform(self.scale[0], self.scale[1], (10, count))
         aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), (10, count)))
         # [width or height, try, image]
         sizes = np.round(np.sqrt(np.stack([area / aspect, area * aspect])))

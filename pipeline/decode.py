@@ -308,7 +308,7 @@ def lost(data: bytes) -> tuple[int, bool]:
         if image.mode.startswith("I;16"):
             return int(np.asarray(image).max()), False
         if image.has_transparency_data:
-            return 0, image.convert("RGBA").getextrema()[3][0] < 255
+            return 0, image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
     return 0, False
 
 

@@ -12,11 +12,10 @@ import hashlib
 import logging
 import os
 import posixpath
-import secrets
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import machine
 from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
@@ -165,7 +163,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
     if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:
@@ -320,15 +318,13 @@ def _read_cache(cache: Path) -> Scan | None:
 
 def _write_cache(cache: Path, scan: Scan) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
-    temporary = cache.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez(file, **scan._asdict())
-        temporary.replace(cache)
+        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+            written = Path(folder, cache.name)
+            np.savez(written, **scan._asdict())
+            written.replace(cache)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         logger.warning(
             "index cache %s cannot be written (%s); the next start scans again", cache, error
         )

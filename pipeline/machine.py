@@ -1,4 +1,4 @@
-"""Cores and open files that this process may use.
+"""Cores, open files and the cache folder that this process may use.
 
 `os.cpu_count()` is an upper bound: an affinity mask, the limits of a container and the other ranks
 of the node leave less. macOS has none of these.
@@ -9,6 +9,7 @@ import errno
 import math
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 OPEN_MAX = 10240  # macOS allows no more, whatever the hard limit
@@ -47,6 +48,20 @@ def raise_file_limit() -> None:
     """Let this process open OPEN_MAX files, or as many as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_MAX)), hard))
+
+
+def default_cache_dir() -> Path:
+    """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
+
+    If this user cannot write there, as in a container without a home: in the temporary folder.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or that of another user
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = base / "imagenet-trainer"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
 
 
 def reached_limit(error: BaseException) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from conf.files import default_cache_dir
+from pipeline import machine
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -44,7 +44,7 @@ def load() -> Decode | str:
         # A library also gives access to the functions of the libraries that it is linked with.
         pillow = ctypes.CDLL(Image.core.__file__)
         addresses = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
-        code = ctypes.CDLL(str(compiled(default_cache_dir() / "native")))
+        code = ctypes.CDLL(str(compiled(machine.default_cache_dir() / "native")))
     except AttributeError:
         return pillow_advice
     except OSError as error:

@@ -48,7 +48,7 @@ import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
 
-from conf import cli, files
+from conf import cli
 from conf.overrides import read_yaml
 from conf.schema import UserError, show
 
@@ -137,7 +137,7 @@ def read_run(folder: Path) -> Run:
 def read_text(run: Run, name: str) -> str:
     """Return the text of a file; empty, with a note, if it is missing."""
     try:
-        return files.read_text(run.folder / name, errors="replace")
+        return (run.folder / name).read_text("utf-8", errors="replace")
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return ""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from _pytest.config import create_terminal_writer
 
-from conf.files import default_cache_dir
+from pipeline.machine import default_cache_dir
 from tests.drawings import draw_image
 from tests.processes import leave_nothing
 from tests.ranks import Ranks

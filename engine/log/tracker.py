@@ -14,7 +14,6 @@ from typing import Any
 
 from PIL import Image
 
-from conf.files import read_text
 from conf.schema import Config, UserError
 from engine.checkpoint import json_text, replace_file
 from engine.log.meter import TIME
@@ -60,7 +59,8 @@ class Tracker(ExitStack):
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
-        for line in read_text(path, errors="replace").splitlines() if path.is_file() else ():
+        text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+        for line in text.splitlines():
             with suppress(ValueError):  # a killed process leaves an incomplete line
                 if json.loads(line)["step"] <= self._start_step:
                     kept.append(line)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
+from conf.schema import FRACTION, number, one_of, whole
 from pipeline.decode import INTERPOLATIONS, Picture
-from pipeline.parameters import choice, number, whole
 
 
 class Operation(NamedTuple):
@@ -63,17 +63,17 @@ class RandAugment:
         interpolation: str = "nearest",
         fill: int | Sequence[int] = 0,
     ) -> None:
-        self.count = whole("count", count, 1, 100)
-        self.magnitude = number("magnitude", magnitude, 0, STRENGTHS)
-        self.magnitude_std = number("magnitude_std", magnitude_std, 0, STRENGTHS)
-        self.p = number("p", p, 0, 1)
-        self.operations = choice("operations", operations, tuple(LISTS))
+        self.count = whole(1, 100).require("count", count)
+        self.magnitude = number(0, STRENGTHS).require("magnitude", magnitude)
+        self.magnitude_std = number(0, STRENGTHS).require("magnitude_std", magnitude_std)
+        self.p = FRACTION.require("p", p)
+        self.operations = one_of(*LISTS).require("operations", operations)
         allowed = ("nearest", *INTERPOLATIONS, "random")
-        self.interpolation = choice("interpolation", interpolation, allowed)
+        self.interpolation = one_of(*allowed).require("interpolation", interpolation)
         levels = list(fill) if isinstance(fill, list | tuple) else [fill] * 3
         if len(levels) != 3:
             raise ValueError(f"fill={fill}: give a level or [red, green, blue]")
-        red, green, blue = (whole("fill", level, 0, 255) for level in levels)
+        red, green, blue = (whole(0, 255).require("fill", level) for level in levels)
         self.fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:

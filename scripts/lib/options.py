@@ -58,7 +58,7 @@ def parse_paths(
     options, words = parser.parse_known_args(words)
     try:
         options.paths, options.overrides = split_paths(words, what=what)
-    except UserError as mistake:
+    except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
     return options
 

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 import models
 from conf import cli
 from conf.compose import load, load_stored
-from conf.files import read_text
 from conf.named import named
 from conf.overrides import read_yaml
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
@@ -218,7 +217,7 @@ def _config_of_foreign(
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
     try:
-        names = tuple(read_text(path, errors="surrogateescape").splitlines())
+        names = tuple(path.read_text("utf-8-sig", "surrogateescape").splitlines())
     except OSError as error:
         raise UserError(f"--classes {path}: {error.strerror}; give a text file") from None
     if len(names) != trained.num_classes or len(set(names)) != len(names):

@@ -11,38 +11,24 @@ import yaml
 
 from conf import cli
 from conf.compose import SECTIONS
-from conf.files import read_text
 from conf.schema import (
+    FIELDS,
     RESULT,
     Config,
     UserError,
-    after_colon,
     config_values,
     group_names,
     sentences,
     show,
-    walk,
 )
 from scripts.lib.options import split_paths
-from tests.conf.refused import DATA, offered
+from tests.conf.refused import DATA
 from tests.processes import ROOT, needs_extras, run_command, run_python
-
-# tests/conf/test_recipes.py builds the choices of the other groups.
-GROUPS = ("data", "loader", "optim", "schedule")
-CHOICES = [(group, choice) for group in GROUPS for choice in group_names(group)]
 
 
 def sections(config: Config) -> dict[str, object]:
     """The keys as nested dictionaries."""
     return {name: asdict(config)[name] for name in SECTIONS}
-
-
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_group_choice_composes(group: str, choice: str) -> None:
-    """A file of optim or schedule has the name of the optimiser or schedule that it sets."""
-    config = offered([f"{group}={choice}", DATA])
-    if group in ("optim", "schedule"):
-        assert after_colon(getattr(config, group).name) == choice
 
 
 @needs_extras
@@ -81,7 +67,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     for group in cli.GROUPS:
         choices = next(line for line in lines if line.startswith(f"  {group}="))
         assert choices.split("=")[1].replace("|", " ").split() == group_names(group)
-    for name, field, _ in walk(Config()):
+    for name, field in FIELDS.items():
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
         assert line[:2] == ("* " if field.metadata["affects"] & RESULT else "  ")
         assert line.endswith(" " + sentences()[name])
@@ -112,7 +98,7 @@ def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the path; a reader that stops needs no words."""
-    assert cli.exit_status(lambda: len(read_text("nowhere"))) == 1
+    assert cli.exit_status(lambda: len(Path("nowhere").read_text())) == 1
     printed = capsys.readouterr().err
     assert "No such file or directory: 'nowhere'; check the path" in printed
     assert printed.count("\n") == 1

@@ -56,10 +56,6 @@ LAYERS = {
     },
     # The recipe overrides groups that are not typed.
     "recipe=imagenet_vit_s16": {"optim.name": "adamw", "data.mean": [0.5, 0.5, 0.5]},
-    # Keys may refer to each other, also to one that refers to them in the recipe.
-    "recipe=cifar10 data.image_size=64": {"data.val_size": 64},
-    "data.image_size=${data.val_size} data.val_size=176": {"data.image_size": 176},
-    "run.name=${train.seed}-${optim.lr}-${data.mean[0]}": {"run.name": "0-0.1-0.485"},
 }
 
 

@@ -43,8 +43,6 @@ def test_other_entries_are_refused(entry: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("os:system", "there is no os.py in "),
-        ("torch.hub:load", "there is no torch/hub.py in "),
         ("conf.gone:load", "there is no conf/gone.py in "),
         ("conf", "there is no conf.py in "),
         ("..conf.named:named", "there is no "),

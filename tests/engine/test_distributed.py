@@ -17,7 +17,7 @@ from conf.schema import UserError
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
 from engine.state import params_sha256
-from engine.stop_signal import STOPS, StopSignal
+from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
 from tests.processes import run_python
@@ -124,6 +124,9 @@ def test_sync_bn_keeps_weights_and_keys() -> None:
         assert {type(module) for module in model.modules() if isinstance(module, kinds)} == {kind}
     assert params_sha256(one) == params_sha256(two)
     assert one.state_dict().keys() == two.state_dict().keys()
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOPS)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.augment import TRANSFORMS, Compose, build, follow
+from pipeline.augment import TRANSFORMS, V2_NAMES, Compose, build, follow
 from pipeline.decode import JpegFile, Picture, open_picture
-from pipeline.torchvision_transforms import NAMES
 from tests.pipeline.test_torchvision_transforms import PARAMETERS as V2
 from tests.reliability.odd_images import encoded, exif
 
@@ -58,7 +57,7 @@ def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
         assert agreement(picture.pixels(), mask[::-1]) < 0.8  # the test has the power to tell
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", V2_NAMES)
 def test_no_mask_follows_a_transform_of_torchvision(name: str) -> None:
     """Nor what comes after it."""
     picture = moved([{f"v2.{name}": V2.get(name, {})}, FLIP], 3)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline import index as module
 from pipeline.decode import FORMATS
 from pipeline.index import Index, load_index
 from pipeline.listing import EXTENSIONS
+from pipeline.machine import default_cache_dir
 from tests.limits import file_size_limit
 
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from conf.packages import import_torchvision
+from pipeline.augment import V2_NAMES
 from pipeline.decode import Picture, open_picture
-from pipeline.torchvision_transforms import NAMES
 from tests.pipeline.test_augment import one
 
 
@@ -32,7 +32,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", V2_NAMES)
 def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
     image_root: Path, name: str
 ) -> None:
