@@ -18,7 +18,7 @@ from pipeline.augment import (
     build,
     sample_rng,
 )
-from pipeline.decode import INTERPOLATIONS, Box, Picture
+from pipeline.decode import Picture
 from tests.distributions import same_distribution
 from tests.drawings import draw_image
 
@@ -82,23 +82,6 @@ def test_crop_is_distributed_as_torchvision_draws_it(transforms: ModuleType) -> 
 
 
 # Pixels.
-
-
-def cropped(interpolation: str, seed: int) -> tuple[np.ndarray, Box]:
-    """Our crop of 64 px, as numbers, and its box."""
-    crop = one("random_resized_crop", size=64, interpolation=interpolation)
-    return made(crop, PHOTO, seed).astype(int), crop.box(*PHOTO.size, random.Random(seed))
-
-
-def test_random_interpolation_draws_one_of_both_after_the_region() -> None:
-    """As timm's RandomResizedCropAndInterpolation; the region is that of any interpolation."""
-    bicubic = 0
-    for seed in range(60):
-        found = cropped("random", seed)[0]
-        same = [np.array_equal(found, cropped(name, seed)[0]) for name in INTERPOLATIONS]
-        assert sum(same) == 1
-        bicubic += same[1]
-    assert 18 < bicubic < 42
 
 
 @pytest.mark.parametrize("size", [(300, 260), (64, 64), (500, 65), (97, 101)])

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,23 +91,6 @@ def test_bad_file_is_named_with_the_reason(changeable: Path) -> None:
         path.unlink(missing_ok=True)
     dataset.load(0, 6)  # its neighbours are fine
     dataset.load(0, 8)
-
-
-class WithFile(FolderDataset):
-    """Each image has a second file, which cannot be decoded."""
-
-    fields: ClassVar[Any] = {"image": image_field(48), "label": Field(np.float32)}
-
-    def targets(self, *_: Any) -> dict[str, Any]:
-        return {"label": open_picture(b"", "pillow").pixels().mean()}
-
-
-def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -> None:
-    files = open_dataset(image_root / "train")
-    dataset = WithFile(files.index, files.transform)
-    with pytest.raises(BadImageError, match=r"00\.jpg: UnidentifiedImageError"):
-        dataset.load(0, 0)
-    assert dataset.labels is None  # a number, and no class
 
 
 def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:

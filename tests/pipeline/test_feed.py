@@ -126,3 +126,6 @@ def test_modes_change_between_iterations(image_root: Path, workers: int) -> None
                 assert pool.active == max(1, workers)
                 assert_equal(validation(feed), validated)
             assert pool.active == 1 and pool.pids == pids
+        before, dataset.refuses = dataset.made, True  # then this process loads the images
+        assert_equal(training(feed), expected)
+        assert dataset.made == before
