@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import harmonic_mean
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
 from tests.limits import file_size_limit
-from tests.processes import Started, wait_for
 from tests.results import check_not_trained, rows, same, stored
-from tests.small_run import command, compose, run
+from tests.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
@@ -258,31 +256,6 @@ def test_resume_after_max_steps(
     assert losses[0] == losses[1]
 
 
-PAUSE_AT_IMPORT = """
-import pathlib, sys, time
-def pause(event, arguments):
-    if event == "import" and arguments[0] == "models":
-        pathlib.Path("reached").touch()
-        while True:
-            time.sleep(0.01)  # a longer one would not notice a signal that came just before it
-sys.addaudithook(pause)
-"""
-
-
-def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save. The process pauses after it has imported torch."""
-    (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
-    start = command(image_root, tmp_path / "run")
-    variables = {"PYTHONPATH": str(tmp_path)}
-    with Started(start, variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        wait_for("the import of models", (tmp_path / "reached").exists, process)
-        process.send_signal(signal.SIGINT)
-        output, error = process.communicate()
-    assert (process.returncode, output) == (-signal.SIGINT, "")
-    assert error.endswith("KeyboardInterrupt\n")
-    assert not (tmp_path / "run").exists()
-
-
 def test_signal_while_validating(
     go: Any, folder: Path, short: Ended, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,22 +393,6 @@ def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) ->
         go()
     assert seen == {(False, compute.SWITCH_SECONDS)}
     assert gc.isenabled() is before is True
-
-
-def test_a_file_of_the_run_cannot_be_written(status: Any, folder: Path) -> None:
-    """The same command resumes once the obstacle, at the temporary name, is removed."""
-    config, summary = (folder / f"{name}.tmp" for name in ("config.yaml", "summary.json"))
-    (folder / "checkpoints").mkdir(parents=True)
-    config.mkdir()
-    code, message = status()
-    assert code == 2 and f"Is a directory: '{config}'; check" in message
-    config.rmdir()
-    summary.mkdir()
-    number, error = status()
-    assert number == 1 and error.count("\n") == 1 and str(summary) in error
-    summary.rmdir()
-    assert status()[0] == 0
-    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
 def test_disk_full(go: Any, status: Any, folder: Path, short: Ended) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, host_copy
+from engine.checkpoint import host_copy
 from engine.run import Run
 from engine.state import TrainingError, TrainState
 from tests.engine.run_dirs import content_of, directory, resume_with
@@ -117,23 +117,6 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert run.last_saved_step == 7
         run.wait()
     assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
-
-
-def test_an_error_is_raised_once_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path, content: dict[str, Any], **_: Any) -> None:
-        raise CheckpointError(f"step {content['step']}: the disk is full")
-
-    with opened(tmp_path) as run:
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "save", fail)
-            for call in (lambda: run.save(state_of()), run.wait):
-                run.save(state_of())
-                with pytest.raises(CheckpointError, match="step 5: the disk is full"):
-                    call()
-        run.save(state_of())
-    assert names(tmp_path) == {"step-00000005.pt"}
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:

@@ -73,18 +73,3 @@ def test_an_optimiser_of_the_checkout_and_its_arguments() -> None:
     model = nn.Linear(2, 2)
     optimizer = build_optimizer(model, Optim("engine.optim:adamw", {"amsgrad": True}))
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["amsgrad"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
-        (torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
-    ],
-)
-def test_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    options |= {"lr": 0.3, "weight_decay": 0.1}
-    optimizer = build_optimizer(nn.Linear(2, 2), Optim(name=kind.__name__.lower(), **options))
-    assert type(optimizer) is kind
-    (group,) = optimizer.param_groups
-    assert {name: group[name] for name in options} == options

@@ -137,31 +137,6 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert "\n" not in str(error.value) and tree(unchanged) == before
 
 
-@pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize(
-    ("identity", "features", "message"),
-    [
-        ({"model.name": "resnet50"}, 2, "model.name was resnet_tiny, is resnet50; model.name"),
-        ({"dataset": "def"}, 2, "dataset was abc, is def; these changes affect the result"),
-        ({}, 3, "its state does not fit this training: RuntimeError: .*size mismatch for weight"),
-    ],
-)
-def test_another_training_is_refused(
-    run: Path, branches: bool, identity: dict[str, str], features: int, message: str
-) -> None:
-    path, resume = run, "auto"
-    if branches:
-        path, resume = run.parent / "new", str(run / "checkpoints" / "step-00000020.pt")
-    message = f"cannot resume .*: {message}"
-    check_refused(message, run.parent, path, resume, {**IDENTITY, **identity}, features)
-
-
-def test_accepted_changes_become_history(run: Path) -> None:
-    with directory(run, accept_changes=True) as opened:
-        resume_with(opened, state := state_of(), {**IDENTITY, "dataset": "def"})
-    assert state.step == 20 and state.history == ["accepted at step 20: dataset was abc, is def"]
-
-
 def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
     return accepted_changes(Path("step-7.pt"), {"identity": stored}, now, accept=accept)
 

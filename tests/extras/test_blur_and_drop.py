@@ -88,15 +88,6 @@ def test_arguments_that_do_not_fit(args: dict[str, Any], message: str) -> None:
         models.build(NAME, num_classes=10, image_size=64, args=args)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_compiled_on_a_gpu() -> None:
-    model = build("resnet18", 64, blur_pool=True).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
-    expected = model(images)
-    torch.testing.assert_close(torch.compile(model)(images), expected, rtol=1e-2, atol=1e-2)
-
-
 def dropping(name: str, probability: float) -> nn.Module:
     """With random scales of the norms, so that every block has an effect."""
     model = build(name, stochastic_depth_prob=probability)

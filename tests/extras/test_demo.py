@@ -1,6 +1,5 @@
 """The demo dataset: its images, and that it appears complete or not at all."""
 
-import errno
 import hashlib
 import itertools
 import shutil
@@ -94,16 +93,6 @@ def test_other_files_are_refused_and_untouched(
         with pytest.raises(UserError, match=f"data.root={place}: .*pass another data.root"):
             draw_dataset(place)
     assert contents(root) == {"train/cat.jpg": b"mine"}
-
-
-def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*_: object) -> Image.Image:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(demo, "draw_image", full_disk)
-    with pytest.raises(OSError, match=r"No space left"):
-        split(tmp_path / "demo").create_files()
-    assert names(tmp_path) == []
 
 
 def split(root: Path) -> DemoDataset:

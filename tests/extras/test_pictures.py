@@ -1,6 +1,5 @@
 """Results of recorded predictions, compared with formulas written out image by image; pictures."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from engine.validation import evaluate
-from extras.pictures import BLUE, Pictures, Predictions, bars
+from extras.pictures import BLUE, Predictions, bars
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
 from tests.batches import batch_of, toy_values
@@ -140,16 +139,6 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
         assert lengths(drawn[f"val/{name}"], BLUE) == pytest.approx(widths, abs=2), name
 
 
-def test_accuracy_of_many_classes() -> None:
-    """The 20 worst and the 5 best."""
-    labels = np.repeat(np.arange(100), 100)
-    hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 100.0
-    found = Predictions(labels, labels, hits, hits / 100, hits)
-    image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["val/per_class"]
-    expected = [4.4 * top1 for top1 in (*range(20), *range(95, 100))]
-    assert lengths(image, BLUE) == pytest.approx(expected, abs=3)
-
-
 def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
     options = ["loader.workers=0", "log.trackers=[tensorboard]"]
     summary = run(image_root, tmp_path, *options)
@@ -167,29 +156,3 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     names |= {"per_class.csv", "confusion.csv", "worst.csv"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert "calibration" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
-
-
-def test_files_of_an_evaluation(logits: Tensor, labels: Tensor, tmp_path: Path) -> None:
-    """A folder that is a WordNet ID also has a name."""
-    batch = batch_of(image=logits, label=labels)
-    (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
-    found, images = Predictions.of(validation.rows), FakeDataset(IMAGES, CLASSES, 8)
-    assert found is not None
-    content = Pictures.evaluated(tmp_path, validation.rows, NAMES, images)
-    assert sum(content["calibration"]["images"]) == IMAGES
-    for name in ("worst.jpg", "confusion.png", "per_class.png", "reliability.png"):
-        Image.open(tmp_path / name).load()
-    classes, pairs, worst = (
-        list(csv.DictReader((tmp_path / f"{name}.csv").open()))
-        for name in ("per_class", "confusion", "worst")
-    )
-    assert [row["class"] for row in classes] == NAMES
-    assert [row["name"] for row in classes] == ["cat", "goldfish", *"abcde"]
-    assert sum(int(row["images"]) for row in pairs) == IMAGES and len(worst) == 100
-    right = sum(int(row["images"]) for row in pairs if row["class"] == row["prediction"])
-    assert 100 * right / IMAGES == pytest.approx(found.top1.mean())
-    row = worst[0]
-    assert row["prediction_name"] == row["prediction"].replace("n01443537", "goldfish")
-    first = found.worst(1)[0]
-    assert float(worst[0]["loss"]) == found.losses[first]
-    assert (worst[0]["path"], worst[0]["class"]) == (images.name(first), NAMES[labels[first]])

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.log.console import duration, header, outcome, train_line, val_line
 from engine.scores import BestBy
 
@@ -75,33 +73,6 @@ def test_outcome(tmp_path: Path) -> None:
         "skipped   3 unreadable images: scripts/doctor.py --all lists them",
         "verdict   compute-bound",
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"signal": 15}, "resume    run the same command again to resume"),
-        ({"status": "interrupted"}, "status    interrupted after 1,500 steps, 10 epochs, in 1:05"),
-        ({"values": []}, "result    not validated"),
-        ({"best_top1": None}, "result    top1 71.25 %, top5 90.50 %"),
-        (
-            {"of an observer": {"line": "recipe    within 71 +/- 0.5"}},
-            "recipe    within 71 +/- 0.5",
-        ),
-    ],
-)
-def test_other_outcomes(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
-    assert line not in outcome(tmp_path, SUMMARY, resumes=True)
-    assert line in outcome(tmp_path, {**SUMMARY, **changes}, resumes=True)
-
-
-def test_files_of_an_outcome(tmp_path: Path) -> None:
-    folder = tmp_path / "a run"
-    (folder / "tensorboard").mkdir(parents=True)
-    changes = {"signal": 15, "unreadable_images": 0, "best_checkpoint": None}
-    lines = outcome(folder, SUMMARY | changes, resumes=False)
-    assert f"curves    tensorboard --logdir '{folder}'" in lines
-    assert not any(line.startswith(("resume", "skipped", "best")) for line in lines)
 
 
 def test_duration() -> None:

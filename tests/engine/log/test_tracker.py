@@ -82,19 +82,6 @@ def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_rows_are_not_buffered(tmp_path: Path) -> None:
-    with Tracker(tmp_path, SILENT) as tracker:
-        tracker.row(train_row(1))
-        (train,) = rows(tmp_path)
-        tracker.row(val_row(1))
-        assert rows(tmp_path) == [train, val_row(1)]
-        tracker.images(drawn("train/images"), 0)
-        tracker.flush()
-    expected = {key.replace("/", "_"): value for key, value in train_row(1).items()}
-    assert train == {**expected, "images_per_second": 1234.57}
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
-
-
 def test_after_restarts(tmp_path: Path) -> None:
     """The rows and values of later steps are dropped: no step has two."""
     start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
@@ -209,19 +196,6 @@ def test_other_ranks_report_nothing(
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
     start(tmp_path, 0, [10])
     assert capsys.readouterr().out == "a line\n"
-
-
-def test_failure_to_draw_keeps_the_curves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> dict[str, Image.Image]:
-        raise ValueError("image 1 cannot be read")
-
-    with Tracker(tmp_path, CONFIG) as tracker:
-        for step in (20, 40):
-            tracker.images(fail, step)
-            tracker.row(val_row(step))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("images: ValueError: image 1 cannot")
-    assert curve(curves(tmp_path), "val/top1") == [(20, 60), (40, 60)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,11 +12,10 @@ from PIL import Image
 from conf import cli
 from conf.schema import UserError
 from extras import gpu_decode
-from extras.gpu_decode import GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
+from extras.gpu_decode import GEOMETRY, LEAST_ROOM, ROOM, EngineDataset, engines
 from extras.gpu_decode.geometry import LENGTH, engines_support
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
-from tests.conftest import Clock
 from tests.extras.gpu_decode.engines import PillowEngines
 from tests.pipeline.loaders import (
     CPU,
@@ -84,28 +83,6 @@ def test_engines_take_the_smallest_share_that_is_enough(
         dataset.set_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
     assert dataset.device_rate == pytest.approx(3000)
-
-
-def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
-    image_root: Path, clock: Clock
-) -> None:
-    """Not those that were read in the mode gpu."""
-
-    class Slow(FolderDataset):
-        def read(self, index: int) -> bytes:
-            clock.now += 1
-            return super().read(index)
-
-    dataset: Any = EngineDataset(crops(image_root / "train", Slow))
-    expected = ("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.5)
-    with open_loader(dataset, workers=0) as loader:
-        for step, (mode, seconds) in enumerate(expected):
-            dataset.set_mode(mode)
-            if mode == "hybrid":
-                dataset.shared.array[gpu_decode.SHARE] = 0.5
-            clock.now += 1000  # the worker waits for work
-            next(loader.batches(step, step + 1)).release(None)
-            assert dataset.shared.array[gpu_decode.SECONDS] == pytest.approx(seconds)
 
 
 @pytest.mark.usefixtures("pillow")
@@ -200,12 +177,6 @@ def test_machines_and_keys_that_exclude_the_engines(
     assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
         extended(listed(CROP), "loader.decoder=gpu")
-
-
-def test_workers_of_each_mode() -> None:
-    dataset: Any = EngineDataset(listed(CROP))
-    found = {mode: [dataset.workers_in(mode, n) for n in (1, 2, 15)] for mode in dataset.modes}
-    assert found == {"cpu": [1, 2, 15], "gpu": [2, 2, READERS], "hybrid": [1, 1, 14]}
 
 
 @pytest.mark.gpu

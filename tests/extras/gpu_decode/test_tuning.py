@@ -10,7 +10,7 @@ from PIL import Image
 from engine import checkpoint
 from extras import gpu_decode
 from tests import small_run
-from tests.engine.tune.tuning import choose, compare_always, measure_on_cpu
+from tests.engine.tune.tuning import compare_always, measure_on_cpu
 from tests.extras.gpu_decode.engines import PillowEngines
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging", "cache")
@@ -29,17 +29,6 @@ def chosen(folder: Path, step: int) -> str:
     stored = checkpoint.load(folder / "checkpoints" / f"step-{step:08d}.pt")
     assert stored["identity"]["pixels"] == answer["mode"]
     return str(answer["mode"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("pillow")
-def test_a_run_with_the_fastest_mode(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure_on_cpu(monkeypatch.setattr)
-    choose(monkeypatch.setattr, "hybrid")
-    small_run.run(image_root, tmp_path / "run", *AUTO)
-    assert chosen(tmp_path / "run", 9) == "hybrid"
 
 
 @pytest.mark.usefixtures("pillow")

@@ -40,7 +40,6 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from tests.extras.rand_augment.test_operations import TIMM
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
-from tests.processes import run_python
 
 ALL = ("identity", *MATRICES, *NAMES)
 FILL = 124 | 116 << 8 | 104 << 16
@@ -284,20 +283,3 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     expected = torch.from_numpy(applied(photo, *drawn).copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
         assert (part == expected).all()
-
-
-@pytest.mark.gpu
-def test_without_a_compiler_the_workers_apply_the_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warning says why; Triton keeps what it compiled in a folder of its own."""
-    code = "import torch, extras.rand_augment.on_gpu as gpu;"
-    code += "print(gpu.has_kernels(torch.device('cuda', 0)))"
-    monkeypatch.delenv("CC", raising=False)
-    variables = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    ended = run_python("-c", code, **variables)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "False"
-    assert "augment.train: the workers apply the random operations" in ended.stderr
-    assert "Failed to find C compiler" in ended.stderr
-    assert has_kernels(torch.device("cuda", 0))
