@@ -1,6 +1,5 @@
 """Checkpoints written in a thread: what is in the copy, one at a time, errors."""
 
-import math
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -126,35 +125,3 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert names(tmp_path) == {"step-00000005.pt"}
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "raised", "logged"),
-    [
-        (1.0, KeyError("a bug"), KeyError, ""),
-        (math.nan, None, TrainingError, ""),
-        (math.nan, KeyError("a bug"), KeyError, "the weights are not finite at step 5"),
-    ],
-)
-def test_an_error_is_reported_once_however_the_run_ends(
-    value: float,
-    error: Exception | None,
-    raised: type[Exception],
-    logged: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """If another exception ends the run, the log has the error of the checkpoint."""
-
-    def save_and_end() -> None:
-        with opened(tmp_path) as run:
-            run.save(state_of(value))
-            if error is not None:
-                raise error
-
-    with pytest.raises(raised) as found:
-        save_and_end()
-    assert error is None or found.value is error
-    assert [logged] * bool(logged) == [text[: len(logged)] for text in caplog.messages]
-    assert names(tmp_path) == (set() if math.isnan(value) else {"step-00000005.pt"})
-    opened(tmp_path).__exit__(None)  # the lock is free

@@ -20,9 +20,7 @@ from engine.state import params_sha256
 from engine.stop_signal import STOPS, StopSignal
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
-from tests.processes import run_python
 from tests.ranks import Ranks
-from tests.small_run import torchrun
 from train import build_state
 
 
@@ -66,28 +64,6 @@ def test_two_ranks(ranks: Ranks) -> None:
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
-
-
-ENDS = """
-import atexit, pathlib
-names = pathlib.Path("/proc/self/task").glob
-left = lambda: [1 for one in names("*/comm") if "gloo" in one.read_text()]
-atexit.register(lambda: print(f"left: {left()}"))
-import torch
-from engine.distributed import join_world
-with join_world("cpu") as world:
-    weight = torch.nn.Parameter(torch.ones(1))
-    world.sum(weight.detach())
-    torch.optim.SGD([weight]).step()
-"""
-
-
-@pytest.mark.slow
-def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
-    """Later, it would abort them."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    done = run_python(*torchrun([sys.executable, str(tmp_path / "ends.py")], 2)[1:], PYTHONPATH=".")
-    assert done.stdout.count("left: []") == 2, done.stderr
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.figures import Record
-from tests.processes import Started, is_running, processes, wait_for
+from tests.processes import is_running, wait_for
 from tests.ranks import Job, Ranks
 from tests.results import logged_steps, rows, same, stored
-from tests.small_run import command, torchrun
+from tests.small_run import command
 from tests.stored import as_tar, as_tars
 
 ROW = "runs ended at random instants, final weights equal"
@@ -163,17 +163,3 @@ def test_a_rank_that_is_lost_ends_the_others(
         done = job.wait()
     assert done.returncode == 1
     assert number == KILL or "Timed out waiting 10000ms" in done.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_the_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """One of three is killed. The sum of their gradients depends on their order."""
-    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "console"
-    options = [*RUN, "train.epochs=24", "loader.workers=0"]
-    assert ranks.run(command(image_root, whole, *options), 3).returncode == 0
-    start = torchrun(command(image_root, folder, *options), 3, "--max-restarts=1")
-    with log.open("w") as console, Started(start, stdout=console, stderr=console) as process:
-        wait_for("10 steps", lambda: logged_steps(folder) >= 10, process)
-        os.kill(max(pid for pid, one in processes().items() if one.parent == process.pid), KILL)
-        assert process.wait() == 0, log.read_text()
-    assert is_whole(folder, whole)
