@@ -322,20 +322,6 @@ def bug() -> None:
     raise RuntimeError("a bug")
 
 
-def test_signal_in_the_last_step_of_an_epoch(
-    go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch
-) -> None:
-    """The checkpoint comes first, because a cluster may kill the job; the next start validates."""
-    with monkeypatch.context() as patch:
-        at_step(4, lambda: signal.raise_signal(signal.SIGTERM), patch)
-        assert status()[0] == 128 + signal.SIGTERM
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["step"], summary["values"]) == ("interrupted", 5, [])
-    assert rows(folder, "val") == [] and stored(folder)["step"] == 5
-    assert go()["params_sha256"] == short[1]["params_sha256"]
-    assert rows(folder, "val") == rows(short[0], "val")
-
-
 def test_resume_from_a_path(
     go: Any, folder: Path, image_root: Path, tmp_path: Path, straight: Ended
 ) -> None:

@@ -202,20 +202,6 @@ def test_the_head_of_other_classes_is_not_kept(
     assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
 
 
-@pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
-def test_former_names_of_torchvision(name: str) -> None:
-    with torch.device("meta"):
-        model = models.build(name, num_classes=7, image_size=32)
-    former = {
-        re.sub(r"(denselayer\d+\.(norm|conv))([12])", r"\1.\3", key)
-        .replace(".mlp.0.", ".mlp.linear_1.")
-        .replace(".mlp.3.", ".mlp.linear_2."): value
-        for key, value in model.state_dict().items()
-    }
-    assert former.keys() != model.state_dict().keys()
-    fit_weights(model, former, origin="test")
-
-
 def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
     """mnasnet refuses a state_dict without the versions of its layers.
 

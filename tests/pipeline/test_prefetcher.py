@@ -1,6 +1,5 @@
 """Batches on the device: equal to a reference, and never overwritten while a kernel reads them."""
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -432,26 +431,3 @@ def test_loop_never_waits_for_the_device() -> None:
                 total.item()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset) -> None:
-    steps = len(dataset) // 4  # a whole number, and more than the prefetcher has memory for
-    conv, head = torch.nn.Conv2d(3, 16, 3), torch.nn.Linear(16, CLASSES)
-    model = torch.nn.Sequential(
-        conv, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head
-    ).to(CUDA)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    used = []
-    gc.collect()  # memory of earlier tests would be freed in the middle,
-    torch.cuda.empty_cache()  # or hide a new allocation
-    options = {"workers": 2, "batch_size": 4, "mixing": mixed_by(ALL)}
-    with open_prefetcher(dataset, ImageFormat(CUDA, MEAN, STD), **options) as prefetcher:
-        for epoch in range(40):
-            for batch in prefetcher.batches(epoch * steps, (epoch + 1) * steps):
-                torch.cuda._sleep(LAG_CYCLES // 10)
-                torch.nn.functional.cross_entropy(model(batch["image"]), batch["target"]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            used.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
-    assert len(set(used[1:])) == 1, used

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -174,18 +173,6 @@ def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert "metrics.jsonl: OSError" in caplog.text and "File too large" in caplog.text
     start(tmp_path, 10, [20])  # the next start keeps the complete rows
     assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
-
-
-def test_tensorboard_is_not_installed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    start(tmp_path, 0, [10])
-    (record,) = caplog.records
-    assert "TensorBoard: " in record.getMessage()
-    assert record.getMessage().endswith("training continues without it; pip install tensorboard")
-    assert len(rows(tmp_path)) == 1
 
 
 def test_other_ranks_report_nothing(

@@ -6,7 +6,6 @@ measurements.
 
 import json
 import os
-import shutil
 import sys
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -120,20 +119,6 @@ def test_without_a_measurement(
         file = tmp_path / "run" / "autotune.json"
         if file.exists():
             file.write_text(json.dumps({**answer_of(file.parent), "machine": ["another"]}))
-
-
-def test_unreadable_file_during_the_measurement(
-    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Training would read it a moment later."""
-    before = family(os.getpid())
-    root = shutil.copytree(image_root, tmp_path / "images")
-    broken = next((root / "train").rglob("*.jpg"))
-    broken.write_bytes(broken.read_bytes()[:2000])
-    assert train.main(compose(root, tmp_path / "run")) == 1
-    assert f"train.py: {broken}: " in capfd.readouterr().err
-    assert not (tmp_path / "run" / "autotune.json").exists()
-    no_process_is_left(before)
 
 
 def test_the_chosen_mode_is_part_of_the_run(

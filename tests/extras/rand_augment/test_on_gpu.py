@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from extras.rand_augment import (
     STRENGTHS,
     Operation,
     RandAugment,
-    TrivialAugment,
     apply,
     number_of,
     on_gpu,
@@ -38,7 +36,6 @@ from pipeline.augment import Compose
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from tests.extras.rand_augment.test_operations import TIMM
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -226,33 +223,6 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     found = made_on_gpu(np.concatenate([images] * len(drawn)), operations)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [48, pytest.param(224, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "transform",
-    [
-        RandAugment(count=3, magnitude=17),
-        RandAugment(count=3, magnitude=17, magnitude_std=5, p=0.5),
-        RandAugment(**TIMM),
-        TrivialAugment(),
-        TrivialAugment(interpolation="bilinear"),
-    ],
-    ids=["rand", "some", "timm", "trivial", "bilinear"],
-)
-def test_operations_of_a_batch_are_applied_in_their_order(
-    image_root: Path, transform: RandAugment, size: int
-) -> None:
-    images = example_images(size, image_root / "train" / "dots" / "02.jpg")
-    images = np.concatenate([images] * 16)
-    drawn = [transform.sample((size, size), random.Random(seed)) for seed in range(len(images))]
-    expected = [applied(image, *each) for image, each in zip(images, drawn, strict=True)]
-    np.testing.assert_array_equal(made_on_gpu(images, drawn), expected)
-    # Small batches, whose size is odd.
-    for first in range(0, 24, 3):
-        part = slice(first, first + 3)
-        np.testing.assert_array_equal(made_on_gpu(images[part], drawn[part]), expected[part])
 
 
 @pytest.mark.gpu

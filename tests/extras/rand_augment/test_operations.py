@@ -146,16 +146,6 @@ def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, n
         assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
 
 
-def test_random_interpolation_draws_one_of_both_for_each_operation_that_moves() -> None:
-    parameters: Any = TIMM | {"count": 1, "p": 1}
-    transform = RandAugment(**parameters)
-    drawn = [transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(600)]
-    modes = [each.interpolation for each in drawn if each.name in MATRICES]
-    assert len(modes) > 150 and set(modes) == {Image.Resampling.BILINEAR, Image.Resampling.BICUBIC}
-    assert 0.4 < np.mean([mode == Image.Resampling.BICUBIC for mode in modes]) < 0.6
-    assert {each[2:] for each in drawn if each.name not in MATRICES} == {(0, 0)}
-
-
 @pytest.mark.parametrize(("fill", "corner"), [(7, [7, 7, 7]), ([124, 116, 104], [124, 116, 104])])
 def test_pixels_from_outside_have_the_fill(fill: Any, corner: list[int]) -> None:
     transform = TrivialAugment(fill=fill, interpolation="bicubic")
