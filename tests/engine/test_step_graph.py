@@ -138,7 +138,7 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
 
 @pytest.mark.gpu
 def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end destroys the graph, also if something still refers to it: NCCL waits for its graphs."""
+    """The end destroys the graph, also if it is still referred to: NCCL waits for its graphs."""
     monkeypatch.setattr("pipeline.clock.SAMPLE_SECONDS", 0.0)
     compute, state, step = build(world, "model=resnet_tiny")
     clock = StepClock(cuda=True)

@@ -82,7 +82,6 @@ def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
     ("top1", "runs", "spread", "difference", "verdict", "line"),
     [
         (76.234, 20, 0.2145, 0.134, "within", "within 76.1 +/- 0.21 "),
-        (75.9, 20, 0.2145, -0.2, "within", "within 76.1 +/- 0.21 "),
         (75.2, 20, 0.2145, -0.9, "below", "0.9 below 76.1 +/- 0.21 "),
         (76.5, 20, 0.2145, 0.4, "above", "0.4 above 76.1 +/- 0.21 "),
         (76.4, 5, 0.3041, 0.3, "within", "within 76.1 +/- 0.3 "),
@@ -120,13 +119,9 @@ BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
         (FREE, {}, BOTH),  # what the user and the machine choose
         (["train.epochs=91"], {}, NEITHER),
         (["model.name=resnet18"], {}, NEITHER),
-        (["loader.batch_size=512"], {}, NEITHER),
         (["optim.lr=1"], {}, CURVE_ONLY),
-        (["optim=adamw"], {}, CURVE_ONLY),
         (["optim.lr=1", "train.epochs=91"], {}, NEITHER),
         ([], {"classes": 10}, NEITHER),
-        ([], {"train_images": 10}, NEITHER),
-        ([], {"val_images": 10}, NEITHER),
         ([], {"image": "1.png"}, NEITHER),
         ([], {"format": "lossless"}, NEITHER),
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, BOTH),
@@ -200,13 +195,6 @@ def test_the_curve_of_five_runs() -> None:
     assert expectation(**node).finish({}) == {"expectation": None}
     with pytest.raises(UserError, match="--reference: 4 runs; give 5 or more"):
         report.reference(runs[:4])
-    runs[0].config["optim.lr"] = 0.2
-    with pytest.raises(UserError, match=r"optim.lr differs \(0.1, 0.2\); give runs of one recipe"):
-        report.reference(runs)
-    runs[0].config["optim.lr"] = 0.1
-    del runs[0].rows["val"][-1]
-    with pytest.raises(UserError, match="seed0 was not validated after each of its 3 epochs"):
-        report.reference(runs)
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))

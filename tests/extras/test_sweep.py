@@ -196,7 +196,6 @@ def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int, expected
     "number",
     [
         signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
