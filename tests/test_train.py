@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import harmonic_mean
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 import train
 from engine import checkpoint, compute
@@ -143,28 +141,6 @@ def test_tensorboard(short: Ended) -> None:
     # The first batch of the run: 8 images in rows of 4.
     (inputs,) = board.Images("train/images")
     assert (inputs.step, inputs.width, inputs.height) == (1, 808, 40 + 2 * 254)
-
-
-def test_curves_are_on_disk_before_a_checkpoint_is_written(go: Any, monkeypatch: Patch) -> None:
-    """A kill right after a checkpoint leaves no gap in the curves of the resumed run."""
-    write, save = RecordWriter.write, checkpoint.save
-    seen = {}
-
-    def slow_write(*arguments: Any) -> None:
-        time.sleep(0.01)
-        write(*arguments)
-
-    def look_and_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
-        board = EventAccumulator(str(folder.parent / "tensorboard")).Reload()
-        tags = [tag for tag in ("train/loss", "val/loss") if tag in board.Tags()["scalars"]]
-        written = [[event.step for event in board.Scalars(tag)] for tag in tags]
-        seen[content["step"]] = [content["step"] in steps for steps in written]
-        return save(folder, content, **options)
-
-    monkeypatch.setattr(RecordWriter, "write", slow_write)
-    monkeypatch.setattr(checkpoint, "save", look_and_save)
-    go(BOARD, "checkpoint.every_steps=2", "train.max_steps=5")
-    assert seen == {2: [True], 4: [True], 5: [True, True]}
 
 
 def test_validation_does_not_count_as_training(

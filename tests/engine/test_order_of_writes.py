@@ -1,12 +1,9 @@
-"""The system calls of checkpoint.save: order of fsync, rename and unlink, and kills between them.
+"""The system calls of checkpoint.save: the order of fsync, rename and unlink.
 
 A power cut keeps synced data and may lose all other data. Each call is recorded and executed.
 """
 
 import os
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 
 from engine import checkpoint
 from tests.engine.run_dirs import content_of, open_run
-from tests.processes import HANGS_SECONDS, needs_linux
+from tests.processes import needs_linux
 
 Calls = list[tuple[str, ...]]
 
@@ -72,65 +69,3 @@ def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
     calls.clear()
     open_run(tmp_path / "run")
     assert ("fsync", "run", "") in calls, "the name of checkpoints/ is synced"
-
-
-def killed_before(number: int) -> None:
-    """Kill this process before its Nth call, or after it has written half of a checkpoint."""
-    remaining = [number]
-    torch_save = torch.save
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*arguments: Any, **named: Any) -> Any:
-            remaining[0] -= 1
-            if remaining[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments, **named)
-
-        return inner
-
-    def partly_written(content: Any, file: Any) -> None:
-        remaining[0] -= 1
-        torch_save(content, file)
-        if remaining[0] == 0:
-            file.truncate(file.tell() // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.save = partly_written
-    for name in ("fsync", "replace", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def killed_saves(folder: Path, number: int) -> int:
-    """Save step 20 again, then 30 as the best, in a process that is killed; return its status."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(HANGS_SECONDS)
-        killed_before(number)
-        save(folder, 20, best_step=10)
-        save(folder, 30, best_step=30)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-def test_kill_before_any_call(tmp_path: Path) -> None:
-    """After any kill, the newest checkpoint is intact, and the next save succeeds."""
-    before = tmp_path / "before"
-    for step in (10, 20):
-        save(before, step, keep=2, best_step=10)
-    newest: list[int] = []
-    status = int(signal.SIGKILL)
-    while status:
-        folder = tmp_path / str(len(newest) + 1)
-        shutil.copytree(before, folder)
-        status = killed_saves(folder, len(newest) + 1)
-        assert status in (0, signal.SIGKILL)
-        # No damaged file has the name of a checkpoint.
-        newest.append(checkpoint.load(found := checkpoint.files(folder)[-1])["step"])
-        assert found.name == checkpoint.file_name(newest[-1])
-        assert checkpoint.load(folder / "best.pt")["step"] in (10, newest[-1])
-        save(folder, 40, best_step=40)
-        assert checkpoint.load(folder / "best.pt")["step"] == 40
-        assert [path.name for path in folder.glob("step-*.pt")] == ["step-00000040.pt"]
-    assert newest == sorted(newest) and set(newest) == {20, 30}
-    # Two checkpoints and a link are written, with three or four calls each.
-    assert len(newest) > 10

@@ -79,29 +79,6 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(found.rows["label"], data[1])
 
 
-def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    """The results are those of single evaluations."""
-    torch.manual_seed(3)
-    other, read = resnet_tiny(7, 16).eval(), []
-
-    def batches() -> Iterator[Batch]:
-        for batch in padded(*data, 8):
-            read.append(len(read))
-            yield batch
-
-    assert evaluate([model], measure, [], ALONE)[0].images == 0
-    model.train()
-    found = evaluate([model, other], measure, batches(), ALONE)
-    assert read == [0, 1, 2, 3, 4]
-    for both, network in zip(found, (model, other), strict=True):
-        (alone,) = evaluate([network], measure, batches(), ALONE)
-        assert (both.images, both.means) == (alone.images, alone.means)
-        rows, expected = both.rows, alone.rows
-        assert all(torch.equal(rows[name], expected[name]) for name in ("label", "loss"))
-        assert len(rows["loss"]) == IMAGES
-    assert found[0].means["loss"] != found[1].means["loss"]
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
     def watch(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -153,6 +153,15 @@ def test_head_that_does_not_fit_starts_at_zero(
         fit_weights(model, dict(stored), origin="test")
 
 
+def test_a_new_head_before_a_relu_learns() -> None:
+    torch.manual_seed(0)
+    stored = models.build("squeezenet1_1", num_classes=10, image_size=32).state_dict()
+    model = models.build("squeezenet1_1", num_classes=3, image_size=32)
+    fit_weights(model, stored, origin="test", new_head=True)
+    model(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert model.get_parameter("features.0.weight").grad.any()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("classes", [3, 10])
 @pytest.mark.parametrize(("name", "zero"), [("resnet10t", True), ("dla46x_c", False)])
 def test_a_new_head_of_timm_starts_at_zero(
@@ -200,6 +209,20 @@ def test_the_head_of_other_classes_is_not_kept(
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
     assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
+
+
+@pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
+def test_former_names_of_torchvision(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, num_classes=7, image_size=32)
+    former = {
+        re.sub(r"(denselayer\d+\.(norm|conv))([12])", r"\1.\3", key)
+        .replace(".mlp.0.", ".mlp.linear_1.")
+        .replace(".mlp.3.", ".mlp.linear_2."): value
+        for key, value in model.state_dict().items()
+    }
+    assert former.keys() != model.state_dict().keys()
+    fit_weights(model, former, origin="test")
 
 
 def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
