@@ -20,8 +20,6 @@ from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
 from tests.results import same
 
-Tensors = dict[str, torch.Tensor]
-
 
 def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)

@@ -5,7 +5,6 @@ import errno
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from conf import cli
-from conf.schema import Config, Data
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.batch import LABEL, Field, image_field
-from pipeline.build import DATASETS, Splits, build_datasets
+from pipeline.build import DATASETS
 from pipeline.containers import Folder
-from pipeline.dataset import BadImageError, Dataset, FolderDataset
+from pipeline.dataset import BadImageError, FolderDataset
 from pipeline.decode import open_picture
-from pipeline.feed import open_feed
 from pipeline.index import load_index
-from tests.engine.plans import ALONE
 from tests.stored import as_tar, as_tars
 
 ROOT = Path(__file__).parents[2]
@@ -186,54 +180,5 @@ def test_stale_container_is_opened_anew(
 # The table of datasets, and what a dataset of somebody's own must define.
 
 
-class Grey(Dataset):
-    """What is required and nothing else."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self.count, self.size = count, size
-
-    def __len__(self) -> int:
-        return self.count
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return {"image": image_field(self.size), "label": LABEL}
-
-    def load(self, epoch: int, index: int) -> dict[str, Any]:
-        pixels = np.full((self.size, self.size, 3), (100 * epoch + index) % 256, np.uint8)
-        return {"image": pixels, "label": index % 2}
-
-    def name(self, index: int) -> str:
-        return f"grey {index}"
-
-    def fingerprint(self) -> str:
-        return f"{self.count} grey images"
-
-
-def grey(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    return Grey(8, train.image_size), Grey(4, val.image_size), ("even", "odd")
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setitem(DATASETS, "fake", grey)
-    return cli.load(["data=fake", "data.image_size=16", "loader.batch_size=4"])
-
-
 def test_every_dataset_of_the_table_has_a_group() -> None:
     assert set(DATASETS) <= {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_own_dataset_needs_only_the_required_methods(config: Config, workers: int) -> None:
-    datasets = build_datasets(config)
-    datasets.create_files()
-    assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
-    config = replace(config, loader=replace(config.loader, workers=workers))
-    with open_feed(config, datasets, ALONE) as feed:
-        labels = [batch["label"].tolist() for batch in feed.val.batches(0, feed.val_batches)]
-        assert labels == [[0, 1, 0, 1]]
-        assert len(list(feed.train.batches(0, 4))) == 4
-    assert datasets.train[3]["image"].max() == 3
-    datasets.train.epoch = 2
-    assert datasets.train[3]["image"].max() == 203

@@ -12,7 +12,7 @@ from pipeline.build import check_channels, choose_modes
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.feed import is_measured
 from tests.pipeline.loaders import Files, Late, assert_equal, opened, training, validation
-from tests.pipeline.test_dataset import Grey
+from tests.pipeline.test_fields import Noise, only
 
 
 class Moded(FolderDataset):
@@ -68,7 +68,7 @@ def test_workers(
         ("auto", Files(128), "cpu", 15, False),
         ("15", Files(128), "cuda", 15, False),
         ("auto", FakeDataset(128, 2, 24), "cuda", 15, False),
-        ("auto", Grey(128, 24), "cuda", 15, True),
+        ("auto", Noise(128, only("image", "mask")(24)), "cuda", 15, True),
         ("auto", Files(127), "cuda", 15, False),  # a short epoch
         ("auto", Files(128, 0.9), "cuda", 4, False),  # small files
         ("auto", Files(128, 0.9), "cuda", 3, True),

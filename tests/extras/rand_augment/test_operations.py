@@ -31,8 +31,6 @@ from tests.drawings import draw_image
 FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}
 THEIRS["autocontrast"] = "AutoContrast"
-MEAN = {"interpolation": "random", "fill": [124, 116, 104]}  # of ImageNet, as timm fills
-TIMM = {"operations": "timm", "magnitude": 21, "magnitude_std": 1.5, "p": 0.5, **MEAN}
 IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
 
 
