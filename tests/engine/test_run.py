@@ -103,14 +103,6 @@ def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_folder_of_other_files_is_refused(resume: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "cat.jpg").write_text("mine")
-    message = r"run\.dir=.*/run: holds files that are not of a run"
-    check_refused(message, tmp_path, tmp_path / "run", resume)
-
-
 def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     before = tree(unchanged)
     with pytest.raises(UserError, match=message) as error:

@@ -16,7 +16,6 @@ class Gpu:
         self.now = 0.0
         self.finished = -1.0  # events recorded up to this time are finished
         self.waits: list[float] = []
-        self.external: list[Any] = []  # events that a CUDA graph may record
 
 
 @pytest.fixture
@@ -24,11 +23,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = Gpu()
 
     class Event:
-        def __init__(self, enable_timing: bool, external: bool = False) -> None:
+        def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
             self.time = -1.0
-            if external:
-                device.external.append(self)
 
         def record(self) -> None:
             self.time = device.now

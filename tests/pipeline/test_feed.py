@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conf import cli
-from conf.schema import Config, Data, UserError
+from conf.schema import Config, UserError
 from pipeline import feed, machine
-from pipeline.build import check_channels, choose_modes
+from pipeline.build import choose_modes
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.feed import is_measured
 from tests.pipeline.loaders import Files, Late, assert_equal, opened, training, validation
@@ -92,14 +92,6 @@ def test_decoder_and_modes() -> None:
     assert choose_modes(small(), plain, "gpu") == ("cpu",)
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: there is none here; give one of au"):
         choose_modes(small("loader.decoder=gpu"), plain)
-
-
-def test_values_for_each_channel() -> None:
-    for mean, std, channels in (([0.5] * 5, [0.2], 5), ([0.5], [0.2], 1), ([0.5], [0.2] * 3, 3)):
-        check_channels(Data(mean=mean, std=std), channels)
-    message = r"^data\.std: has 3 values, the images have 5 channels; give one value per channel$"
-    with pytest.raises(UserError, match=message):
-        check_channels(Data(mean=[0.5] * 5), 5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from conf.files import default_cache_dir
-from conf.schema import UserError
 from pipeline import index as module
 from pipeline.decode import FORMATS
 from pipeline.index import Index, load_index
@@ -125,18 +124,6 @@ def test_endings_are_those_of_the_formats_that_are_decoded() -> None:
         end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
     }
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, "file", "empty/1.jpg", "empty/.cache/2.jpg", "some/full/1.jpg", "some/no/a.txt")
-    for root, says in (
-        ("missing", "no such folder"),
-        ("file", "no such folder"),
-        ("empty", "no class folders"),
-        ("some", "class folder no holds no images"),
-    ):
-        with pytest.raises(UserError, match=f"^data.val={tmp_path / root}: {says}"):
-            load_index(tmp_path / root, key="data.val")
 
 
 # The cache.

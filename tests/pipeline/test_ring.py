@@ -377,41 +377,31 @@ def test_unreadable_file_is_skipped_and_counted(
 
 
 class Buggy:
-    """A transform that fails for some images."""
+    """A transform that fails for some images, before or after it decodes the file."""
 
-    def __init__(self, error: Exception, *, before: bool) -> None:
-        self.error, self.before = error, before
+    def __init__(self, before: bool) -> None:
+        self.before = before
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        if self.before and picture.size[0] % 2:
-            raise self.error
-        picture = picture.resized((SIZE, SIZE))  # decodes the file
+        if not self.before:
+            picture = picture.resized((SIZE, SIZE))
         if rng.random() < 0.5:
-            raise self.error
-        return picture
+            raise OSError("no table")
+        return picture.resized((SIZE, SIZE))
 
 
-@pytest.mark.parametrize(
-    ("workers", "error", "before"),
-    [(0, KeyError("gamma"), True), (2, OSError("no table"), True), (0, OSError("no table"), False)],
-)
+@pytest.mark.parametrize(("workers", "before"), [(2, True), (0, False)])
 def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
-    image_root: Path,
-    caplog: pytest.LogCaptureFixture,
-    workers: int,
-    error: Exception,
-    before: bool,
+    image_root: Path, caplog: pytest.LogCaptureFixture, workers: int, before: bool
 ) -> None:
-    """Before or after it decodes the file."""
     dataset = crops(image_root / "train")
-    dataset.transform = Compose([Buggy(error, before=before)], SIZE)
-    kind = type(error).__name__
+    dataset.transform = Compose([Buggy(before)], SIZE)
     with (
         open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
-        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: {kind}.*traceback above$"),
+        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
     ):
         drain(loader.batches(0, 4))
     assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
-    assert trace.startswith("Traceback ") and "in __call__\n    raise self.error\n" in trace
-    assert trace.splitlines()[-1].startswith(kind)
+    assert trace.startswith("Traceback ") and trace.splitlines()[-1].startswith("OSError")
+    assert 'in __call__\n    raise OSError("no table")\n' in trace

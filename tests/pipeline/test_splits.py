@@ -77,15 +77,6 @@ def test_folds_are_disjoint_and_cover_all(flat: Path, folds: int) -> None:
     )
 
 
-def test_too_few_images_for_the_folds(image_root: Path, flat: Path) -> None:
-    given = "data.val_fold=2/13"
-    assert refusal(flat, val_fold="2/13") == (
-        f"{given}: class checks has 12 of the 13 images that it needs; add images, or remove the "
-        "class"
-    )
-    assert refusal(image_root, val_fold="2/13").startswith(f"{given}: there is a validation split")
-
-
 def test_the_same_images_are_held_out_of_every_storage(
     flat: Path, image_root: Path, tmp_path: Path
 ) -> None:

@@ -1,15 +1,13 @@
 """Values of the steps read one step late, and the points within a step."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.log.meter import Interval, Meter, mark_parts, train_row
-from engine.state import TrainState
-from pipeline.clock import Shares, StepClock
+from engine.log.meter import Interval, Meter, train_row
+from pipeline.clock import Shares
 from tests.engine.plans import ALONE, compute, schedule
 from tests.timings import WAITED
 
@@ -30,38 +28,6 @@ def test_an_interval_is_read_one_step_late() -> None:
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
     assert meter.read() == Interval(3, 1, {"loss": 1000.0, "top1": 0.0})
-
-
-def test_points_follow_the_gradients_and_precede_the_update() -> None:
-    """A step without the first layer has no point `computed`."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
-    model[0].weight.requires_grad_(False)  # as with model.freeze
-    trained = [each for each in model.parameters() if each.requires_grad]
-    points: list[str] = []
-
-    def step(*images: Tensor, first: int = 0) -> list[str]:
-        before = [each.detach().clone() for each in trained]
-
-        def mark(point: str) -> None:
-            assert all(map(torch.equal, before, trained))
-            assert point != "computed" or all(each.grad is not None for each in trained)
-            points.append(point)
-
-        clock.mark = mark
-        points.clear()
-        state.optimizer.zero_grad()
-        for each in images:
-            model[first:](each).sum().backward()
-        state.optimizer.step()
-        return list(points)
-
-    clock = SimpleNamespace()
-    mark_parts(state, cast("StepClock", clock))
-    one = torch.ones(2, 4)
-    assert step(one) == ["computed", "averaged"]
-    assert step(one, one) == ["computed", "computed", "averaged"]  # the last one counts
-    assert step(one[:, :3], first=2) == ["averaged"]
 
 
 def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:

@@ -95,30 +95,6 @@ def test_without_nvml(
     assert ("pip install" in caplog.text) == (device == CUDA and nvml is None)
 
 
-@pytest.mark.parametrize("power", [650_000, NvmlError("Not Supported"), "warm"])
-def test_all_figures(
-    power: Any,
-    install: Callable[[Nvml], Nvml],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A query that fails is one line, and not repeated. The end does not wait for a sample."""
-    nvml, fails = install(nvml_with(nvmlDeviceGetPowerUsage=power)), power != 650_000
-    with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_for_samples(nvml)
-        found = monitor.read()
-        assert found == {tag: EVERYTHING[tag] for tag in found}
-        assert EVERYTHING.keys() - found.keys() == ({"gpu/power_watts"} if fails else set())
-        assert threads() == ["telemetry"]
-        monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 3600)
-    assert threads() == []
-    assert not fails or nvml.calls.count("nvmlDeviceGetPowerUsage") == 1
-    lines = [(record.levelname, "gpu/power_watts" in record.message) for record in caplog.records]
-    assert lines == [("INFO", True)] * fails
-    monitor.read()
-    assert monitor.read() == {}  # no new samples
-
-
 def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml]) -> None:
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}

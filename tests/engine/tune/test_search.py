@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.tune.tune import Tuner, best_setting, next_number
+from engine.tune.tune import Tuner, best_setting
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE
 
@@ -97,28 +97,6 @@ def test_the_deadline_ends_the_search() -> None:
     mode, _, late = tune(RESNET18, 1, deadline=-math.inf)
     assert len(late) < len(in_time)
     assert mode == "hybrid" and [name for name, _ in late] == ["hybrid", "gpu"]
-
-
-@pytest.mark.parametrize(
-    ("tried", "expected"),
-    [
-        ({8: (800, 0.2, False)}, 10),  # it waits: 1.3 times as many
-        ({8: (800, 0.2, False), 12: (900, 0.2, False)}, 14),  # the same, with a core each
-        ({12: (900, 0.2, False), 14: (890, 0.2, False)}, 13),  # perhaps one core is missing
-        ({14: (900, 0.0, True)}, 10),  # they take the cores of the step
-        ({14: (900, 0.0, True), 10: (850, 0.2, False)}, 13),  # 1.3 times as many
-        ({12: (1000, 0.0, False)}, 10),  # the fewest that could suffice
-        ({8: (900, 0.1, False), 12: (1000, 0.0, False)}, 10),
-        ({12: (1000, 0.0, False), 10: (1000, 0.0, False)}, 10),  # no other one helps
-    ],
-)
-def test_next_number_of_workers(tried: dict[int, tuple[float, float, bool]], expected: int) -> None:
-    """A step of 1,000 images/s, up to 14 workers with 100 images/s each."""
-    measured = {
-        workers: Shares(cpu_ms=10, rate=rate, wait=wait, alone=1000.0 + 1000.0 * slowed)
-        for workers, (rate, wait, slowed) in tried.items()
-    }
-    assert next_number(measured, 1000.0, most=14) == expected
 
 
 def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:

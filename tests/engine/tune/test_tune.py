@@ -133,23 +133,3 @@ def test_several_ranks_get_a_reserve_of_workers(
     assert found["workers"] == workers
     assert found["alone"] == pytest.approx(32 / 0.25)
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]
-
-
-def test_the_step_is_compiled_once(image_root: Path) -> None:
-    """Compiling a ResNet-50 takes 20 s."""
-    compiled = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        compiled.append(graph)
-        return graph.forward
-
-    def loss(batch: Batch) -> torch.Tensor:
-        return batch["image"].mean() + batch["label"].float().mean()
-
-    step = torch.compile(loss, backend=backend, dynamic=False)
-    with open_slow(FolderDataset, image_root) as feed:
-        tuner_of(feed, step, cores=2).measure()
-        for batch in feed.train.batches(0, 2):
-            step(batch)
-    torch._dynamo.reset()
-    assert len(compiled) == 1
