@@ -6,10 +6,13 @@ processes with workers.
 
 import gc
 import json
+import math
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -22,8 +25,9 @@ from engine import checkpoint, compute
 from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
+from pipeline.batch import Batch
 from tests.limits import file_size_limit
-from tests.results import check_not_trained, rows, same, stored
+from tests.results import check_not_trained, rows, same, stored, strictly_parsed
 from tests.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -130,17 +134,6 @@ def test_run_directory(short: Ended) -> None:
 
     saved = {path.name for path in (folder / "checkpoints").iterdir()}
     assert saved == {"step-00000005.pt", "step-00000009.pt", "best.pt"}
-
-
-def test_tensorboard(short: Ended) -> None:
-    folder, _ = short
-    board = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for split in ("train", "val"):
-        expected = {r["step"]: pytest.approx(r["loss"], rel=1e-4) for r in rows(folder, split)}
-        assert {event.step: event.value for event in board.Scalars(f"{split}/loss")} == expected
-    # The first batch of the run: 8 images in rows of 4.
-    (inputs,) = board.Images("train/images")
-    assert (inputs.step, inputs.width, inputs.height) == (1, 808, 40 + 2 * 254)
 
 
 def test_validation_does_not_count_as_training(
@@ -335,6 +328,34 @@ def test_corrupt_image(
     if image.startswith("train"):
         assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
     assert not (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize("log_every", [7, 1000], ids=["row", "checkpoint"])
+def test_a_loss_that_is_not_a_number_ends_the_run(
+    log_every: int, go: Any, status: Any, folder: Path, monkeypatch: Patch
+) -> None:
+    """Step 7 of 18 diverges. Its log row ends the run, or else the save after step 8."""
+    step = train.train_step
+
+    def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
+        if batch.step == 6:
+            batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
+        return step(state, network, loss, batch, **options)
+
+    monkeypatch.setattr(train, "train_step", diverge)
+    options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
+    options += ["checkpoint.keep=9", f"log.every_steps={log_every}", "loader.workers=0"]
+    number, error = status(*options)
+    (line,) = error.splitlines()
+    what = r"the loss is nan at step 7 \(lr " if log_every == 7 else "the weights are no"
+    assert number == 1 and re.match(f"train.py: {what}", line) and "lower optim.lr" in line
+    names = sorted(path.name for path in (folder / "checkpoints").glob("*.pt"))
+    assert names == ["step-00000004.pt"]  # that of step 8 would be the second one
+    logged = map(strictly_parsed, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [row["loss"] for row in logged] == ([None] if log_every == 7 else [])
+
+    monkeypatch.undo()
+    assert go(*options)["status"] == "finished"
 
 
 def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 import models
 from conf.schema import Model, UserError
-from models import zoo
 from models.weights import fit_weights, load_weights
 from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
@@ -155,23 +154,6 @@ def test_a_new_head_before_a_relu_learns() -> None:
     fit_weights(model, stored, origin="test", new_head=True)
     model(torch.rand(2, 3, 32, 32)).sum().backward()
     assert model.get_parameter("features.0.weight").grad.any()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("classes", [3, 10])
-@pytest.mark.parametrize(("name", "zero"), [("resnet10t", True), ("dla46x_c", False)])
-def test_a_new_head_of_timm_starts_at_zero(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, zero: bool, classes: int
-) -> None:
-    """timm draws it from a wide distribution: the first loss of 6 classes was 7 to 9, not 1.8."""
-    stored = timm_module("models").create_model(name, num_classes=10)  # DLA's is a convolution
-    torch.save(stored.state_dict(), tmp_path / "weights.pth")
-    download = {"file": str(tmp_path / "weights.pth"), "num_classes": 10}  # stands for one
-    model = zoo._of_timm(name, True, classes, 32, pretrained_cfg_overlay=download)
-    now, was = model.state_dict(), stored.state_dict()
-    assert all(torch.equal(now[k], was[k]) for k in now if classes == 10 or "fc." not in k)
-    assert bool(now["fc.weight"].any()) == (classes == 10 or not zero)
-    message = "model.weights=pretrained: fc.weight, fc.bias are new: the file has no head for these"
-    assert caplog.messages == ([] if classes == 10 else [f"{message} 3 classes"])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

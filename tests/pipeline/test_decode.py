@@ -162,26 +162,6 @@ def test_the_number_of_pixels_is_checked_before_decoding(
         decode.open_picture(data, decoder)
 
 
-def test_steps_are_computed_in_order() -> None:
-    """Also of a file whose first step is a resize, with and without the shrinking decoder."""
-    data = encoded(photo(333, 251))
-    whole = decode.Picture(opened(data).pixels())
-    for quick in (False, True):
-        pictures = [
-            source.resized((90, 80), (10, 20, 300, 250), quick=quick)
-            .mirrored()
-            .cropped((-5, 3, 60, 90))
-            .resized((40, 50), (0, 0, 30, 40), quick=True)
-            for source in (opened(data), whole)
-        ]
-        ours, theirs = (picture.pixels() for picture in pictures)
-        assert abs(ours.astype(int) - theirs).mean() < (1.5 if quick else 1e-9)
-        first = decode.Picture(pictures[0].source, pictures[0].geometry[:1]).pixels()
-        flipped = decode.Picture(np.ascontiguousarray(first[:, ::-1])).cropped((-5, 3, 60, 90))
-        expected = decode.resize(flipped.pixels()[:40, :30], (40, 50), "bilinear")
-        np.testing.assert_array_equal(ours, expected)
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None:

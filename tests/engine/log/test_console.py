@@ -49,19 +49,6 @@ def test_table() -> None:
     assert other == f"{text}; raw model: top1 59.00 %, top5 94.00 %"
 
 
-def test_table_of_another_task() -> None:
-    """The column has the value of train.best_by, and the training step need not return it."""
-    by = BestBy.of("-mean_error")
-    row = {**VAL, "mean_error": 0.12345, "share": 0.5}
-    line = val_line(row, ["loss", "mean_error", "share"], by, 10, best=False)
-    assert line.split()[:5] == ["2.00/10", "20", "0.5000", "0.1235", "validation:"]
-    assert "share 0.5, 500 images" in line
-    assert len(train_line(TRAIN, {"loss": 1.0}, by, 10)) == len(header(by))
-    by = BestBy.of("macro_recall")
-    line = train_line(TRAIN, {"loss": 1.0, "top1": 50.0}, by, 10)
-    assert line[len(header(by)) :] == "  top1 50.00 %"
-
-
 def test_outcome(tmp_path: Path) -> None:
     assert outcome(tmp_path, SUMMARY, resumes=True) == [
         "",

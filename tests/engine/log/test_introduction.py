@@ -1,19 +1,16 @@
 """The lines that a run prints before its first step."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from conf import cli
-from conf.schema import Model, Train
 from engine.log.introduction import facts
 from engine.schedule import Schedule, setup_notes
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import FakeDataset
-from tests.engine.plans import ALONE, compute, config, schedule
+from tests.engine.plans import ALONE, compute, schedule
 
 
 def lines(given: Schedule, model: nn.Module | None = None, **changes: Any) -> list[str]:
@@ -35,28 +32,6 @@ def test_lines() -> None:
     steps = "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch, 5 epochs are 50 steps: stops"
     assert f"steps    {steps} early" in early
     assert "device   cpu, fp32, channels_last, compile off" in early
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "sync_bn", "ranks", "steps", "group"),
-    [
-        (None, False, 1, " of 1024 images", 1024),
-        (None, True, 8, " (128 on each of 8 ranks)", 1024),
-        (128, False, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 128),
-        (128, False, 8, " (128 on each of 8 ranks)", 128),
-        (128, True, 2, " (512 on each of 2 ranks) in 4 micro-batches of 128", 256),
-    ],
-)
-def test_lines_say_how_many_images_batch_norm_sees(
-    micro_batch: int | None, sync_bn: bool, ranks: int, steps: str, group: int
-) -> None:
-    given = dataclasses.replace(
-        config(1024), train=Train(micro_batch=micro_batch), model=Model(sync_bn=sync_bn)
-    )
-    _, first, second, *_ = lines(Schedule(given, 2000, ranks))
-    assert f"{steps}, " in first
-    assert second.endswith(f"; BatchNorm over {group} images")
-    assert "BatchNorm" not in "".join(lines(Schedule(given, 2000, ranks), nn.Linear(1, 1)))
 
 
 def test_notes(image_root: Path) -> None:

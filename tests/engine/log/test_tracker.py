@@ -14,7 +14,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conf.compose import load
-from engine.log.sheet import draw_batch
+from engine.log.sheet import draw_batch, rgb
 from engine.log.tracker import Tracker
 from pipeline.batch import ImageFormat
 from tests.batches import batch_of
@@ -200,3 +200,21 @@ def test_images_are_shown_without_normalisation(device: str) -> None:
         y, x = 56 + i // 4 * 254, 24 + i % 4 * 200
         tile = shown[y : y + 176 : 32, x : x + 176 : 32]
         assert np.array_equal(tile, pixels[i].permute(1, 2, 0))
+
+
+GREY = [[[10] * 3, [255] * 3]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype", "expected"),
+    [
+        ([[[1, 2, 3]]], "uint8", [[[1, 2, 3]]]),
+        ([[[10], [255]]], "uint8", GREY),
+        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GREY),
+        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
+    ],
+)
+def test_images_of_any_channels_and_dtype(levels: object, dtype: str, expected: object) -> None:
+    """The last one has two frames, and a level above 1."""
+    found = rgb(np.array(levels, dtype))
+    assert found.dtype == np.uint8 and found.tolist() == expected

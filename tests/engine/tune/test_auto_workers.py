@@ -19,7 +19,7 @@ from engine import checkpoint
 from engine.tune import tune
 from pipeline import decode
 from tests import small_run
-from tests.engine.tune.tuning import choose, measure_on_cpu
+from tests.engine.tune.tuning import measure_on_cpu
 from tests.processes import family, wait_for
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
@@ -119,25 +119,6 @@ def test_without_a_measurement(
         file = tmp_path / "run" / "autotune.json"
         if file.exists():
             file.write_text(json.dumps({**answer_of(file.parent), "machine": ["another"]}))
-
-
-def test_the_chosen_mode_is_part_of_the_run(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A resumed run keeps it without another measurement; the weights are those of a given mode."""
-    choose(monkeypatch.setattr, "gpu")
-    for steps, last_line in ((4, "measured in "), (9, "from an earlier start")):
-        capfd.readouterr()
-        config = compose(image_root, tmp_path / "run", MODES, f"train.max_steps={steps}")
-        summary = train.train(config)
-        lines = tuning(capfd.readouterr().out)
-        assert lines[-1].startswith(last_line)
-        assert pixels_after(tmp_path / "run", steps) == answer_of(tmp_path / "run")["mode"] == "gpu"
-    given = compose(image_root, tmp_path / "given", MODES, "loader.decoder=gpu", "loader.workers=1")
-    assert summary["params_sha256"] == train.train(given)["params_sha256"]
 
 
 # Each rank writes what it has chosen.
