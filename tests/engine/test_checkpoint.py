@@ -1,6 +1,8 @@
-"""Checkpoints after flipped bits and full disks, and files of other formats."""
+"""Checkpoints after flipped bits, files of other formats, the order of writes, strict JSON."""
 
 import errno
+import json
+import math
 import os
 import re
 import stat
@@ -8,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, load, load_newest, save
-from tests.engine.run_dirs import content_of
+from engine.checkpoint import CheckpointError, json_text, load, load_newest, save
+from tests.engine.run_dirs import content_of, open_run
+from tests.processes import needs_linux
+from tests.results import strictly_parsed
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
@@ -117,3 +122,70 @@ def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", versions["git_commit"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert checkpoint.provenance()["git_commit"] == "unknown"
+
+
+Calls = list[tuple[str, ...]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The calls in order: (fsync, name, bytes), (replace, source, target), (unlink, name)."""
+    needs_linux()
+    recorded: Calls = []
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def record_fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        recorded.append(("fsync", path.name, "" if path.is_dir() else str(os.fstat(file).st_size)))
+        fsync(file)
+
+    def record_replace(source: Path, target: Path) -> None:
+        recorded.append(("replace", Path(source).name, Path(target).name))
+        replace(source, target)
+
+    def record_unlink(path: Path, **options: Any) -> None:
+        if Path(path).exists():
+            recorded.append(("unlink", Path(path).name))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(os, "unlink", record_unlink)
+    return recorded
+
+
+def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
+    """Everything is synced before it is renamed, and old checkpoints are removed last.
+
+    A power cut keeps synced data and may lose all other data.
+    """
+    folder = tmp_path / "checkpoints"
+    save(folder, content(1), keep=1, best_step=1)
+    expected: Calls = []
+    for name in ("step-00000001.pt", "best.pt"):
+        expected += [
+            ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
+            ("replace", f"{name}.tmp", name),
+            ("fsync", "checkpoints", ""),
+        ]
+    assert calls == expected
+    calls.clear()
+    save(folder, content(2), keep=1, best_step=2)
+    assert calls[-1] == ("unlink", "step-00000001.pt")
+    assert not any(kind == "unlink" for kind, *_ in calls[:-1])
+    calls.clear()
+    open_run(tmp_path / "run")
+    assert ("fsync", "run", "") in calls, "the name of checkpoints/ is synced"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan")])
+def test_numbers_that_are_not_finite_become_null(value: float) -> None:
+    content = {"a": value, "b": [1.5, (value, {"c": value})], "d": "NaN", "e": True, "f": 2**70}
+    with pytest.raises(ValueError, match=r"NaN|Infinity"):
+        strictly_parsed(json.dumps(content))
+    expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 2**70}
+    assert strictly_parsed(json_text(content)) == expected
+    assert strictly_parsed(json_text(content, indent=2)) == expected
+
+    finite = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
+    assert json_text(finite) == json.dumps(finite)

@@ -24,24 +24,6 @@ from tests.ranks import Ranks
 from train import build_state
 
 
-def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with join_world("cpu") as world:
-        assert world == ALONE and world.is_main
-        assert world.broadcast(lambda: 5) == world.on_all_ranks(lambda: 5) == 5
-        with pytest.raises(UserError, match=r"No such file .*: 'nowhere'; check the path"):
-            world.on_all_ranks(lambda: os.stat("nowhere"))
-        with pytest.raises(UserError, match="own"):
-            world.broadcast(lambda: (_ for _ in ()).throw(UserError("own")))
-        assert world.all_gather("own") == ["own"]
-        assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
-        model = nn.BatchNorm1d(2)
-        assert world.wrap(model, (4,)) is model
-        world.broadcast_buffers(model)
-        assert not torch.distributed.is_initialized()
-
-
 def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of each of two nodes; without WORLD_SIZE, left-over variables mean nothing."""
     given = list[dict[str, object]]()

@@ -223,16 +223,3 @@ def test_installed_plugins_run(desk: Desk) -> None:
     assert (status, started) == (0, ["1", "0"])
     assert (desk.folder / "values").read_text() == f"51.0 {WORST}"
     assert (desk.folder / "arguments").read_text() == "++train.seed=range(2)"
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("optim.lr=interval(0.1,1)", "does not support sweep type : INTERVAL_SWEEP"),
-        ("hydra/sweeper=optun", "Could not find 'hydra/sweeper/optun'; install this plugin"),
-    ],
-)
-def test_a_mistake_that_hydra_finds(desk: Desk, typed: str, says: str) -> None:
-    status, started, out = desk.run([0], typed)
-    assert (status, started, out.count("\n")) == (2, [], 1) and says in out
-    assert not (desk.folder / "runs").exists()

@@ -1,5 +1,6 @@
 """Models by name, error messages, and weights from files and libraries."""
 
+import copy
 import json
 import re
 import sys
@@ -14,7 +15,9 @@ from torch import nn
 
 import models
 from conf.schema import Model, UserError
+from models.resnet import resnet18_cifar, resnet_tiny
 from models.weights import fit_weights, load_weights
+from models.zoo import import_torchvision
 from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
 from tests.results import same
@@ -95,7 +98,6 @@ def test_timm_model_for_another_image_size() -> None:
     "name", ["resnet_tiny", "resnet18", "mobilenet_v3_small", "vit_s16", "timm/resnet18"]
 )
 def test_input_channels(name: str) -> None:
-    """The library draws the weights of the first layer, as it does for three channels."""
     if name.startswith("timm/"):
         timm_module("models")
     build = partial(models.build, name, num_classes=7, image_size=32)
@@ -105,14 +107,6 @@ def test_input_channels(name: str) -> None:
             assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)
         found = sizes_in(model.state_dict(), Model(name=name), image_size=32, origin="test")
         assert found == (channels, 7)
-    states = []
-    for channels in (3, 5):
-        torch.manual_seed(0)
-        states.append(build(in_channels=channels).state_dict())
-    (first,) = [key for key in states[0] if states[0][key].shape != states[1][key].shape]
-    by_inputs = name == "vit_s16"  # the deviation follows from their number
-    expected = float(states[0][first].std()) * ((3 / 5) ** 0.5 if by_inputs else 1)
-    assert float(states[1][first].std()) == pytest.approx(expected, rel=0.05)
 
 
 # Weights that fit.
@@ -254,3 +248,77 @@ def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
     torch.save(content, path)
     with pytest.raises(UserError, match=r"^model\.weights=.*: is not a state_dict"):
         load_weights(tiny(), path)
+
+
+# Freezing parameters by their names.
+
+
+def test_frozen_modules() -> None:
+    """No gradients, and BatchNorm keeps its statistics in training, also in a copy."""
+    torch.manual_seed(0)
+    model = models.build("resnet_tiny", num_classes=3, image_size=32)
+    models.freeze(model, ["conv1", "bn1", "layer1"])
+    for net in (model, copy.deepcopy(model)):
+        models.train_mode(net)
+        before = {key: value.clone() for key, value in net.state_dict().items()}
+        net(torch.randn(4, 3, 32, 32)).sum().backward()
+        trained = {key.split(".")[0] for key, p in net.named_parameters() if p.grad is not None}
+        changed = {k.split(".")[0] for k, v in net.state_dict().items() if (v != before[k]).any()}
+        assert trained == {"layer2", "layer3", "fc"} and changed == {"layer2", "layer3"}
+        net.eval()
+        models.train_mode(net)
+        assert not net.bn1.training and net.layer2.training  # type: ignore[union-attr]
+
+
+def test_a_part_of_a_module() -> None:
+    """layer1 is not layer10, and a parameter alone does not put its module into eval mode."""
+    model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
+    models.freeze(model, ["layer1.weight"])
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        "layer1.weight"
+    ]
+    assert model["layer1"].training
+
+
+# ResNets have the names of torchvision's layers, and compute the same.
+
+
+def torchvision_resnet18(num_classes: int) -> nn.Module:
+    """ResNet-18 of torchvision with a 3x3 stem, stride 1, no pooling."""
+    model = import_torchvision().models.resnet18(num_classes=num_classes)
+    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_resnet18_cifar_computes_the_same_as_torchvision(training: bool) -> None:
+    torch.manual_seed(0)
+    ours, theirs = resnet18_cifar(10, 32), torchvision_resnet18(10)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for module in ours.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
+
+
+def test_resolution_of_the_stages() -> None:
+    """The stem of resnet_tiny and each stage after the first halve the resolution."""
+    model, sides = resnet_tiny(10, 64).eval(), {}
+    for name in ("conv1", "layer1", "layer2", "layer3"):
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: sides.update({name: out.shape[-1]})
+        )
+    model(torch.zeros(1, 3, 64, 64))
+    assert sides == {"conv1": 32, "layer1": 32, "layer2": 16, "layer3": 8}
+
+
+def test_initial_convolutions_keep_the_variance() -> None:
+    """Kaiming's fan-out normal: std = sqrt(2 / (out channels * kernel area))."""
+    torch.manual_seed(0)
+    weight = resnet18_cifar(10, 32).state_dict()["layer4.0.conv1.weight"]
+    assert weight.shape[:2] == (512, 256)
+    assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
