@@ -31,8 +31,9 @@ from models.resnet import resnet_tiny
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from tests.limits import file_size_limit
+from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored, strictly_parsed
-from tests.small_run import compose, run
+from tests.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
@@ -138,6 +139,13 @@ def test_run_directory(short: Ended) -> None:
 
     saved = {path.name for path in (folder / "checkpoints").iterdir()}
     assert saved == {"step-00000005.pt", "step-00000009.pt", "best.pt"}
+
+
+def test_speed_within_the_first_epoch(image_root: Path, tmp_path: Path) -> None:
+    """The first step of a start counts only if there is no other one."""
+    summary = run(image_root, tmp_path, "loader.workers=0", "train.max_steps=3")
+    speed = harmonic_mean(row["images_per_second"] for row in rows(tmp_path, "train")[1:])
+    assert summary["images_per_second"] == pytest.approx(speed, rel=1e-4)
 
 
 def test_validation_does_not_count_as_training(
@@ -366,6 +374,24 @@ def test_corrupt_image(
     if image.startswith("train"):
         assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
     assert not (folder / "summary.json").exists()
+
+
+def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """With data.on_error=skip, each counts once, also if both ranks have met it."""
+    root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
+    for name in ("checks/00.jpg", "checks/03.jpg", "stripes/03.jpg"):
+        (root / "train" / name).write_bytes(b"")
+    options = ["data.on_error=skip", "loader.workers=0"]
+    # Each rank meets two of them.
+    done = ranks.run(command(root, folder, *options, "data.max_bad_fraction=0.06"), 2)
+    assert done.returncode == 0 and done.stderr.count(" skipped ") == 2, done.stderr
+    assert "\nskipped   3 unreadable images: " in done.stdout
+    assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
+    other = tmp_path / "other"
+    done = ranks.run(command(root, other, *options, "data.max_bad_fraction=0.04"), 2)
+    assert done.returncode == 1
+    error = "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read, for example "
+    assert error in done.stderr
 
 
 @pytest.mark.parametrize("log_every", [7, 1000], ids=["row", "checkpoint"])

@@ -112,11 +112,3 @@ def test_repeated_and_ignored_signals() -> None:
     with StopSignal(replace(ALONE, size=2)):  # torchrun and the terminal send it
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_batches_end_at_a_signal() -> None:
-    with StopSignal(ALONE) as stop:
-        assert list(stop.interruptible(iter(range(3)))) == [0, 1, 2]
-        signalled = (signal.raise_signal(signal.SIGTERM) for _ in range(2))
-        assert list(stop.interruptible(signalled)) == []
-        assert stop.number == signal.SIGTERM

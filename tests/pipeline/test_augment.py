@@ -1,7 +1,9 @@
 """Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
 import itertools
+import pickle
 import random
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,8 @@ from pipeline.augment import (
     build,
     sample_rng,
 )
-from pipeline.decode import Picture
+from pipeline.decode import Picture, open_picture
+from pipeline.torchvision_transforms import NAMES
 from tests.distributions import same_distribution
 from tests.drawings import draw_image
 
@@ -108,3 +111,65 @@ def test_random_crop_uses_every_position_and_pads_with_black() -> None:
     assert {made(crop, small, seed).tobytes() for seed in range(1000)} == windows
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), small)
+
+
+# Transforms of torchvision v2: the sample's own draws, and a late import.
+
+
+def picture(size: int = 24) -> Picture:
+    return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "ColorJitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    "GaussianBlur": {"kernel_size": 5, "sigma": [0.1, 2.0]},
+    "RandomAdjustSharpness": {"sharpness_factor": 2},
+    "RandomAffine": {"degrees": 30},
+    "RandomGrayscale": {"p": 0.5},
+    "RandomPosterize": {"bits": 3},
+    "RandomRotation": {"degrees": 30},
+    "RandomSolarize": {"threshold": 128},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
+    image_root: Path, name: str
+) -> None:
+    """As torchvision makes them from the file itself: RGB, uint8."""
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    parameters = PARAMETERS.get(name, {})
+    transform, changed = one(f"v2.{name}", **parameters), 0
+    path = next((image_root / "train" / "dots").iterdir())
+    image = v2.functional.pil_to_tensor(Image.open(path))
+    for seed in range(4 if name == "ElasticTransform" else 12):
+        opened = open_picture(path.read_bytes(), "pillow")
+        ours = transform(opened, random.Random(seed)).pixels()
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        theirs = getattr(v2, name)(**parameters)(image)
+        assert (ours.dtype, theirs.shape) == (np.uint8, image.shape)
+        np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+        changed += not torch.equal(theirs, image)
+    assert changed
+
+
+def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> None:
+    transform = one("v2.RandomErasing", p=1)
+    before = torch.get_rng_state()
+    first = transform(picture(), random.Random(1)).pixels()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    np.testing.assert_array_equal(transform(picture(), random.Random(1)).pixels(), first)
+    assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
+
+
+def test_a_list_is_sent_to_a_worker_without_the_imported_transform() -> None:
+    transform = one("v2.RandomErasing", p=1)
+    expected = transform(picture(), random.Random(1)).pixels()
+    given = pickle.dumps(transform)
+    assert b"torchvision.transforms" not in given
+    np.testing.assert_array_equal(
+        pickle.loads(given)(picture(), random.Random(1)).pixels(), expected
+    )
