@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from engine.validation import evaluate
-from extras.pictures import BLUE, Predictions, bars
+from extras.pictures import BLUE, Predictions
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
 from tests.batches import batch_of, toy_values
@@ -80,15 +80,6 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
         }
 
 
-def test_worst(logits: Tensor, labels: Tensor) -> None:
-    found = recorded(logits, labels)
-    worst = found.worst(10)
-    assert worst == sorted(range(IMAGES), key=lambda i: -found.losses[i])[:10]
-    found.losses[17] = math.nan
-    assert found.worst(1) == [17]
-    assert len(found.worst(10_000)) == IMAGES and len(found.worst(0)) == 0
-
-
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
@@ -100,15 +91,6 @@ def lengths(image: Image.Image, colour: str) -> list[int]:
     """Return the number of pixels of a colour in each block of rows that contains it."""
     rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
     return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    image = bars("title", [("a", 50.0, 9), ("b", 100.0, 9), ("c", 0.0, 9)])
-    a, b, c = lengths(image, BLUE)
-    assert 2 * a == pytest.approx(b, abs=2) and c <= 3
-    assert bars("nothing", []).width == 900
-    strange = bars("title", [("a name far longer than there is room for " * 3, 50.0, 9)])
-    assert lengths(strange, BLUE) == [a] and lengths(bars("t", [("\udcff", 50.0, 9)]), BLUE) == [a]
 
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from engine.log.meter import Interval, Meter, train_row
 from pipeline.clock import Shares
-from tests.engine.plans import ALONE, compute, schedule
-from tests.timings import WAITED
+from tests.engine.plans import ALONE, WAITED, compute, schedule
 
 
 def values(**named: float) -> dict[str, Tensor]:

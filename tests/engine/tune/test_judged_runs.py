@@ -15,10 +15,9 @@ from engine.tune.verdict import SHORT, Verdict, remedies
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from tests.engine.plans import ALONE, compute
+from tests.engine.plans import ALONE, WAITED, compute
 from tests.equal.record import stored
 from tests.pipeline.loaders import opened
-from tests.timings import WAITED
 
 
 class FakeClock:
