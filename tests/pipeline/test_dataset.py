@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
+from conf.packages import import_torchvision
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.build import DATASETS
+from pipeline.class_names import imagenet_names, readable
 from pipeline.containers import Folder
 from pipeline.dataset import BadImageError, FolderDataset
 from pipeline.decode import open_picture
@@ -23,7 +25,6 @@ from pipeline.index import load_index
 from tests.stored import as_tar, as_tars
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
@@ -72,17 +73,6 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
             assert label == expected["label"]
             crops.add(expected["image"].tobytes())
     assert len(crops) == 3 * 18  # never twice alike
-
-
-def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:
-    """Also if another transform comes before the resize."""
-    dataset = open_dataset(changeable)
-    Image.new("RGB", (1, 60_000)).save(dataset.name(0))
-    steps = [lambda p, rng: p.mirrored(), lambda p, rng: p.resized((256, 256 * 60_000))]
-    for chain in (steps, steps[1:]):
-        dataset.transform = Compose(chain)
-        with pytest.raises(BadImageError, match=rf"^{dataset.name(0)}: .* too narrow$"):
-            dataset.load(0, 0)
 
 
 def test_fingerprint_depends_on_the_sizes(changeable: Path, tmp_path: Path) -> None:
@@ -169,3 +159,24 @@ def test_stale_container_is_opened_anew(
 
 def test_every_dataset_of_the_table_has_a_group() -> None:
     assert set(DATASETS) <= {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
+
+
+# The table of ImageNet's classes.
+
+
+def test_table_of_imagenet() -> None:
+    """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
+    names = imagenet_names()
+    ids = list(names)
+    assert len(ids) == 1000 and ids == sorted(ids)
+    digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
+    assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
+    weights = import_torchvision().models.ResNet18_Weights.IMAGENET1K_V1
+    assert list(names.values()) == weights.meta["categories"]
+
+
+def test_readable() -> None:
+    assert readable("n01443537") == "goldfish" and readable("n02510455") == "giant panda"
+    for other in ("", "cat", "n00000000", "n0144353"):
+        assert readable(other) == other
+    assert len(set(imagenet_names().values())) == 1000  # a name stands for one class

@@ -1,7 +1,6 @@
 """Resources of this process: control groups, cores, memory, open files."""
 
 import math
-import os
 import resource
 import sys
 from functools import partial
@@ -63,11 +62,6 @@ def test_cores_for_workers(
     for name, value in found.items():
         monkeypatch.setattr(machine, name, lambda value=value: value)
     assert machine.cores_for_workers(ranks) == workers
-
-
-def test_system_without_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert machine.cores() == os.cpu_count()
 
 
 # Open files.

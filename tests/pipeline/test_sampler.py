@@ -1,12 +1,11 @@
 """The order of samples is a function of (seed, step, world size)."""
 
 from collections import Counter
-from itertools import islice
 
 import numpy as np
 import pytest
 
-from pipeline.sampler import TrainSampler, ValSampler, scattered
+from pipeline.sampler import TrainSampler, ValSampler
 
 
 def rows(sampler: TrainSampler | ValSampler, steps: range) -> list[tuple[int, int]]:
@@ -98,8 +97,3 @@ def test_validation_takes_every_image_exactly_once(
         assert len(sampler.samples(len(sampler))) == 0
         seen += [tuple(row) for batch in batches for row in batch.tolist()]
     assert sorted(seen) == [(0, index) for index in range(num_samples)]
-
-
-def test_scattered_positions() -> None:
-    found = list(islice(scattered(10), 20))
-    assert sorted(found[:10]) == sorted(found[10:]) == list(range(10)) != found[:10]

@@ -104,9 +104,3 @@ def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
         path.unlink()
     assert "class dots has 1 of the 2 images that it needs; " in refusal(flat, val_fraction=0.1)
     assert "holds checks, dots, stripes: correct data.root, write data.val=" in refusal(flat)
-
-
-def test_a_split_of_another_name(image_root: Path) -> None:
-    only_test = refusal(image_root, train="test", val="test")  # of evaluate.py data.val=test
-    assert only_test.startswith(f"data.val={image_root}/test: no such folder; ")
-    assert "write data.val=FOLDER if it has another name, or" in only_test

@@ -228,8 +228,6 @@ def test_machines_and_keys_that_exclude_the_engines(
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
     assert extended(plain, "train.deterministic=true") is plain
     assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
-    exact = "train.deterministic=true", "loader.decoder=gpu"
-    assert isinstance(extended(listed(CROP), *exact), EngineDataset)
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
         extended(listed(CROP), "train.deterministic=true", "loader.decoder=hybrid")
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
