@@ -38,8 +38,8 @@ gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an 
 equal: env  ## compare trainings with those of an earlier revision, bit for bit: 3 minutes
 	@$(RUN) -m tests.equal.compare $(ARGS)
 
-soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
-	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
+soak: env  ## the tests that `make test` leaves out, to stay short
+	@$(PYTEST) -m slow $(ARGS)
 
 mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 40 minutes
 	@$(RUN) .ci/mutants $(ARGS)

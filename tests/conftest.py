@@ -21,7 +21,6 @@ from tests.drawings import draw_image
 from tests.processes import leave_nothing
 from tests.ranks import Ranks
 
-pytest_plugins = ["tests.figures"]
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
 SLOW_SECONDS = 1800  # of a test that is marked `slow`; pyproject.toml limits the others

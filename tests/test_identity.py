@@ -11,7 +11,6 @@ import pytest
 import train
 from conf import cli
 from engine import checkpoint
-from pipeline import build
 from tests.results import stored
 from tests.small_run import SMALL_RUN
 
@@ -84,17 +83,3 @@ def test_weights_are_identified_by_their_content(program: Program, tmp_path: Pat
     shutil.copy("runs/one/checkpoints/step-00000002.pt", first)
     status, _, err = program("run.name=two", f"model.weights={first}", "train.max_steps=3")
     assert status == 2 and "model.weights was SHA-256 " in err
-
-
-def test_decoder_with_other_pixels_is_refused(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The choice of loader.decoder=auto knows the stored mode."""
-    program("train.max_steps=2")
-    stored_by_another(2, lambda content: content["identity"].update(pixels="hybrid"))
-    asked, choose = list[Any](), build.choose_modes
-    monkeypatch.setattr(build, "choose_modes", lambda *a: asked.append(a[2]) or choose(*a))
-    status, _, err = program("train.max_steps=4")
-    assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
-    program("run.name=two", "train.max_steps=1")
-    assert asked == ["hybrid", None]

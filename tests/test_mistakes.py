@@ -88,18 +88,6 @@ def test_a_mistake_is_one_line(
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.usefixtures("own_logging")
-def test_a_line_break_in_the_name_of_a_file(
-    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = shutil.copytree(image_root, tmp_path / "images")
-    (root / "train" / "dots" / "0\n0.jpg").touch()
-    words = [*SMALL, f"data.root={root}", f"run.dir={tmp_path}/run", "loader.batch_size=37"]
-    assert train.main(cli.load(words)) == 1
-    error = capsys.readouterr().err
-    assert "dots/0 0.jpg: " in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("command", "status", "says"),
     [

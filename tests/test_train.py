@@ -6,28 +6,33 @@ processes with workers.
 
 import gc
 import json
+import math
+import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import harmonic_mean
-from subprocess import PIPE
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import nn
 
 import train
 from engine import checkpoint, compute
 from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
+from models.resnet import resnet_tiny
+from pipeline.batch import Batch
+from pipeline.build import build_datasets
 from tests.limits import file_size_limit
-from tests.processes import Started, wait_for
-from tests.results import check_not_trained, rows, same, stored
+from tests.ranks import Ranks
+from tests.results import check_not_trained, rows, same, stored, strictly_parsed
 from tests.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -136,37 +141,11 @@ def test_run_directory(short: Ended) -> None:
     assert saved == {"step-00000005.pt", "step-00000009.pt", "best.pt"}
 
 
-def test_tensorboard(short: Ended) -> None:
-    folder, _ = short
-    board = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for split in ("train", "val"):
-        expected = {r["step"]: pytest.approx(r["loss"], rel=1e-4) for r in rows(folder, split)}
-        assert {event.step: event.value for event in board.Scalars(f"{split}/loss")} == expected
-    # The first batch of the run: 8 images in rows of 4.
-    (inputs,) = board.Images("train/images")
-    assert (inputs.step, inputs.width, inputs.height) == (1, 808, 40 + 2 * 254)
-
-
-def test_curves_are_on_disk_before_a_checkpoint_is_written(go: Any, monkeypatch: Patch) -> None:
-    """A kill right after a checkpoint leaves no gap in the curves of the resumed run."""
-    write, save = RecordWriter.write, checkpoint.save
-    seen = {}
-
-    def slow_write(*arguments: Any) -> None:
-        time.sleep(0.01)
-        write(*arguments)
-
-    def look_and_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
-        board = EventAccumulator(str(folder.parent / "tensorboard")).Reload()
-        tags = [tag for tag in ("train/loss", "val/loss") if tag in board.Tags()["scalars"]]
-        written = [[event.step for event in board.Scalars(tag)] for tag in tags]
-        seen[content["step"]] = [content["step"] in steps for steps in written]
-        return save(folder, content, **options)
-
-    monkeypatch.setattr(RecordWriter, "write", slow_write)
-    monkeypatch.setattr(checkpoint, "save", look_and_save)
-    go(BOARD, "checkpoint.every_steps=2", "train.max_steps=5")
-    assert seen == {2: [True], 4: [True], 5: [True, True]}
+def test_speed_within_the_first_epoch(image_root: Path, tmp_path: Path) -> None:
+    """The first step of a start counts only if there is no other one."""
+    summary = run(image_root, tmp_path, "loader.workers=0", "train.max_steps=3")
+    speed = harmonic_mean(row["images_per_second"] for row in rows(tmp_path, "train")[1:])
+    assert summary["images_per_second"] == pytest.approx(speed, rel=1e-4)
 
 
 def test_validation_does_not_count_as_training(
@@ -214,6 +193,40 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     assert left == {"best.pt", first["best_checkpoint"], newest}
 
 
+def test_average_and_raw_model_are_validated(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each result equals an evaluation of the stored weights, one image at a time."""
+    options = ["loader.workers=0", "train.ema_decay=0.9999"]
+    config = compose(image_root, tmp_path, "train.epochs=3", *options)
+    summary = train.train(config)
+    row, state = rows(tmp_path, "val")[-1], stored(tmp_path)
+    assert state["best"]["top1"] == pytest.approx(
+        max(found["top1"] for found in rows(tmp_path, "val")), abs=1e-3
+    )
+
+    datasets = build_datasets(config)
+    mean, std = torch.tensor(config.data.mean), torch.tensor(config.data.std)
+    samples = [datasets.val[i] for i in range(len(datasets.val))]
+    normalised = [(torch.from_numpy(sample["image"]) / 255 - mean) / std for sample in samples]
+    images = torch.stack(normalised).permute(0, 3, 1, 2)
+    labels = torch.tensor([sample["label"] for sample in samples])
+    for weights, suffix in (("ema", ""), ("model", "_raw")):
+        model = resnet_tiny(3, 32).eval()
+        model.load_state_dict(state[weights])
+        with torch.no_grad():
+            logits = torch.cat([model(image[None]) for image in images])
+        loss = nn.functional.cross_entropy(logits, labels).item()
+        top1 = 100 * (logits.argmax(1) == labels).float().mean().item()
+        for reported in (row, summary):
+            assert reported["loss" + suffix] == pytest.approx(loss, rel=1e-3)
+            assert reported["top1" + suffix] == pytest.approx(top1, abs=1e-3)
+    assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2)
+    console = capsys.readouterr().out
+    assert console.count(f"; raw model: top1 {row['top1_raw']:.2f} %") == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["top1_raw"] == summary["top1_raw"]
+
+
 # A run that stops and resumes gives the result of an uninterrupted run.
 
 
@@ -256,31 +269,6 @@ def test_resume_after_max_steps(
     assert rows(folder, "val")[1:] == rows(tmp_path / "whole", "val")
     losses = [[r["loss"] for r in rows(each, "train")] for each in (folder, tmp_path / "whole")]
     assert losses[0] == losses[1]
-
-
-PAUSE_AT_IMPORT = """
-import pathlib, sys, time
-def pause(event, arguments):
-    if event == "import" and arguments[0] == "models":
-        pathlib.Path("reached").touch()
-        while True:
-            time.sleep(0.01)  # a longer one would not notice a signal that came just before it
-sys.addaudithook(pause)
-"""
-
-
-def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save. The process pauses after it has imported torch."""
-    (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
-    start = command(image_root, tmp_path / "run")
-    variables = {"PYTHONPATH": str(tmp_path)}
-    with Started(start, variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        wait_for("the import of models", (tmp_path / "reached").exists, process)
-        process.send_signal(signal.SIGINT)
-        output, error = process.communicate()
-    assert (process.returncode, output) == (-signal.SIGINT, "")
-    assert error.endswith("KeyboardInterrupt\n")
-    assert not (tmp_path / "run").exists()
 
 
 def test_signal_while_validating(
@@ -349,20 +337,6 @@ def bug() -> None:
     raise RuntimeError("a bug")
 
 
-def test_signal_in_the_last_step_of_an_epoch(
-    go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch
-) -> None:
-    """The checkpoint comes first, because a cluster may kill the job; the next start validates."""
-    with monkeypatch.context() as patch:
-        at_step(4, lambda: signal.raise_signal(signal.SIGTERM), patch)
-        assert status()[0] == 128 + signal.SIGTERM
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["step"], summary["values"]) == ("interrupted", 5, [])
-    assert rows(folder, "val") == [] and stored(folder)["step"] == 5
-    assert go()["params_sha256"] == short[1]["params_sha256"]
-    assert rows(folder, "val") == rows(short[0], "val")
-
-
 def test_resume_from_a_path(
     go: Any, folder: Path, image_root: Path, tmp_path: Path, straight: Ended
 ) -> None:
@@ -376,13 +350,6 @@ def test_resume_from_a_path(
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert board.Images("train/images")[0].step == 36
 
-    # The best checkpoint of the first run is not in this folder: the only one here is the best.
-    last = f"checkpoint.resume={path.with_name('step-00000054.pt')}"
-    options = ["train.epochs=13", "train.validate_every_epochs=20", last, *WORSE]
-    worse = run(image_root, tmp_path / "worse", *options)
-    assert worse["top1"] <= straight[1]["best_top1"]
-    assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
-    assert checkpoint.load(checkpoint.find(tmp_path / "worse"))["step"] == 59
     assert files(straight[0]) == before
 
 
@@ -409,6 +376,52 @@ def test_corrupt_image(
     assert not (folder / "summary.json").exists()
 
 
+def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """With data.on_error=skip, each counts once, also if both ranks have met it."""
+    root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
+    for name in ("checks/00.jpg", "checks/03.jpg", "stripes/03.jpg"):
+        (root / "train" / name).write_bytes(b"")
+    options = ["data.on_error=skip", "loader.workers=0"]
+    # Each rank meets two of them.
+    done = ranks.run(command(root, folder, *options, "data.max_bad_fraction=0.06"), 2)
+    assert done.returncode == 0 and done.stderr.count(" skipped ") == 2, done.stderr
+    assert "\nskipped   3 unreadable images: " in done.stdout
+    assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
+    other = tmp_path / "other"
+    done = ranks.run(command(root, other, *options, "data.max_bad_fraction=0.04"), 2)
+    assert done.returncode == 1
+    error = "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read, for example "
+    assert error in done.stderr
+
+
+@pytest.mark.parametrize("log_every", [7, 1000], ids=["row", "checkpoint"])
+def test_a_loss_that_is_not_a_number_ends_the_run(
+    log_every: int, go: Any, status: Any, folder: Path, monkeypatch: Patch
+) -> None:
+    """Step 7 of 18 diverges. Its log row ends the run, or else the save after step 8."""
+    step = train.train_step
+
+    def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
+        if batch.step == 6:
+            batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
+        return step(state, network, loss, batch, **options)
+
+    monkeypatch.setattr(train, "train_step", diverge)
+    options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
+    options += ["checkpoint.keep=9", f"log.every_steps={log_every}", "loader.workers=0"]
+    number, error = status(*options)
+    (line,) = error.splitlines()
+    what = r"the loss is nan at step 7 \(lr " if log_every == 7 else "the weights are no"
+    assert number == 1 and re.match(f"train.py: {what}", line) and "lower optim.lr" in line
+    names = sorted(path.name for path in (folder / "checkpoints").glob("*.pt"))
+    assert names == ["step-00000004.pt"]  # that of step 8 would be the second one
+    logged = map(strictly_parsed, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [row["loss"] for row in logged] == ([None] if log_every == 7 else [])
+
+    monkeypatch.undo()
+    assert go(*options)["status"] == "finished"
+
+
 def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) -> None:
     """No garbage collection within a step, and a short thread switch interval."""
     seen, before = set[tuple[bool, float]](), gc.isenabled()
@@ -420,22 +433,6 @@ def test_the_interpreter_does_not_delay_the_step(go: Any, monkeypatch: Patch) ->
         go()
     assert seen == {(False, compute.SWITCH_SECONDS)}
     assert gc.isenabled() is before is True
-
-
-def test_a_file_of_the_run_cannot_be_written(status: Any, folder: Path) -> None:
-    """The same command resumes once the obstacle, at the temporary name, is removed."""
-    config, summary = (folder / f"{name}.tmp" for name in ("config.yaml", "summary.json"))
-    (folder / "checkpoints").mkdir(parents=True)
-    config.mkdir()
-    code, message = status()
-    assert code == 2 and f"Is a directory: '{config}'; check" in message
-    config.rmdir()
-    summary.mkdir()
-    number, error = status()
-    assert number == 1 and error.count("\n") == 1 and str(summary) in error
-    summary.rmdir()
-    assert status()[0] == 0
-    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
 def test_disk_full(go: Any, status: Any, folder: Path, short: Ended) -> None:

@@ -1,14 +1,12 @@
 """train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-import models
 import train
 from conf.schema import Optim, Train
 from engine.losses import build_criterion
@@ -16,7 +14,6 @@ from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
-from tests.pipeline.loaders import SIZE, crops, loaded
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
@@ -91,20 +88,6 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
 
 
-def test_the_loss_falls_on_real_images(image_root: Path) -> None:
-    """That of train.py, on one batch of JPEG files."""
-    torch.manual_seed(0)
-    images = crops(image_root / "train")
-    fields = loaded(images, np.array([(0, index) for index in range(0, len(images), 2)]))
-    pixels = fields["image"].permute(0, 3, 1, 2) / 255
-    batch = batch_of(image=pixels, label=fields["label"])
-    model = models.build("resnet_tiny", num_classes=CLASSES, image_size=SIZE)
-    state = TrainState(model, build_optimizer(model, Optim()))
-    steps = [train.train_step(state, model, train.training_loss, batch, lr=0.02) for _ in range(6)]
-    losses = [values["loss"].item() for values in steps]
-    assert losses[0] == pytest.approx(np.log(CLASSES), rel=0.3) and losses[-1] < 0.5, losses
-
-
 @pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
 def test_training_loss(mixed: bool) -> None:
     torch.manual_seed(0)
@@ -156,14 +139,6 @@ def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) ->
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
     for found, row in zip(logged, rows, strict=True):
         assert found == pytest.approx(row, rel=1e-5)
-
-
-def test_micro_batches_are_views_in_order() -> None:
-    batch = drawn(0, mixed=True)
-    parts = batch.split(2)
-    for name in batch.fields:
-        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
-    assert parts[0]["image"].data_ptr() == batch["image"].data_ptr()
 
 
 def test_batchnorm_sees_micro_batches() -> None:

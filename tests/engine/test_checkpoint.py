@@ -1,6 +1,8 @@
-"""Checkpoints after flipped bits and full disks, and files of other formats."""
+"""Checkpoints after flipped bits, files of other formats, the order of writes, strict JSON."""
 
 import errno
+import json
+import math
 import os
 import re
 import stat
@@ -8,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, load, load_newest, save
-from tests.engine.run_dirs import content_of
-from tests.limits import file_size_limit
+from engine.checkpoint import CheckpointError, json_text, load, load_newest, save
+from tests.engine.run_dirs import content_of, open_run
+from tests.processes import needs_linux
+from tests.results import strictly_parsed
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
@@ -76,17 +80,6 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load(tmp_path / "best.pt")["step"] == 2
 
 
-def test_order_beyond_8_digits(tmp_path: Path) -> None:
-    """As text, step-100000000 comes before step-99999999. Other names are left alone."""
-    others = {"step-mine.pt", "step-.pt", "step-5x.pt", "step--5.pt"}
-    for name in others:
-        (tmp_path / name).write_bytes(b"mine")
-    for step in (99_999_998, 99_999_999, 100_000_000):
-        save(tmp_path, content(step), keep=2)
-    assert newest(tmp_path) == 100_000_000
-    assert names(tmp_path) == {"step-99999999.pt", "step-100000000.pt", *others}
-
-
 def test_damage_is_detected_and_the_previous_checkpoint_used(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,26 +103,6 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
     assert newest(folder) == 20
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_disk_that_cannot_be_written(full: bool, folder: Path) -> None:
-    """One line; the folder is as before."""
-    before = names(folder)
-    if full:
-        with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
-            save(folder, content(30, size=1_000_000), keep=2, best_step=30)
-    else:
-        (folder / "step-00000030.pt.tmp").mkdir()
-        with pytest.raises(CheckpointError) as error:
-            save(folder, content(30), keep=2)
-        (folder / "step-00000030.pt.tmp").rmdir()
-    message = str(error.value)
-    assert message.startswith(f"{folder}/step-00000030.pt: cannot be written: [Errno ")
-    assert "\n" not in message
-    assert names(folder) == before and newest(folder) == 20
-    save(folder, content(30, size=1_000_000), keep=2, best_step=30)
-    assert newest(folder) == 30
-
-
 def test_older_format_is_not_resumed(folder: Path) -> None:
     old = folder / "step-00000020.pt"
     stored = {**torch.load(old), "format": 2}
@@ -149,3 +122,70 @@ def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", versions["git_commit"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert checkpoint.provenance()["git_commit"] == "unknown"
+
+
+Calls = list[tuple[str, ...]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The calls in order: (fsync, name, bytes), (replace, source, target), (unlink, name)."""
+    needs_linux()
+    recorded: Calls = []
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def record_fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        recorded.append(("fsync", path.name, "" if path.is_dir() else str(os.fstat(file).st_size)))
+        fsync(file)
+
+    def record_replace(source: Path, target: Path) -> None:
+        recorded.append(("replace", Path(source).name, Path(target).name))
+        replace(source, target)
+
+    def record_unlink(path: Path, **options: Any) -> None:
+        if Path(path).exists():
+            recorded.append(("unlink", Path(path).name))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(os, "unlink", record_unlink)
+    return recorded
+
+
+def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
+    """Everything is synced before it is renamed, and old checkpoints are removed last.
+
+    A power cut keeps synced data and may lose all other data.
+    """
+    folder = tmp_path / "checkpoints"
+    save(folder, content(1), keep=1, best_step=1)
+    expected: Calls = []
+    for name in ("step-00000001.pt", "best.pt"):
+        expected += [
+            ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
+            ("replace", f"{name}.tmp", name),
+            ("fsync", "checkpoints", ""),
+        ]
+    assert calls == expected
+    calls.clear()
+    save(folder, content(2), keep=1, best_step=2)
+    assert calls[-1] == ("unlink", "step-00000001.pt")
+    assert not any(kind == "unlink" for kind, *_ in calls[:-1])
+    calls.clear()
+    open_run(tmp_path / "run")
+    assert ("fsync", "run", "") in calls, "the name of checkpoints/ is synced"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan")])
+def test_numbers_that_are_not_finite_become_null(value: float) -> None:
+    content = {"a": value, "b": [1.5, (value, {"c": value})], "d": "NaN", "e": True, "f": 2**70}
+    with pytest.raises(ValueError, match=r"NaN|Infinity"):
+        strictly_parsed(json.dumps(content))
+    expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 2**70}
+    assert strictly_parsed(json_text(content)) == expected
+    assert strictly_parsed(json_text(content, indent=2)) == expected
+
+    finite = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
+    assert json_text(finite) == json.dumps(finite)

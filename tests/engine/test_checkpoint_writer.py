@@ -1,6 +1,5 @@
 """Checkpoints written in a thread: what is in the copy, one at a time, errors."""
 
-import math
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, host_copy
+from engine.checkpoint import host_copy
 from engine.run import Run
 from engine.state import TrainingError, TrainState
 from tests.engine.run_dirs import content_of, directory, resume_with
@@ -119,23 +118,6 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
 
 
-def test_an_error_is_raised_once_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path, content: dict[str, Any], **_: Any) -> None:
-        raise CheckpointError(f"step {content['step']}: the disk is full")
-
-    with opened(tmp_path) as run:
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "save", fail)
-            for call in (lambda: run.save(state_of()), run.wait):
-                run.save(state_of())
-                with pytest.raises(CheckpointError, match="step 5: the disk is full"):
-                    call()
-        run.save(state_of())
-    assert names(tmp_path) == {"step-00000005.pt"}
-
-
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.save(state_of(3e38))  # large weights are finite
@@ -143,35 +125,3 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert names(tmp_path) == {"step-00000005.pt"}
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "raised", "logged"),
-    [
-        (1.0, KeyError("a bug"), KeyError, ""),
-        (math.nan, None, TrainingError, ""),
-        (math.nan, KeyError("a bug"), KeyError, "the weights are not finite at step 5"),
-    ],
-)
-def test_an_error_is_reported_once_however_the_run_ends(
-    value: float,
-    error: Exception | None,
-    raised: type[Exception],
-    logged: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """If another exception ends the run, the log has the error of the checkpoint."""
-
-    def save_and_end() -> None:
-        with opened(tmp_path) as run:
-            run.save(state_of(value))
-            if error is not None:
-                raise error
-
-    with pytest.raises(raised) as found:
-        save_and_end()
-    assert error is None or found.value is error
-    assert [logged] * bool(logged) == [text[: len(logged)] for text in caplog.messages]
-    assert names(tmp_path) == (set() if math.isnan(value) else {"step-00000005.pt"})
-    opened(tmp_path).__exit__(None)  # the lock is free

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import UserError
 from engine.compute import choose_precision, compiled, count_flops, resolve_compile
 from tests.engine.plans import compute
 
@@ -90,14 +89,3 @@ def test_published_flops() -> None:
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
     assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "key"), [("alexnet", 32, "data.image_size"), ("vit_b_16", 48, "augment.val")]
-)
-def test_image_size_that_the_model_does_not_accept(name: str, size: int, key: str) -> None:
-    with torch.device("meta"):
-        model = models.build(name, num_classes=10, image_size=32)
-    message = rf"^{key}: the model does not take images of {size} px with 3 channels \(.*\); give "
-    with pytest.raises(UserError, match=message + "another size$"):
-        count_flops(model, (3, size, size), key=key)

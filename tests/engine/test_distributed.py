@@ -20,28 +20,8 @@ from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
-from tests.processes import run_python
 from tests.ranks import Ranks
-from tests.small_run import torchrun
 from train import build_state
-
-
-def test_world_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with join_world("cpu") as world:
-        assert world == ALONE and world.is_main
-        assert world.broadcast(lambda: 5) == world.on_all_ranks(lambda: 5) == 5
-        with pytest.raises(UserError, match=r"No such file .*: 'nowhere'; check the path"):
-            world.on_all_ranks(lambda: os.stat("nowhere"))
-        with pytest.raises(UserError, match="own"):
-            world.broadcast(lambda: (_ for _ in ()).throw(UserError("own")))
-        assert world.all_gather("own") == ["own"]
-        assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
-        model = nn.BatchNorm1d(2)
-        assert world.wrap(model, (4,)) is model
-        world.broadcast_buffers(model)
-        assert not torch.distributed.is_initialized()
 
 
 def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,28 +46,6 @@ def test_two_ranks(ranks: Ranks) -> None:
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
-
-
-ENDS = """
-import atexit, pathlib
-names = pathlib.Path("/proc/self/task").glob
-left = lambda: [1 for one in names("*/comm") if "gloo" in one.read_text()]
-atexit.register(lambda: print(f"left: {left()}"))
-import torch
-from engine.distributed import join_world
-with join_world("cpu") as world:
-    weight = torch.nn.Parameter(torch.ones(1))
-    world.sum(weight.detach())
-    torch.optim.SGD([weight]).step()
-"""
-
-
-@pytest.mark.slow
-def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path) -> None:
-    """Later, it would abort them."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    done = run_python(*torchrun([sys.executable, str(tmp_path / "ends.py")], 2)[1:], PYTHONPATH=".")
-    assert done.stdout.count("left: []") == 2, done.stderr
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +115,3 @@ def test_repeated_and_ignored_signals() -> None:
     with StopSignal(replace(ALONE, size=2)):  # torchrun and the terminal send it
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_batches_end_at_a_signal() -> None:
-    with StopSignal(ALONE) as stop:
-        assert list(stop.interruptible(iter(range(3)))) == [0, 1, 2]
-        signalled = (signal.raise_signal(signal.SIGTERM) for _ in range(2))
-        assert list(stop.interruptible(signalled)) == []
-        assert stop.number == signal.SIGTERM

@@ -46,23 +46,6 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "decayed"),
-    [
-        # nn.MultiheadAttention has three projection weights if keys have another width.
-        (
-            nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4, vdim=4),
-            {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"},
-        ),
-        (nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 2, 3)), {"1.weight"}),
-        (nn.BatchNorm1d(3), set()),
-    ],
-)
-def test_other_layers(model: nn.Module, decayed: set[str]) -> None:
-    found = options_of(model, "weight_decay", weight_decay=0.5)
-    assert found == {n: 0.5 * (n in decayed) for n, _ in model.named_parameters()}
-
-
 def test_names_of_optimisers_and_schedules() -> None:
     """conf.schema takes the names of schedules from the files, because conf imports no torch."""
     assert all(FIELDS["optim.name"].metadata["check"].allows(name) for name in OPTIMIZERS)
@@ -73,18 +56,3 @@ def test_an_optimiser_of_the_checkout_and_its_arguments() -> None:
     model = nn.Linear(2, 2)
     optimizer = build_optimizer(model, Optim("engine.optim:adamw", {"amsgrad": True}))
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["amsgrad"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
-        (torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
-    ],
-)
-def test_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    options |= {"lr": 0.3, "weight_decay": 0.1}
-    optimizer = build_optimizer(nn.Linear(2, 2), Optim(name=kind.__name__.lower(), **options))
-    assert type(optimizer) is kind
-    (group,) = optimizer.param_groups
-    assert {name: group[name] for name in options} == options

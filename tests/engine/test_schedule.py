@@ -1,7 +1,6 @@
 """The schedule of a run: steps, learning rates, validations, log rows, checkpoints, batches."""
 
 import dataclasses
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,13 +34,6 @@ def steps_where(schedule: Schedule, test: str) -> list[int]:
 )
 def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:
     assert schedule(images, batch, epochs).steps == steps
-
-
-@pytest.mark.parametrize(("images", "batch"), [(100, 30), (100, 100), (36, 8), (1_281_167, 1024)])
-def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
-    """After the first step with epoch * images <= step * batch."""
-    found = steps_where(schedule(images, batch, epochs=4), "validate")
-    assert found == [math.ceil(epoch * images / batch) for epoch in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +118,6 @@ def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> No
 
 def test_every_schedule_has_a_group() -> None:
     assert sorted(SCHEDULES) == group_names("schedule")
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (10, 5), (5, 5), (7, 100)])
-def test_any_length(name: str, warmup: int, total: int) -> None:
-    """The rate rises in the warm-up and never afterwards."""
-    one = curve(name, warmup=warmup, total=total, step_epochs=1)
-    rates = [one.lr(step) for step in range(total + 2)]
-    assert all(0 <= rate <= 2 for rate in rates) and rates[0] > 0
-    assert rates[:warmup] == sorted(set(rates[:warmup]))
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -82,21 +82,6 @@ def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: floa
         assert not same(resumed.state_dict(), straight.state_dict()), part
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 0.9), (0.9, None)])
-def test_average_switched_at_a_resume(before: float | None, after: float | None) -> None:
-    """If it is turned on, it starts from the weights."""
-    first = new_state(OPTIMIZERS["sgd"], ema=before)
-    advance(first, 2)
-    state = new_state(OPTIMIZERS["sgd"], seed=1, ema=after)
-    state.load_state_dict(first.state_dict())
-    assert params_sha256(state.model) == params_sha256(first.model)
-    assert (state.ema is not None) == (after is not None)
-    if state.ema is not None:
-        assert params_sha256(state.ema.module) == params_sha256(first.model)
-        advance(state, 2)
-        assert params_sha256(state.ema.module) != params_sha256(state.model)
-
-
 def test_average_by_hand() -> None:
     """The decay of update t is min(decay, (1 + t) / (10 + t)).
 

@@ -2,13 +2,16 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
-from engine.scores import accuracy
+from engine.scores import accuracy, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
@@ -79,29 +82,6 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(found.rows["label"], data[1])
 
 
-def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    """The results are those of single evaluations."""
-    torch.manual_seed(3)
-    other, read = resnet_tiny(7, 16).eval(), []
-
-    def batches() -> Iterator[Batch]:
-        for batch in padded(*data, 8):
-            read.append(len(read))
-            yield batch
-
-    assert evaluate([model], measure, [], ALONE)[0].images == 0
-    model.train()
-    found = evaluate([model, other], measure, batches(), ALONE)
-    assert read == [0, 1, 2, 3, 4]
-    for both, network in zip(found, (model, other), strict=True):
-        (alone,) = evaluate([network], measure, batches(), ALONE)
-        assert (both.images, both.means) == (alone.images, alone.means)
-        rows, expected = both.rows, alone.rows
-        assert all(torch.equal(rows[name], expected[name]) for name in ("label", "loss"))
-        assert len(rows["loss"]) == IMAGES
-    assert found[0].means["loss"] != found[1].means["loss"]
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
     def watch(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -153,3 +133,33 @@ def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int
     """Padding, NaN and inf are no hits; equal logits rank in the order of their classes."""
     found = accuracy(logits, torch.tensor(labels))
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
+
+
+# Values that are computed from all rows.
+
+
+@pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1000, 100, 10, 1], [3, 0, 1, 1], [1]])
+def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
+    """A prediction of NaN, -1, is wrong."""
+    rng = np.random.default_rng(0)
+    label = rng.choice(len(shares), 500, p=np.array(shares) / sum(shares))
+    drawn = rng.integers(-1, len(shares), 500)
+    prediction = np.where(rng.random(500) < 0.5, label, drawn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class that is predicted and has no images
+        recall = balanced_accuracy_score(label, prediction)
+    found = macro_recall(torch.from_numpy(label), torch.from_numpy(prediction))
+    assert found == pytest.approx(100 * recall)
+
+
+def test_rows_that_are_no_values() -> None:
+    """The images are the logits; a value of a classifier with two classes may need `score`."""
+    logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
+    batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
+    (found,) = evaluate([nn.Flatten()], measure, [batch], ALONE)
+    values, rows = found.values(), found.rows
+    assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
+    assert {"loss", "top1"} <= values.keys()
+    assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
+    confidence = logits[:4, 0].softmax(1).amax(1)
+    assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))

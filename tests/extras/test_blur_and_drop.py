@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 import models
 from conf.packages import import_torchvision
-from conf.schema import UserError
 from extras.blur_and_drop import BlurredConv
 from tests.results import same
 
@@ -72,29 +71,6 @@ def test_weights_are_those_of_the_plain_model() -> None:
         model = models.build(name, num_classes=5, image_size=64, in_channels=5, args=given)
         states.append(model.state_dict())
     assert list(states[0]) == list(states[1]) and same(*states)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"base": "vit_b_32", "blur_pool": True}, "it has no strided convolutions"),
-        ({"base": "vit_s16", "stochastic_depth_prob": 0.1}, "it has no residual blocks"),
-        ({"base": "resnet51"}, "^model.name=resnet51: no such model"),
-        ({"blur_pool": True}, "missing 1 required"),
-    ],
-)
-def test_arguments_that_do_not_fit(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message), torch.device("meta"):
-        models.build(NAME, num_classes=10, image_size=64, args=args)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_compiled_on_a_gpu() -> None:
-    model = build("resnet18", 64, blur_pool=True).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
-    expected = model(images)
-    torch.testing.assert_close(torch.compile(model)(images), expected, rtol=1e-2, atol=1e-2)
 
 
 def dropping(name: str, probability: float) -> nn.Module:

@@ -1,9 +1,7 @@
 """The demo dataset: its images, and that it appears complete or not at all."""
 
-import errno
 import hashlib
 import itertools
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -64,25 +62,6 @@ def test_the_pixels_are_those_of_version_1() -> None:
     assert digest.hexdigest()[:16] == "bf187e09b843e8a1"
 
 
-def test_drawing_again_gives_the_same_bytes_or_touches_nothing(
-    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty").mkdir()
-    draw_dataset(tmp_path / "empty")
-    before = {path: path.stat().st_mtime_ns for path in (drawn, *drawn.rglob("*"))}
-    draw_dataset(drawn)
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    root = tmp_path / "root"
-
-    def also_drawn(draft: Path, *rest: object) -> None:
-        shutil.copytree(drawn, root, dirs_exist_ok=True)  # by another process, which wins
-
-    monkeypatch.setattr(demo, "_draw_class", also_drawn)
-    draw_dataset(root)
-    assert contents(root) == contents(drawn) == contents(tmp_path / "empty")
-    assert names(tmp_path) == ["drawn", "empty", "root"]
-
-
 def test_other_files_are_refused_and_untouched(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,16 +73,6 @@ def test_other_files_are_refused_and_untouched(
         with pytest.raises(UserError, match=f"data.root={place}: .*pass another data.root"):
             draw_dataset(place)
     assert contents(root) == {"train/cat.jpg": b"mine"}
-
-
-def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*_: object) -> Image.Image:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(demo, "draw_image", full_disk)
-    with pytest.raises(OSError, match=r"No space left"):
-        split(tmp_path / "demo").create_files()
-    assert names(tmp_path) == []
 
 
 def split(root: Path) -> DemoDataset:

@@ -15,7 +15,7 @@ from conf import cli
 from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
 from engine.scores import BestBy
-from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width, quantile
+from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width
 from scripts import report
 
 FACTS = {
@@ -82,7 +82,6 @@ def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
     ("top1", "runs", "spread", "difference", "verdict", "line"),
     [
         (76.234, 20, 0.2145, 0.134, "within", "within 76.1 +/- 0.21 "),
-        (75.9, 20, 0.2145, -0.2, "within", "within 76.1 +/- 0.21 "),
         (75.2, 20, 0.2145, -0.9, "below", "0.9 below 76.1 +/- 0.21 "),
         (76.5, 20, 0.2145, 0.4, "above", "0.4 above 76.1 +/- 0.21 "),
         (76.4, 5, 0.3041, 0.3, "within", "within 76.1 +/- 0.3 "),
@@ -120,13 +119,9 @@ BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
         (FREE, {}, BOTH),  # what the user and the machine choose
         (["train.epochs=91"], {}, NEITHER),
         (["model.name=resnet18"], {}, NEITHER),
-        (["loader.batch_size=512"], {}, NEITHER),
         (["optim.lr=1"], {}, CURVE_ONLY),
-        (["optim=adamw"], {}, CURVE_ONLY),
         (["optim.lr=1", "train.epochs=91"], {}, NEITHER),
         ([], {"classes": 10}, NEITHER),
-        ([], {"train_images": 10}, NEITHER),
-        ([], {"val_images": 10}, NEITHER),
         ([], {"image": "1.png"}, NEITHER),
         ([], {"format": "lossless"}, NEITHER),
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, BOTH),
@@ -146,30 +141,9 @@ def test_which_runs_are_compared(
     assert len(printed) == compared[1]
 
 
-@pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [(0.95, 1, 6.314), (0.975, 4, 2.776), (0.975, 9, 2.262), (0.99, 19, 2.539), (0.999, 7, 4.785)],
-)
-def test_quantiles_of_the_t_distribution(probability: float, freedom: int, value: float) -> None:
-    """The values of the printed tables."""
-    assert quantile(probability, freedom) == pytest.approx(value, abs=1e-3)
-
-
 def limit(epoch: int, sigmas: float) -> float:
     std = max(LEAST_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
     return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
-
-
-def test_columns_of_a_validation() -> None:
-    """None before the first epoch, within an epoch, or after the last one of the curve."""
-    for epoch in (1, 2):
-        mean, low = CURVE["top1"][epoch - 1], limit(epoch, 3)
-        assert expectation().validated(row(epoch), {}) == {
-            "reference_top1": mean,
-            "reference_top1_min": max(0.0, low),
-            "reference_top1_max": pytest.approx(2 * mean - low),
-        }
-    assert [expectation().validated(row(epoch), {}) for epoch in (0, 1.5, 4)] == [{}] * 3
 
 
 def test_two_low_validations_in_a_row_are_one_warning() -> None:
@@ -221,13 +195,6 @@ def test_the_curve_of_five_runs() -> None:
     assert expectation(**node).finish({}) == {"expectation": None}
     with pytest.raises(UserError, match="--reference: 4 runs; give 5 or more"):
         report.reference(runs[:4])
-    runs[0].config["optim.lr"] = 0.2
-    with pytest.raises(UserError, match=r"optim.lr differs \(0.1, 0.2\); give runs of one recipe"):
-        report.reference(runs)
-    runs[0].config["optim.lr"] = 0.1
-    del runs[0].rows["val"][-1]
-    with pytest.raises(UserError, match="seed0 was not validated after each of its 3 epochs"):
-        report.reference(runs)
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
@@ -255,15 +222,3 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     assert row in (ROOT / "docs" / "accuracy.md").read_text().splitlines(), row
     readme = (ROOT / "README.md").read_text()
     assert re.search(rf"^\| `{recipe}`.* {expect['top1']:.1f}", readme, re.MULTILINE)
-
-
-def test_an_expectation_is_not_a_key() -> None:
-    """It is neither typed nor written to config.yaml. One without an entry is refused."""
-    config = cli.load(["data.root=/imagenet"])
-    assert config.expect is not None and "expect:" not in cli.to_yaml(config)
-    with pytest.raises(UserError, match=r"there is no key expect\.top1"):
-        cli.load(["data.root=/imagenet", "expect.top1=3"])
-    run = SimpleNamespace(config=SimpleNamespace(expect={"top1": 70.0}))
-    log: Any = SimpleNamespace(run=run, datasets=None)
-    with pytest.raises(UserError, match=r"^expect: no std; add it to this node of the recipe"):
-        Expectation(log)

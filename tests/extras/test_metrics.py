@@ -55,15 +55,6 @@ def test_area_under_the_curve_is_scikit_learns(ones: float, digits: int) -> None
     assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
 
 
-def test_what_scikit_learn_refuses() -> None:
-    """A prediction of NaN is wrong, and no class is blamed for it; one class has no curve."""
-    label = np.array([0, 0, 1, 1])
-    assert macro_precision(label, np.array([0, -1, -1, -1])) == 50
-    assert macro_f1(label, np.array([0, -1, -1, -1])) == pytest.approx(100 / 3)
-    assert roc_auc(label, np.array([np.nan, 0.1, 0.9, np.nan])) == 25
-    assert math.isnan(roc_auc(np.zeros(4, np.int64), np.arange(4.0)))
-
-
 def test_values_of_a_validation_of_two_classes() -> None:
     """The images are the logits. As probabilities, those of the first two would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])

@@ -1,6 +1,5 @@
 """Results of recorded predictions, compared with formulas written out image by image; pictures."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from engine.validation import evaluate
-from extras.pictures import BLUE, Pictures, Predictions, bars
+from extras.pictures import BLUE, Predictions
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
 from tests.batches import batch_of, toy_values
@@ -81,15 +80,6 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
         }
 
 
-def test_worst(logits: Tensor, labels: Tensor) -> None:
-    found = recorded(logits, labels)
-    worst = found.worst(10)
-    assert worst == sorted(range(IMAGES), key=lambda i: -found.losses[i])[:10]
-    found.losses[17] = math.nan
-    assert found.worst(1) == [17]
-    assert len(found.worst(10_000)) == IMAGES and len(found.worst(0)) == 0
-
-
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
@@ -101,15 +91,6 @@ def lengths(image: Image.Image, colour: str) -> list[int]:
     """Return the number of pixels of a colour in each block of rows that contains it."""
     rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
     return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    image = bars("title", [("a", 50.0, 9), ("b", 100.0, 9), ("c", 0.0, 9)])
-    a, b, c = lengths(image, BLUE)
-    assert 2 * a == pytest.approx(b, abs=2) and c <= 3
-    assert bars("nothing", []).width == 900
-    strange = bars("title", [("a name far longer than there is room for " * 3, 50.0, 9)])
-    assert lengths(strange, BLUE) == [a] and lengths(bars("t", [("\udcff", 50.0, 9)]), BLUE) == [a]
 
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:
@@ -140,16 +121,6 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
         assert lengths(drawn[f"val/{name}"], BLUE) == pytest.approx(widths, abs=2), name
 
 
-def test_accuracy_of_many_classes() -> None:
-    """The 25 worst."""
-    labels = np.repeat(np.arange(100), 100)
-    hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 100.0
-    found = Predictions(labels, labels, hits, hits / 100, hits)
-    image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["val/per_class"]
-    expected = [4.4 * top1 for top1 in range(25)]
-    assert lengths(image, BLUE) == pytest.approx(expected, abs=3)
-
-
 def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
     options = ["loader.workers=0", "log.trackers=[tensorboard]"]
     summary = run(image_root, tmp_path, *options)
@@ -167,29 +138,3 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     names |= {"per_class.csv", "confusion.csv", "worst.csv"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert "calibration" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
-
-
-def test_files_of_an_evaluation(logits: Tensor, labels: Tensor, tmp_path: Path) -> None:
-    """A folder that is a WordNet ID also has a name."""
-    batch = batch_of(image=logits, label=labels)
-    (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
-    found, images = Predictions.of(validation.rows), FakeDataset(IMAGES, CLASSES, 8)
-    assert found is not None
-    content = Pictures.evaluated(tmp_path, validation.rows, NAMES, images)
-    assert sum(content["calibration"]["images"]) == IMAGES
-    for name in ("worst.jpg", "confusion.png", "per_class.png", "reliability.png"):
-        Image.open(tmp_path / name).load()
-    classes, pairs, worst = (
-        list(csv.DictReader((tmp_path / f"{name}.csv").open()))
-        for name in ("per_class", "confusion", "worst")
-    )
-    assert [row["class"] for row in classes] == NAMES
-    assert [row["name"] for row in classes] == ["cat", "goldfish", *"abcde"]
-    assert sum(int(row["images"]) for row in pairs) == IMAGES and len(worst) == 100
-    right = sum(int(row["images"]) for row in pairs if row["class"] == row["prediction"])
-    assert 100 * right / IMAGES == pytest.approx(found.top1.mean())
-    row = worst[0]
-    assert row["prediction_name"] == row["prediction"].replace("n01443537", "goldfish")
-    first = found.worst(1)[0]
-    assert float(worst[0]["loss"]) == found.losses[first]
-    assert (worst[0]["path"], worst[0]["class"]) == (images.name(first), NAMES[labels[first]])

@@ -17,7 +17,6 @@ from engine.log.tracker import Tracker
 from extras.profiler import Profiler
 from tests import small_run
 from tests.engine import plans
-from tests.processes import run_command
 from tests.results import check_not_trained
 
 
@@ -92,11 +91,3 @@ def test_run_with_a_profile(
     assert len(validated) == 2  # one for the names of the values
     assert b"convolution_backward" in trace and b"a validation" not in trace
     check_not_trained(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> None:
-    """The error is one line, without a crash of the interpreter."""
-    options = ["loader.workers=0", "optim.lr=1e30", "schedule.warmup_epochs=0", entry(0, 8)]
-    done = run_command(small_run.command(image_root, tmp_path / "run", *options))
-    assert done.returncode == 1 and "train.py: the loss is " in done.stderr

@@ -1,13 +1,10 @@
 """Progressive resizing: each start of the command trains one size, and starts the next one."""
 
-import atexit
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ import yaml
 import train
 from conf.schema import UserError
 from engine.distributed import World
-from extras.progressive import _start_again, run
+from extras.progressive import run
 from tests.processes import Started, run_command, wait_for
 from tests.results import rows, stored
 from tests.small_run import compose, overrides_of, torchrun
@@ -43,8 +40,7 @@ def whole(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFac
     return str(summary["params_sha256"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_command_trains_all_sizes(
     ranks: int, whole: str, image_root: Path, tmp_path: Path
 ) -> None:
@@ -82,31 +78,6 @@ def test_a_run_that_ends_earlier_is_resumed_with_its_size(
             found = run_here(image_root, folder, SIZES, f"train.max_steps={steps}")
             assert (found["step"], size(folder)) == (ends, side)
     assert found["params_sha256"] == whole
-
-
-@pytest.mark.usefixtures("toy_runs")
-def test_the_command_is_started_again_once_the_size_is_done(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, ends, started = tmp_path / "run", list[Any](), list[Any]()
-    monkeypatch.setattr(atexit, "register", lambda function, *args: ends.append([function, *args]))
-    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
-
-    def go(*more: str) -> list[Any]:
-        config = compose(image_root, folder, SIZES, *more)
-        monkeypatch.setattr(sys.modules["__main__"], "CONFIG", config, raising=False)
-        ends.clear()
-        train.train(config)
-        for function, *arguments in ends:
-            if function is _start_again:
-                function(*arguments)
-        return started
-
-    assert go("train.max_steps=3") == []
-    ((*command, place, name, resume),) = go()
-    assert command == [sys.executable, *sys.orig_argv[1:]] and name.startswith("run.name=demo,")
-    assert (place, resume) == (f"run.dir={folder}", "checkpoint.resume=auto")
-    assert len(go()) == 1 and size(folder) == 32
 
 
 @pytest.mark.parametrize("sizes", [{}, {0: 16}, {1: 32}, {3: 16, 1: 32}, {0: 16, 2: 32}])

@@ -186,13 +186,6 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     assert desk.run([0, 0, 0])[:2] == (0, ["1"])  # finished jobs are not started again
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", ["train.max_steps=9", "checkpoint.resume=never"])
-def test_a_finished_job_with_another_config_is_started(desk: Desk, changed: str) -> None:
-    assert desk.run([0])[:2] == (0, ["0"])
-    assert desk.run([0], changed)[:2] == (0, ["0"])
-
-
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [pytest.param(2, 2, marks=pytest.mark.slow), (-signal.SIGTERM, 143)],
@@ -205,7 +198,6 @@ def test_a_mistake_or_a_signal_ends_the_sweep(desk: Desk, outcome: int, expected
     "number",
     [
         signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -233,29 +225,3 @@ def test_installed_plugins_run(desk: Desk) -> None:
     assert (status, started) == (0, ["1", "0"])
     assert (desk.folder / "values").read_text() == f"51.0 {WORST}"
     assert (desk.folder / "arguments").read_text() == "++train.seed=range(2)"
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("optim.lr=interval(0.1,1)", "does not support sweep type : INTERVAL_SWEEP"),
-        ("hydra/sweeper=optun", "Could not find 'hydra/sweeper/optun'; install this plugin"),
-    ],
-)
-def test_a_mistake_that_hydra_finds(desk: Desk, typed: str, says: str) -> None:
-    status, started, out = desk.run([0], typed)
-    assert (status, started, out.count("\n")) == (2, [], 1) and says in out
-    assert not (desk.folder / "runs").exists()
-
-
-def test_no_target_in_a_yaml_file_runs(desk: Desk) -> None:
-    (desk.folder / "recipe").mkdir()
-    (desk.folder / "hydra" / "launcher").mkdir(parents=True)
-    (desk.folder / "hydra" / "launcher" / "own.yaml").write_text("_target_: os.mkdir\npath: made\n")
-    for content in (
-        "hydra: {callbacks: {own: {_target_: os.mkdir, path: made}}}\n",
-        "defaults: [cifar10, {override /hydra/launcher: own}]\n",
-    ):
-        (desk.folder / "recipe" / "own.yaml").write_text(f"# @package _global_\n{content}")
-        desk.run([0], f"--config-dir={desk.folder}", "recipe=own", FAKE)
-        assert not list(desk.folder.rglob("made"))

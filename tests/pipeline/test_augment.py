@@ -1,7 +1,9 @@
 """Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
 import itertools
+import pickle
 import random
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,12 +15,12 @@ from PIL import Image
 from conf.packages import import_torchvision
 from pipeline.augment import (
     TRANSFORMS,
-    Compose,
+    V2_NAMES,
     RandomResizedCrop,
     build,
     sample_rng,
 )
-from pipeline.decode import INTERPOLATIONS, Box, Picture
+from pipeline.decode import Picture, open_picture
 from tests.distributions import same_distribution
 from tests.drawings import draw_image
 
@@ -84,39 +86,6 @@ def test_crop_is_distributed_as_torchvision_draws_it(transforms: ModuleType) -> 
 # Pixels.
 
 
-def cropped(interpolation: str, seed: int) -> tuple[np.ndarray, Box]:
-    """Our crop of 64 px, as numbers, and its box."""
-    crop = one("random_resized_crop", size=64, interpolation=interpolation)
-    return made(crop, PHOTO, seed).astype(int), crop.box(*PHOTO.size, random.Random(seed))
-
-
-def test_random_interpolation_draws_one_of_both_after_the_region() -> None:
-    """As timm's RandomResizedCropAndInterpolation; the region is that of any interpolation."""
-    bicubic = 0
-    for seed in range(60):
-        found = cropped("random", seed)[0]
-        same = [np.array_equal(found, cropped(name, seed)[0]) for name in INTERPOLATIONS]
-        assert sum(same) == 1
-        bicubic += same[1]
-    assert 18 < bicubic < 42
-
-
-@pytest.mark.parametrize("size", [(300, 260), (64, 64), (500, 65), (97, 101)])
-def test_resize_and_center_crop_are_torchvisions(
-    transforms: ModuleType, size: tuple[int, int]
-) -> None:
-    image, crop = PHOTO.resize(size), transforms.CenterCrop(56)
-    for side, shape in ((64, 64), ([48, 80], [48, 80])):
-        resize, theirs = one("resize", size=side), transforms.Resize(shape)(image)
-        pairs = [(made(resize, image), theirs)]
-        pairs.append((made(Compose([resize, one("center_crop", size=56)]), image), crop(theirs)))
-        for ours, expected in pairs:
-            assert abs(ours.astype(int) - np.asarray(expected, int)).max() <= 1
-    bicubic = made(one("resize", size=70, crop_ratio=0.875, interpolation="bicubic"), image)
-    theirs = transforms.Resize(80, transforms.InterpolationMode.BICUBIC)(image)
-    assert abs(bicubic.astype(int) - np.asarray(theirs, int)).mean() < 0.05
-
-
 def test_center_crop_pads_a_small_image_with_black() -> None:
     small = np.asarray(PHOTO.resize((20, 30)))
     pixels = made(one("center_crop", size=40), PHOTO.resize((20, 30)))
@@ -142,3 +111,59 @@ def test_random_crop_uses_every_position_and_pads_with_black() -> None:
     assert {made(crop, small, seed).tobytes() for seed in range(1000)} == windows
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), small)
+
+
+# Transforms of torchvision v2: the sample's own draws, and a late import.
+
+
+def picture(size: int = 24) -> Picture:
+    return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "ColorJitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    "GaussianBlur": {"kernel_size": 5, "sigma": [0.1, 2.0]},
+    "RandomAdjustSharpness": {"sharpness_factor": 2},
+    "RandomAffine": {"degrees": 30},
+    "RandomGrayscale": {"p": 0.5},
+    "RandomPosterize": {"bits": 3},
+    "RandomRotation": {"degrees": 30},
+    "RandomSolarize": {"threshold": 128},
+}
+
+
+@pytest.mark.parametrize("name", V2_NAMES)
+def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
+    image_root: Path, name: str
+) -> None:
+    """As torchvision makes them from the file itself: RGB, uint8."""
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    parameters = PARAMETERS.get(name, {})
+    transform, changed = one(f"v2.{name}", **parameters), 0
+    path = next((image_root / "train" / "dots").iterdir())
+    image = v2.functional.pil_to_tensor(Image.open(path))
+    for seed in range(4 if name == "ElasticTransform" else 12):
+        opened = open_picture(path.read_bytes(), "pillow")
+        ours = transform(opened, random.Random(seed)).pixels()
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        theirs = getattr(v2, name)(**parameters)(image)
+        assert (ours.dtype, theirs.shape) == (np.uint8, image.shape)
+        np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+        changed += not torch.equal(theirs, image)
+    assert changed
+
+
+def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> None:
+    """Also in a worker, which gets the transform without torchvision's."""
+    transform = one("v2.RandomErasing", p=1)
+    before = torch.get_rng_state()
+    first = transform(picture(), random.Random(1)).pixels()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    given = pickle.dumps(transform)
+    assert b"torchvision.transforms" not in given
+    for again in (transform, pickle.loads(given)):
+        np.testing.assert_array_equal(again(picture(), random.Random(1)).pixels(), first)
+    assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)

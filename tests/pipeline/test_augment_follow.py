@@ -9,7 +9,7 @@ from PIL import Image
 
 from pipeline.augment import TRANSFORMS, V2_NAMES, Compose, build, follow
 from pipeline.decode import JpegFile, Picture, open_picture
-from tests.pipeline.test_torchvision_transforms import PARAMETERS as V2
+from tests.pipeline.test_augment import PARAMETERS as V2
 from tests.reliability.odd_images import encoded, exif
 
 # An image that is its own mask: blocks of 20 px of two levels, without any symmetry.

@@ -16,7 +16,6 @@ class Gpu:
         self.now = 0.0
         self.finished = -1.0  # events recorded up to this time are finished
         self.waits: list[float] = []
-        self.external: list[Any] = []  # events that a CUDA graph may record
 
 
 @pytest.fixture
@@ -24,11 +23,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = Gpu()
 
     class Event:
-        def __init__(self, enable_timing: bool, external: bool = False) -> None:
+        def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
             self.time = -1.0
-            if external:
-                device.external.append(self)
 
         def record(self) -> None:
             self.time = device.now
@@ -98,49 +95,6 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
     assert gpu.waits == [61_000, 63_000, 67_000] and clock.shares() is None
 
 
-def test_points_within_a_graph_are_read_once_per_second(gpu: Gpu, clock: Clock) -> None:
-    """A graph records its events at each replay; the host waits for a step before the next one."""
-    found = started(cuda=True)
-    for number in range(8):
-        begin = gpu.now = 100 * number
-        found.begin_step(at_once(found))
-        gpu.now += 10  # another rank has no batch yet
-        found.mark("ready")
-        for place, point in enumerate(("computed", "averaged")):
-            gpu.now = begin + (40 + number, 70)[place]
-            if number == 0:
-                found.mark(point)  # type: ignore[arg-type]
-            else:  # the graph records the events of the first step
-                gpu.external[place].record()
-        gpu.now = begin + 90
-        found.end_step()
-        clock.now += 0.4
-    assert gpu.waits == [90.0, 390.0, 690.0]  # steps 0, 3 and 6
-    shares = found.shares(8)
-    assert shares is not None
-    assert list(found.parts) == [(30.0, 30.0), (33.0, 27.0), (36.0, 24.0)]
-    assert shares.drained == 0  # the host waited on purpose
-    assert shares.ranks == pytest.approx(80 / 790)
-
-
-@pytest.mark.parametrize("long", [0, 9])
-def test_long_steps_are_measured_no_more_often(gpu: Gpu, clock: Clock, long: int) -> None:
-    """One step of ten takes 1 s, the others 0.1 s."""
-    found = started(cuda=True)
-    for number in range(1000):
-        seconds = 1.0 if number % 10 == long else 0.1
-        found.begin_step(at_once(found))
-        found.mark("ready")
-        gpu.now += 1000 * seconds
-        found.mark("computed")
-        found.mark("averaged")
-        found.end_step()
-        clock.now += seconds
-    shares = found.shares(1000)
-    assert shares is not None and len(found.parts) >= 100
-    assert sum(own > 500 for own, _ in found.parts) < len(found.parts) / 5
-
-
 def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
     monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: next(waited))
@@ -164,19 +118,3 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
     assert shares.core == pytest.approx(3 / 32)
     assert shares.ranks == pytest.approx(3 / 32)
     assert shares.compute == pytest.approx(29 / 32)
-
-
-@pytest.mark.parametrize(
-    ("own", "figures"),
-    [
-        ((30.0, 32.0, 34.0, 36.0), []),  # too few steps were measured
-        ((30.0, 32.0, 34.0, 36.0, 38.0), [34.0, (10 / 5) ** 0.5, 4.0]),
-        # The slowest of ten, and the shortest exchange, have no effect.
-        ((30.0, 32.0, 34.0, 36.0, 38.0, *[34.0] * 4, 40.0), [34.0, (40 / 8 / 9) ** 0.5, 4.0]),
-    ],
-)
-def test_parts_of_the_measured_steps(own: tuple[float, ...], figures: list[float]) -> None:
-    """The mean, its standard error, and the exchange."""
-    clock = StepClock(cuda=False)
-    clock.parts.extend((ms, 40.0 - ms + 2.0) for ms in own)
-    assert list(clock._parts().values()) == pytest.approx(figures)

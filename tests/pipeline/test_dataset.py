@@ -2,34 +2,29 @@
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from conf import cli
-from conf.schema import Config, Data
+from conf.packages import import_torchvision
 from pipeline import index as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.batch import LABEL, Field, image_field
-from pipeline.build import DATASETS, Splits, build_datasets
+from pipeline.build import DATASETS
+from pipeline.class_names import imagenet_names, readable
 from pipeline.containers import Folder
-from pipeline.dataset import BadImageError, Dataset, FolderDataset
+from pipeline.dataset import BadImageError, FolderDataset
 from pipeline.decode import open_picture
-from pipeline.feed import open_feed
 from pipeline.index import load_index
-from tests.engine.plans import ALONE
 from tests.stored import as_tar, as_tars
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
@@ -78,47 +73,6 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
             assert label == expected["label"]
             crops.add(expected["image"].tobytes())
     assert len(crops) == 3 * 18  # never twice alike
-
-
-def test_bad_file_is_named_with_the_reason(changeable: Path) -> None:
-    dataset = open_dataset(changeable)
-    path = Path(dataset.name(7))
-    path.write_bytes(path.read_bytes()[:2000])
-    for reason in ("truncated", "No such file"):
-        with pytest.raises(BadImageError, match=f"^{path}: .*{reason}") as error:
-            dataset.load(0, 7)
-        assert "\n" not in str(error.value)
-        path.unlink(missing_ok=True)
-    dataset.load(0, 6)  # its neighbours are fine
-    dataset.load(0, 8)
-
-
-class WithFile(FolderDataset):
-    """Each image has a second file, which cannot be decoded."""
-
-    fields: ClassVar[Any] = {"image": image_field(48), "label": Field(np.float32)}
-
-    def targets(self, *_: Any) -> dict[str, Any]:
-        return {"label": open_picture(b"", "pillow").pixels().mean()}
-
-
-def test_an_unreadable_file_of_a_target_is_one_of_the_sample(image_root: Path) -> None:
-    files = open_dataset(image_root / "train")
-    dataset = WithFile(files.index, files.transform)
-    with pytest.raises(BadImageError, match=r"00\.jpg: UnidentifiedImageError"):
-        dataset.load(0, 0)
-    assert dataset.labels is None  # a number, and no class
-
-
-def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:
-    """Also if another transform comes before the resize."""
-    dataset = open_dataset(changeable)
-    Image.new("RGB", (1, 60_000)).save(dataset.name(0))
-    steps = [lambda p, rng: p.mirrored(), lambda p, rng: p.resized((256, 256 * 60_000))]
-    for chain in (steps, steps[1:]):
-        dataset.transform = Compose(chain)
-        with pytest.raises(BadImageError, match=rf"^{dataset.name(0)}: .* too narrow$"):
-            dataset.load(0, 0)
 
 
 def test_fingerprint_depends_on_the_sizes(changeable: Path, tmp_path: Path) -> None:
@@ -203,54 +157,26 @@ def test_stale_container_is_opened_anew(
 # The table of datasets, and what a dataset of somebody's own must define.
 
 
-class Grey(Dataset):
-    """What is required and nothing else."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self.count, self.size = count, size
-
-    def __len__(self) -> int:
-        return self.count
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return {"image": image_field(self.size), "label": LABEL}
-
-    def load(self, epoch: int, index: int) -> dict[str, Any]:
-        pixels = np.full((self.size, self.size, 3), (100 * epoch + index) % 256, np.uint8)
-        return {"image": pixels, "label": index % 2}
-
-    def name(self, index: int) -> str:
-        return f"grey {index}"
-
-    def fingerprint(self) -> str:
-        return f"{self.count} grey images"
-
-
-def grey(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    return Grey(8, train.image_size), Grey(4, val.image_size), ("even", "odd")
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setitem(DATASETS, "fake", grey)
-    return cli.load(["data=fake", "data.image_size=16", "loader.batch_size=4"])
-
-
 def test_every_dataset_of_the_table_has_a_group() -> None:
     assert set(DATASETS) <= {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_own_dataset_needs_only_the_required_methods(config: Config, workers: int) -> None:
-    datasets = build_datasets(config)
-    datasets.create_files()
-    assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
-    config = replace(config, loader=replace(config.loader, workers=workers))
-    with open_feed(config, datasets, ALONE) as feed:
-        labels = [batch["label"].tolist() for batch in feed.val.batches(0, feed.val_batches)]
-        assert labels == [[0, 1, 0, 1]]
-        assert len(list(feed.train.batches(0, 4))) == 4
-    assert datasets.train[3]["image"].max() == 3
-    datasets.train.epoch = 2
-    assert datasets.train[3]["image"].max() == 203
+# The table of ImageNet's classes.
+
+
+def test_table_of_imagenet() -> None:
+    """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
+    names = imagenet_names()
+    ids = list(names)
+    assert len(ids) == 1000 and ids == sorted(ids)
+    digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
+    assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
+    weights = import_torchvision().models.ResNet18_Weights.IMAGENET1K_V1
+    assert list(names.values()) == weights.meta["categories"]
+
+
+def test_readable() -> None:
+    assert readable("n01443537") == "goldfish" and readable("n02510455") == "giant panda"
+    for other in ("", "cat", "n00000000", "n0144353"):
+        assert readable(other) == other
+    assert len(set(imagenet_names().values())) == 1000  # a name stands for one class

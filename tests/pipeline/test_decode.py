@@ -1,7 +1,6 @@
 """Bytes to pixels: equal to Pillow's conversion for every kind of file in a dataset."""
 
 import io
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image, ImageOps
 from models.zoo import import_torchvision
 from pipeline import decode
 from tests.drawings import draw_image
-from tests.reliability.odd_images import KINDS, SIZE, drawn, encoded, exif, jpeg
+from tests.reliability.odd_images import KINDS, SIZE, encoded, exif, jpeg
 
 
 def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> decode.Picture:
@@ -163,26 +162,6 @@ def test_the_number_of_pixels_is_checked_before_decoding(
         decode.open_picture(data, decoder)
 
 
-def test_steps_are_computed_in_order() -> None:
-    """Also of a file whose first step is a resize, with and without the shrinking decoder."""
-    data = encoded(photo(333, 251))
-    whole = decode.Picture(opened(data).pixels())
-    for quick in (False, True):
-        pictures = [
-            source.resized((90, 80), (10, 20, 300, 250), quick=quick)
-            .mirrored()
-            .cropped((-5, 3, 60, 90))
-            .resized((40, 50), (0, 0, 30, 40), quick=True)
-            for source in (opened(data), whole)
-        ]
-        ours, theirs = (picture.pixels() for picture in pictures)
-        assert abs(ours.astype(int) - theirs).mean() < (1.5 if quick else 1e-9)
-        first = decode.Picture(pictures[0].source, pictures[0].geometry[:1]).pixels()
-        flipped = decode.Picture(np.ascontiguousarray(first[:, ::-1])).cropped((-5, 3, 60, 90))
-        expected = decode.resize(flipped.pixels()[:40, :30], (40, 50), "bilinear")
-        np.testing.assert_array_equal(ours, expected)
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None:
@@ -198,17 +177,3 @@ def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None
         exact = decode.resize(levels.astype(np.float32), (70, 33), interpolation)
         assert (small.dtype, small.shape) == (dtype, (33, 70, channels))
         assert abs(small.astype(float) - exact).max() <= {np.uint8: 2, np.float32: 0}[dtype]
-
-
-def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
-    """And torch prints no warning about it."""
-    picture = decode.Picture(np.asarray(drawn()))
-    pixels = picture.pixels()
-    assert not pixels.flags.writeable
-    torch.set_warn_always(True)  # it would warn once a process, and have done so in an earlier test
-    try:
-        with warnings.catch_warnings(action="error"):
-            assert torch.from_dlpack(pixels).data_ptr() == pixels.ctypes.data
-            picture.mirrored().resized((20, 30)).pixels()
-    finally:
-        torch.set_warn_always(False)

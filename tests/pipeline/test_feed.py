@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from conf import cli
-from conf.schema import Config, Data, UserError
+from conf.schema import Config, UserError
 from pipeline import feed, machine
-from pipeline.build import check_channels, choose_modes
+from pipeline.build import choose_modes
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.feed import is_measured
 from tests.pipeline.loaders import Files, Late, assert_equal, opened, training, validation
-from tests.pipeline.test_dataset import Grey
+from tests.pipeline.test_fields import Noise, only
 
 
 class Moded(FolderDataset):
@@ -68,7 +68,7 @@ def test_workers(
         ("auto", Files(128), "cpu", 15, False),
         ("15", Files(128), "cuda", 15, False),
         ("auto", FakeDataset(128, 2, 24), "cuda", 15, False),
-        ("auto", Grey(128, 24), "cuda", 15, True),
+        ("auto", Noise(128, only("image", "mask")(24)), "cuda", 15, True),
         ("auto", Files(127), "cuda", 15, False),  # a short epoch
         ("auto", Files(128, 0.9), "cuda", 4, False),  # small files
         ("auto", Files(128, 0.9), "cuda", 3, True),
@@ -92,14 +92,6 @@ def test_decoder_and_modes() -> None:
     assert choose_modes(small(), plain, "gpu") == ("cpu",)
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: there is none here; give one of au"):
         choose_modes(small("loader.decoder=gpu"), plain)
-
-
-def test_values_for_each_channel() -> None:
-    for mean, std, channels in (([0.5] * 5, [0.2], 5), ([0.5], [0.2], 1), ([0.5], [0.2] * 3, 3)):
-        check_channels(Data(mean=mean, std=std), channels)
-    message = r"^data\.std: has 3 values, the images have 5 channels; give one value per channel$"
-    with pytest.raises(UserError, match=message):
-        check_channels(Data(mean=[0.5] * 5), 5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,3 +118,6 @@ def test_modes_change_between_iterations(image_root: Path, workers: int) -> None
                 assert pool.active == max(1, workers)
                 assert_equal(validation(feed), validated)
             assert pool.active == 1 and pool.pids == pids
+        before, dataset.refuses = dataset.made, True  # then this process loads the images
+        assert_equal(training(feed), expected)
+        assert dataset.made == before

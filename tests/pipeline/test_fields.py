@@ -19,7 +19,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.ring import LoaderError
 from tests.batches import batch_of
 from tests.engine.plans import ALONE
-from tests.pipeline.loaders import loaded, open_loader
+from tests.pipeline.loaders import loaded
 
 CPU = torch.device("cpu")
 SIDE = 12
@@ -136,24 +136,6 @@ def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str, workers: 
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
     ):
         list(feed.train.batches(0, 3))
-
-
-def test_a_sample_may_lack_a_partial_field() -> None:
-    """Its memory is left as it was, and the other fields arrive."""
-
-    class Short(Noise):
-        def load(self, epoch: int, index: int) -> dict[str, Any]:
-            sample = super().load(epoch, index)
-            return sample | {"box": [index, index]} if index % 3 else {"image": sample["image"]}
-
-    dataset = Short(8, only("image")(SIDE) | {"box": Field(np.float32, (2,), partial=True)})
-    with open_loader(dataset, workers=0, slots=2) as loader:
-        loader.ring.memory["box"].array[:] = 77
-        for batch in loader.batches(0, 2):
-            expected = [index if index % 3 else 77 for index in batch.samples[:, 1].tolist()]
-            assert batch.fields["box"].tolist() == [[each, each] for each in expected]
-            assert batch.fields["image"].any(dim=(1, 2, 3)).all()
-    assert Batch.zeros(dataset.fields, CPU).fields.keys() == {"image"}
 
 
 @pytest.mark.parametrize(

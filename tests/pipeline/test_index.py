@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from conf.schema import UserError
 from pipeline import index as module
 from pipeline.decode import FORMATS
 from pipeline.index import Index, load_index
@@ -63,30 +62,19 @@ def unseen_change(folder: Path) -> Iterator[None]:
 def test_images_at_any_depth_in_the_order_of_their_names(tmp_path: Path) -> None:
     """Labels equal those of torchvision's ImageFolder: sorted by bytes, 10 before 2."""
     names = [f"{c}/{n}.jpg" for c in ("b", "B", "10", "2", "é") for n in (10, 9, 1)]
-    names += ["b/2.JPEG", "b/deep/er/3.png", "b/folder.jpg/8.webp"]
+    names += ["b/2.JPEG", "b/deep/er/3.png", "b/folder.jpg/8.webp", "b/new\nline.jpg"]
+    names += ["b/\udcff\udcfe.jpg"]  # no UTF-8
     others = ["b/notes.txt", "b/5.jpg.part", "b/jpg", "readme.jpg"]
     others += ["b/.hid/6.jpg", "b/._7.jpg", ".git/7.jpg"]
-    make(tmp_path / "one", *names, *others)
+    age(make(tmp_path / "one", *names, *others))
     make(tmp_path / "two", *reversed(names))
-    index = load_index(tmp_path / "one", key="data.train")
-    assert index.classes == ("10", "2", "B", "b", "é")
-    assert content(index) == [(name.split("/")[0], name) for name in sorted(names)]
-    assert paths(tmp_path / "two") == sorted(names)
-
-
-def test_undecodable_and_unusual_names(tmp_path: Path) -> None:
-    names = [
-        b"caf\xe9/\xff\xfe.jpg",
-        b"caf\xe9/new\nline.jpg",
-        "日本/ü.jpg".encode(),
-        b"-x/$(r).jpg",
-    ]
-    age(make(tmp_path / "root", *names))
+    expected = sorted(names, key=os.fsencode)
     for _ in range(2):  # scanned, then read from the cache
-        index = load_index(tmp_path / "root", key="data.train")
-        assert sorted(os.fsencode(path) for _, path in content(index)) == sorted(names)
+        index = load_index(tmp_path / "one", key="data.train")
+        assert index.classes == ("10", "2", "B", "b", "é")
+        assert content(index) == [(name.split("/")[0], name) for name in expected]
         assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
-        assert len(index.fingerprint()) == 64
+    assert paths(tmp_path / "two") == expected
 
 
 def test_links(tmp_path: Path) -> None:
@@ -136,18 +124,6 @@ def test_endings_are_those_of_the_formats_that_are_decoded() -> None:
         end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
     }
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, "file", "empty/1.jpg", "empty/.cache/2.jpg", "some/full/1.jpg", "some/no/a.txt")
-    for root, says in (
-        ("missing", "no such folder"),
-        ("file", "no such folder"),
-        ("empty", "no class folders"),
-        ("some", "class folder no holds no images"),
-    ):
-        with pytest.raises(UserError, match=f"^data.val={tmp_path / root}: {says}"):
-            load_index(tmp_path / root, key="data.val")
 
 
 # The cache.
@@ -205,21 +181,16 @@ def test_damaged_or_foreign_cache_is_scanned_again(
     expected = paths(root)
     (stored,) = cache.glob("*.npz")
     good, rng = stored.read_bytes(), random.Random(0)
-    damaged = [good[: rng.randrange(len(good))] for _ in range(5)]
-    damaged += [b"", b"<html>quota exceeded</html>"]
-    flipped = [*range(60, 120), *(rng.randrange(len(good)) for _ in range(20))]
-    for byte in flipped:  # counted from the end, where the directory of the zip file lies
-        damaged.append((int.from_bytes(good) ^ 1 << 8 * byte + 7).to_bytes(len(good)))
-    for data in damaged:
-        stored.write_bytes(data)
+    for data in (b"", b"<html>quota exceeded</html>", good[: len(good) // 2], *[good] * 80):
+        damaged = bytearray(data)
+        if data == good:
+            damaged[rng.randrange(len(good))] ^= 128
+        stored.write_bytes(damaged)
         assert paths(root) == expected
+    monkeypatch.setattr(module, "CACHE_FORMAT", module.CACHE_FORMAT + 1)
     with unseen_change(root / "b"):
         make(root, "b/4.jpg")
-    assert paths(root) == expected
-    monkeypatch.setattr(module, "CACHE_FORMAT", module.CACHE_FORMAT + 1)
     assert paths(root) == [*expected, "b/4.jpg"]
-    monkeypatch.chdir(tmp_path)
-    assert paths(Path("root")) == [*expected, "b/4.jpg"]
     # One for each format, written under another name and renamed.
     assert len(os.listdir(cache)) == 2 and stored.name in os.listdir(cache)
 

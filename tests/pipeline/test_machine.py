@@ -1,7 +1,6 @@
 """Resources of this process: control groups, cores, memory, open files."""
 
 import math
-import os
 import resource
 import sys
 from functools import partial
@@ -65,11 +64,6 @@ def test_cores_for_workers(
     assert machine.cores_for_workers(ranks) == workers
 
 
-def test_system_without_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert machine.cores() == os.cpu_count()
-
-
 # Open files.
 
 LIMITS = """
@@ -85,19 +79,3 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(hard: int) -> No
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, hard))
     done = run_command([sys.executable, "-c", LIMITS], preexec_fn=limit)
     assert done.stdout.split() == [str(hard)] * 2
-
-
-def test_infinite_hard_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """setrlimit(2) of macOS refuses an infinite soft limit."""
-    infinite = 2**63 - 1
-    limits = [256, infinite]
-
-    def setrlimit(_: int, new: tuple[int, int]) -> None:
-        if new[0] > machine.OPEN_MAX:
-            raise ValueError("current limit exceeds maximum limit")
-        limits[:] = new
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    machine.raise_file_limit()
-    assert limits == [machine.OPEN_MAX, infinite]

@@ -26,7 +26,6 @@ from pipeline.ring import (
     Pool,
     Ring,
     Task,
-    slots_needed,
 )
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
@@ -233,17 +232,6 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
         assert len(places) == 5
 
 
-@pytest.mark.parametrize("batch_size", [8, 32, 100, 1024])
-@pytest.mark.parametrize(("workers", "prefetch_factor"), [(0, 4), (1, 1), (15, 1), (15, 4)])
-def test_ring_has_room_for_the_workers_and_the_prefetcher(
-    batch_size: int, workers: int, prefetch_factor: int
-) -> None:
-    slots = slots_needed(batch_size, workers, prefetch_factor, 2)
-    ahead = slots - 3  # the prefetcher may use two and the step one
-    assert ahead >= 1
-    assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
-
-
 # Workers that die.
 
 
@@ -268,17 +256,6 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
             drain(batches)
     os.close(trap.writer)
     assert not is_running(pid)
-
-
-def test_a_worker_that_dies_idle_is_noticed(image_root: Path) -> None:
-    """As when the host runs out of memory during a validation."""
-    with open_loader(crops(image_root / "train"), workers=1) as loader:
-        drain(loader.batches(0, 2))
-        (pid,) = loader.pool.pids
-        os.kill(pid, signal.SIGKILL)
-        wait_for("it has ended", lambda: not is_running(pid))
-        with pytest.raises(LoaderError, match=rf"^loader worker {pid} died \(SIGKILL"):
-            drain(loader.batches(2, 4))
 
 
 # Signals by the hundred from before the first worker starts; then a worker that reads a FIFO.
@@ -349,25 +326,16 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
 # Files that cannot be read.
 
 
-@pytest.mark.parametrize(
-    ("workers", "limit", "reason"),
-    [
-        (0, None, "run scripts/doctor.py --all .*; data.on_error=skip skips unreadable"),
-        (2, None, "run scripts/doctor.py --all .*; data.on_error=skip skips unreadable"),
-        # An image of another class would have another label.
-        (2, 1.0, "none of its 11 replacements can be read either"),
-    ],
-)
-def test_a_class_of_unreadable_files_ends_the_run(
-    changeable: Path, workers: int, limit: float | None, reason: str
-) -> None:
+def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
+    """An image of another class would have another label."""
     dataset = crops(changeable)
     for index in range(12, 24):
         path = Path(dataset.name(index))
         path.write_bytes(path.read_bytes()[:-500])
+    reason = "none of its 11 replacements can be read either"
     message = rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"
     with (
-        open_loader(dataset, workers=workers, max_bad_fraction=limit) as loader,
+        open_loader(dataset, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=message),
     ):
         drain(loader.batches(0, 9))
@@ -409,41 +377,31 @@ def test_unreadable_file_is_skipped_and_counted(
 
 
 class Buggy:
-    """A transform that fails for some images."""
+    """A transform that fails for some images, before or after it decodes the file."""
 
-    def __init__(self, error: Exception, *, before: bool) -> None:
-        self.error, self.before = error, before
+    def __init__(self, before: bool) -> None:
+        self.before = before
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        if self.before and picture.size[0] % 2:
-            raise self.error
-        picture = picture.resized((SIZE, SIZE))  # decodes the file
+        if not self.before:
+            picture = picture.resized((SIZE, SIZE))
         if rng.random() < 0.5:
-            raise self.error
-        return picture
+            raise OSError("no table")
+        return picture.resized((SIZE, SIZE))
 
 
-@pytest.mark.parametrize(
-    ("workers", "error", "before"),
-    [(0, KeyError("gamma"), True), (2, OSError("no table"), True), (0, OSError("no table"), False)],
-)
+@pytest.mark.parametrize(("workers", "before"), [(2, True), (0, False)])
 def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
-    image_root: Path,
-    caplog: pytest.LogCaptureFixture,
-    workers: int,
-    error: Exception,
-    before: bool,
+    image_root: Path, caplog: pytest.LogCaptureFixture, workers: int, before: bool
 ) -> None:
-    """Before or after it decodes the file."""
     dataset = crops(image_root / "train")
-    dataset.transform = Compose([Buggy(error, before=before)], SIZE)
-    kind = type(error).__name__
+    dataset.transform = Compose([Buggy(before)], SIZE)
     with (
         open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
-        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: {kind}.*traceback above$"),
+        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
     ):
         drain(loader.batches(0, 4))
     assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
-    assert trace.startswith("Traceback ") and "in __call__\n    raise self.error\n" in trace
-    assert trace.splitlines()[-1].startswith(kind)
+    assert trace.startswith("Traceback ") and trace.splitlines()[-1].startswith("OSError")
+    assert 'in __call__\n    raise OSError("no table")\n' in trace

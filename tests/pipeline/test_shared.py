@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from conf.schema import UserError
 from pipeline.shared import SharedArray, page_locked, page_locked_bytes
-from tests.limits import file_size_limit
+from tests.limits import file_size_limit, soft_limit
 from tests.processes import HANGS_SECONDS, needs_linux
 
 
@@ -72,6 +73,9 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
     with file_size_limit(4096), pytest.raises(UserError, match="cannot be allocated"):
         SharedArray((4097,), np.uint8)
     assert descriptors() == before
+    message = r"^the limit of 0 open files is too low; raise ulimit"
+    with soft_limit(resource.RLIMIT_NOFILE, 0), pytest.raises(UserError, match=message):
+        SharedArray((1,), np.uint8)
 
 
 @pytest.mark.parametrize("most", [9, 1])

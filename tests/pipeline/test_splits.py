@@ -77,15 +77,6 @@ def test_folds_are_disjoint_and_cover_all(flat: Path, folds: int) -> None:
     )
 
 
-def test_too_few_images_for_the_folds(image_root: Path, flat: Path) -> None:
-    given = "data.val_fold=2/13"
-    assert refusal(flat, val_fold="2/13") == (
-        f"{given}: class checks has 12 of the 13 images that it needs; add images, or remove the "
-        "class"
-    )
-    assert refusal(image_root, val_fold="2/13").startswith(f"{given}: there is a validation split")
-
-
 def test_the_same_images_are_held_out_of_every_storage(
     flat: Path, image_root: Path, tmp_path: Path
 ) -> None:
@@ -113,9 +104,3 @@ def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
         path.unlink()
     assert "class dots has 1 of the 2 images that it needs; " in refusal(flat, val_fraction=0.1)
     assert "holds checks, dots, stripes: correct data.root, write data.val=" in refusal(flat)
-
-
-def test_a_split_of_another_name(image_root: Path) -> None:
-    only_test = refusal(image_root, train="test", val="test")  # of evaluate.py data.val=test
-    assert only_test.startswith(f"data.val={image_root}/test: no such folder; ")
-    assert "write data.val=FOLDER if it has another name, or" in only_test

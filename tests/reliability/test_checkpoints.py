@@ -21,7 +21,6 @@ from engine.run import Run, run_facts
 from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.engine.plans import ALONE
-from tests.figures import Record
 from tests.results import same
 
 OPTIONS = ("train.epochs=1", "train.ema_decay=0.9", "loader.workers=0")
@@ -186,11 +185,6 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damage_is_detected(
-    count: int, taken: Path, content: Content, path: Path, figure: Record
-) -> None:
+def test_damage_is_detected(count: int, taken: Path, content: Content, path: Path) -> None:
     whole = taken.read_bytes()
-    missed = [seed for seed in range(count) if not detected(whole, path, seed, content)]
-    if count == 1000:
-        figure("damaged checkpoints detected", count - len(missed), count)
-    assert not missed
+    assert not [seed for seed in range(count) if not detected(whole, path, seed, content)]

@@ -1,7 +1,7 @@
 """Whatever ends a run, at any instant: the same command, given again, ends with the same weights.
 
 A seed draws the instants, what is killed, and the workers, the decoder and the storage of each
-start. Kills between the system calls of a checkpoint are in tests/engine/test_order_of_writes.py.
+start.
 """
 
 import json
@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.figures import Record
-from tests.processes import Started, is_running, processes, wait_for
+from tests.processes import is_running, wait_for
 from tests.ranks import Job, Ranks
 from tests.results import logged_steps, rows, same, stored
-from tests.small_run import command, torchrun
+from tests.small_run import command
 from tests.stored import as_tar, as_tars
 
-ROW = "runs ended at random instants, final weights equal"
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 # 36 images in batches of 12: 18 steps, validated after steps 9 and 18.
 RUN = [
@@ -116,22 +114,17 @@ def check(seeds: range, size: int, roots: list[Path], tmp_path: Path, ranks: Ran
     return wrong
 
 
-@pytest.mark.parametrize(("first", "size"), [(0, 1), (4, 1), (8, 2)])
+HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "size"),
+    [(0, 4, 1), (4, 4, 1), (8, 4, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in HUNDRED)],
+)
 def test_ends_at_random_instants(
-    first: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks
+    first: int, count: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks
 ) -> None:
-    assert not check(range(first, first + 4), size, roots, tmp_path, ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "size"), [(100, 1), (125, 1), (150, 2), (175, 3)])
-def test_100_ends_at_random_instants(
-    first: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks, figure: Record
-) -> None:
-    seeds = range(first, first + 25)
-    wrong = check(seeds, size, roots, tmp_path, ranks)
-    figure(ROW, len(seeds) - len(wrong), len(seeds))
-    assert not wrong
+    assert not check(range(first, first + count), size, roots, tmp_path, ranks)
 
 
 # Several ranks.
@@ -163,17 +156,3 @@ def test_a_rank_that_is_lost_ends_the_others(
         done = job.wait()
     assert done.returncode == 1
     assert number == KILL or "Timed out waiting 10000ms" in done.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_the_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """One of three is killed. The sum of their gradients depends on their order."""
-    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "console"
-    options = [*RUN, "train.epochs=24", "loader.workers=0"]
-    assert ranks.run(command(image_root, whole, *options), 3).returncode == 0
-    start = torchrun(command(image_root, folder, *options), 3, "--max-restarts=1")
-    with log.open("w") as console, Started(start, stdout=console, stderr=console) as process:
-        wait_for("10 steps", lambda: logged_steps(folder) >= 10, process)
-        os.kill(max(pid for pid, one in processes().items() if one.parent == process.pid), KILL)
-        assert process.wait() == 0, log.read_text()
-    assert is_whole(folder, whole)

@@ -1,12 +1,24 @@
-"""What rank 0 prints: the table of rows and the results."""
+"""What rank 0 prints: the setup, the table of rows and the results."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
-from engine.log.console import duration, header, outcome, train_line, val_line
+from conf import cli
+from engine.log.console import header, outcome, train_line, val_line
+from engine.log.introduction import facts
+from engine.log.meter import Interval, Meter, train_row
+from engine.schedule import Schedule, setup_notes
 from engine.scores import BestBy
+from pipeline.build import Datasets, build_datasets
+from pipeline.clock import Shares
+from pipeline.dataset import FakeDataset
+from tests.engine.plans import ALONE, WAITED, compute, schedule
 
 TOP1 = BestBy.of("top1")
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
@@ -51,19 +63,6 @@ def test_table() -> None:
     assert other == f"{text}; raw model: top1 59.00 %, top5 94.00 %"
 
 
-def test_table_of_another_task() -> None:
-    """The column has the value of train.best_by, and the training step need not return it."""
-    by = BestBy.of("-mean_error")
-    row = {**VAL, "mean_error": 0.12345, "share": 0.5}
-    line = val_line(row, ["loss", "mean_error", "share"], by, 10, best=False)
-    assert line.split()[:5] == ["2.00/10", "20", "0.5000", "0.1235", "validation:"]
-    assert "share 0.5, 500 images" in line
-    assert len(train_line(TRAIN, {"loss": 1.0}, by, 10)) == len(header(by))
-    by = BestBy.of("macro_recall")
-    line = train_line(TRAIN, {"loss": 1.0, "top1": 50.0}, by, 10)
-    assert line[len(header(by)) :] == "  top1 50.00 %"
-
-
 def test_outcome(tmp_path: Path) -> None:
     assert outcome(tmp_path, SUMMARY, resumes=True) == [
         "",
@@ -77,34 +76,90 @@ def test_outcome(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"signal": 15}, "resume    run the same command again to resume"),
-        ({"status": "interrupted"}, "status    interrupted after 1,500 steps, 10 epochs, in 1:05"),
-        ({"values": []}, "result    not validated"),
-        ({"best_top1": None}, "result    top1 71.25 %, top5 90.50 %"),
-        (
-            {"of an observer": {"line": "recipe    within 71 +/- 0.5"}},
-            "recipe    within 71 +/- 0.5",
-        ),
-    ],
-)
-def test_other_outcomes(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
-    assert line not in outcome(tmp_path, SUMMARY, resumes=True)
-    assert line in outcome(tmp_path, {**SUMMARY, **changes}, resumes=True)
+# The lines before the first step.
 
 
-def test_files_of_an_outcome(tmp_path: Path) -> None:
-    folder = tmp_path / "a run"
-    (folder / "tensorboard").mkdir(parents=True)
-    changes = {"signal": 15, "unreadable_images": 0, "best_checkpoint": None}
-    lines = outcome(folder, SUMMARY | changes, resumes=False)
-    assert f"curves    tensorboard --logdir '{folder}'" in lines
-    assert not any(line.startswith(("resume", "skipped", "best")) for line in lines)
+def lines(given: Schedule, model: nn.Module | None = None, **changes: Any) -> list[str]:
+    splits = FakeDataset(given.images, 10, 224), FakeDataset(20, 10, 256)
+    datasets = Datasets(*splits, tuple("abcdefghij"), 224, 256)
+    return list(facts(datasets, given, compute(**changes), model or nn.BatchNorm2d(1)))
 
 
-def test_duration() -> None:
-    expected = {0: "0:00", 59.4: "0:59", 59.6: "1:00", 3599: "59:59", 3600: "1:00:00"}
-    expected[90061] = "25:01:01"
-    assert {seconds: duration(seconds) for seconds in expected} == expected
+def test_lines() -> None:
+    text = "\n".join(lines(schedule(1_281_167, 256, 90)))
+    for part in (
+        "1,281,167 training and 20 validation images, 10 classes",
+        "450,411 of 256 images, 5,004.6 per epoch, 90 epochs",
+        "25.56 M parameters, 8.18 GFLOP forward per 224 px image; validated at 256 px",
+        "cpu, fp32, compile off",
+    ):
+        assert part in text
+    early = lines(schedule(100, 10, 5, 33, ranks=2), channels_last=True)
+    steps = "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch, 5 epochs are 50 steps: stops"
+    assert f"steps    {steps} early" in early
+    assert "device   cpu, fp32, channels_last, compile off" in early
+
+
+def test_notes(image_root: Path, tmp_path: Path) -> None:
+    def notes(*words: str) -> list[str]:
+        given = cli.load([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
+        return setup_notes(given, build_datasets(given), ALONE)
+
+    assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
+    few, same = notes(f"data.root={image_root}", "data.val=train", "loader.batch_size=36")
+    assert few.startswith(
+        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
+        "loader.batch_size=8 optim.lr="
+    )
+    assert same.startswith("data.val holds the training images")
+
+    root = tmp_path / "scans"
+    for number, split in enumerate(("train/a", "train/b", "val/a", "val/b")):
+        (root / split).mkdir(parents=True)
+        levels = np.full((8, 8), 4095 - number, np.uint16)  # 12 of 16 bits
+        Image.fromarray(levels).save(root / split / "dark.png")
+        Image.new("RGBA", (8, 8), (0, 0, 0, number)).save(root / split / "clear.png")
+        Image.new("RGBA", (8, 8), "red").save(root / split / "opaque.png")
+    dark, clear = notes(f"data.root={root}", "loader.batch_size=1")
+    assert dark.startswith("the 16-bit images have levels up to 4,095 of 65,535") and "16" in dark
+    assert clear.startswith("2 of 6 images looked at have transparent pixels")
+
+
+# What the log rows hold.
+
+
+def values(**named: float) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, requires_grad=True) for name, value in named.items()}
+
+
+def test_an_interval_is_read_one_step_late() -> None:
+    """Values added between `send` and `read` belong to the next interval."""
+    meter = Meter(ALONE)
+    assert meter.read() is None
+    meter.add(values(loss=1.0, top1=25.0))
+    meter.add(values(loss=2.0, top1=50.0))
+    meter.send(2)
+    meter.add(values(loss=1000.0, top1=0.0))
+    assert meter.read() == Interval(2, 2, {"loss": 1.5, "top1": 37.5})
+    assert meter.read() is None and meter.steps == 1
+    meter.send(3)
+    assert meter.read() == Interval(3, 1, {"loss": 1000.0, "top1": 0.0})
+
+
+def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:
+    """Of steps 1 to 4 of 100, which have 16 of 36 images."""
+    given = schedule(36, 16, 300, 100, ranks=ranks)
+    computed = compute(name=device, precision="bf16", flops=10**12)
+    return train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), shares, given, computed)
+
+
+def test_row_of_an_interval() -> None:
+    row = row_of(WAITED._replace(rate=4 * 16 / 2))
+    assert row["images_per_second"] == 4 * 16 / 2 and row["seconds_left"] == 96 * 16 / 32
+    assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)
+    assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
+    assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
+    assert not row.keys() & {"mfu", "ranks_wait_fraction"}
+    row = row_of(WAITED._replace(ranks=0.04, rate=32 / 2), ranks=2, device="NVIDIA H200")
+    assert row["ranks_wait_fraction"] == 0.04
+    assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)

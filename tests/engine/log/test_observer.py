@@ -81,18 +81,7 @@ def test_one_that_fails_is_one_warning(
     assert f"Recorder: OSError: no {event}; training continues" in warning
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("{module}:Refusing", "^log.observers: not on a Sunday$"),
-        ("{module}:Missing", "log.observers={module}:Missing: {module} has no Missing"),
-        ("{{{module}:Recorder: {{fail: end}}}}", "log.observers: {module}:Recorder: got an unexp"),
-        ("os.path:join", "log.observers=os.path:join: there is no os/path.py in "),
-    ],
-)
-def test_a_mistake_ends_the_run_before_its_first_step(
-    entry: str, message: str, image_root: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message.format(module=__name__)):
-        observed(image_root, tmp_path / "run", entry)
-    assert not CALLS and (tmp_path / "run").exists() == ("Sunday" in message)
+def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
+        observed(image_root, tmp_path / "run", "{module}:Refusing")
+    assert not CALLS and (tmp_path / "run").exists()

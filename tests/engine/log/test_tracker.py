@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conf.compose import load
-from engine.log.sheet import draw_batch
+from engine.log.sheet import draw_batch, rgb
 from engine.log.tracker import Tracker
 from pipeline.batch import ImageFormat
 from tests.batches import batch_of
@@ -81,19 +80,6 @@ def curves(folder: Path) -> EventAccumulator:
 
 def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
-
-
-def test_rows_are_not_buffered(tmp_path: Path) -> None:
-    with Tracker(tmp_path, SILENT) as tracker:
-        tracker.row(train_row(1))
-        (train,) = rows(tmp_path)
-        tracker.row(val_row(1))
-        assert rows(tmp_path) == [train, val_row(1)]
-        tracker.images(drawn("train/images"), 0)
-        tracker.flush()
-    expected = {key.replace("/", "_"): value for key, value in train_row(1).items()}
-    assert train == {**expected, "images_per_second": 1234.57}
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
 def test_after_restarts(tmp_path: Path) -> None:
@@ -204,18 +190,6 @@ def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
 
 
-def test_tensorboard_is_not_installed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    start(tmp_path, 0, [10])
-    (record,) = caplog.records
-    assert "TensorBoard: " in record.getMessage()
-    assert record.getMessage().endswith("training continues without it; pip install tensorboard")
-    assert len(rows(tmp_path)) == 1
-
-
 def test_other_ranks_report_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,19 +198,6 @@ def test_other_ranks_report_nothing(
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
     start(tmp_path, 0, [10])
     assert capsys.readouterr().out == "a line\n"
-
-
-def test_failure_to_draw_keeps_the_curves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> dict[str, Image.Image]:
-        raise ValueError("image 1 cannot be read")
-
-    with Tracker(tmp_path, CONFIG) as tracker:
-        for step in (20, 40):
-            tracker.images(fail, step)
-            tracker.row(val_row(step))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("images: ValueError: image 1 cannot")
-    assert curve(curves(tmp_path), "val/top1") == [(20, 60), (40, 60)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -254,3 +215,21 @@ def test_images_are_shown_without_normalisation(device: str) -> None:
         y, x = 56 + i // 4 * 254, 24 + i % 4 * 200
         tile = shown[y : y + 176 : 32, x : x + 176 : 32]
         assert np.array_equal(tile, pixels[i].permute(1, 2, 0))
+
+
+GREY = [[[10] * 3, [255] * 3]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype", "expected"),
+    [
+        ([[[1, 2, 3]]], "uint8", [[[1, 2, 3]]]),
+        ([[[10], [255]]], "uint8", GREY),
+        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GREY),
+        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
+    ],
+)
+def test_images_of_any_channels_and_dtype(levels: object, dtype: str, expected: object) -> None:
+    """The last one has two frames, and a level above 1."""
+    found = rgb(np.array(levels, dtype))
+    assert found.dtype == np.uint8 and found.tolist() == expected

@@ -6,7 +6,7 @@ measurements.
 
 import json
 import os
-import shutil
+import sys
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from engine import checkpoint
 from engine.tune import tune
 from pipeline import decode
 from tests import small_run
-from tests.engine.tune.tuning import choose, measure_on_cpu
+from tests.engine.tune.tuning import measure_on_cpu
 from tests.processes import family, wait_for
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
@@ -121,55 +121,44 @@ def test_without_a_measurement(
             file.write_text(json.dumps({**answer_of(file.parent), "machine": ["another"]}))
 
 
-def test_unreadable_file_during_the_measurement(
-    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Training would read it a moment later."""
-    before = family(os.getpid())
-    root = shutil.copytree(image_root, tmp_path / "images")
-    broken = next((root / "train").rglob("*.jpg"))
-    broken.write_bytes(broken.read_bytes()[:2000])
-    assert train.main(compose(root, tmp_path / "run")) == 1
-    assert f"train.py: {broken}: " in capfd.readouterr().err
-    assert not (tmp_path / "run" / "autotune.json").exists()
-    no_process_is_left(before)
+# Each rank writes what it has chosen.
+CHOOSES = """
+import json, os, sys
+import train
+from conf import cli
+from engine.tune.tune import Tuner
+from tests.engine.tune.tuning import choose, measure_on_cpu
+from tests.toy import TASK
 
+def recorded(tuner):
+    answer = measure(tuner)
+    found = [answer["mode"], tuner.feed.train.loader.pool.active, answer["alone"]]
+    with open(f"{sys.argv[1]}/found-{os.environ['RANK']}.json", "w") as file:
+        json.dump(found, file)
+    return answer
 
-def test_the_chosen_mode_is_part_of_the_run(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A resumed run keeps it without another measurement; the weights are those of a given mode."""
-    choose(monkeypatch.setattr, "gpu")
-    for steps, last_line in ((4, "measured in "), (9, "from an earlier start")):
-        capfd.readouterr()
-        config = compose(image_root, tmp_path / "run", MODES, f"train.max_steps={steps}")
-        summary = train.train(config)
-        lines = tuning(capfd.readouterr().out)
-        assert lines[-1].startswith(last_line)
-        assert pixels_after(tmp_path / "run", steps) == answer_of(tmp_path / "run")["mode"] == "gpu"
-    given = compose(image_root, tmp_path / "given", MODES, "loader.decoder=gpu", "loader.workers=1")
-    assert summary["params_sha256"] == train.train(given)["params_sha256"]
+measure, Tuner.measure = Tuner.measure, recorded
+measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
+choose(setattr, "gpu")
+vars(train).update(TASK)
+sys.exit(train.main(cli.load(sys.argv[2:])))
+"""
 
 
 @pytest.mark.slow
-def test_ranks_choose_together(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
-) -> None:
+def test_ranks_choose_together(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """All ranks get the same setting, and the weights that it gives without a measurement.
 
     There are three ranks because a sum of two numbers does not depend on their order.
     """
-    monkeypatch.setenv("CHOOSES", "gpu")
-    hashes = []
+    script, hashes = tmp_path / "chooses.py", []
+    script.write_text(CHOOSES)
     for decoder, workers in (("auto", "auto"), ("gpu", "1")):
         folder = tmp_path / decoder
         options = [f"loader.decoder={decoder}", f"loader.workers={workers}", MODES]
         options += ["optim=adamw", "train.ema_decay=0.9", "loader.batch_size=12"]
-        command = small_run.command(image_root, folder, *options)
-        done = ranks.run(small_run.measured(command, tmp_path), 3)
+        words = small_run.overrides_of(image_root, folder, *options)
+        done = ranks.run([sys.executable, str(script), str(tmp_path), *words], 3)
         assert done.returncode == 0, done.stderr
         hashes.append(json.loads((folder / "summary.json").read_text())["params_sha256"])
         assert pixels_after(folder, 6) == "gpu"
@@ -177,10 +166,6 @@ def test_ranks_choose_together(
             assert tuning(done.stdout)[-1].startswith("measured in ")
             assert done.stdout.count("the step takes ") == 1
     assert hashes[0] == hashes[1]
-
-    by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(3)]
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(3)]
     answer = answer_of(tmp_path / "auto")
-    for key in ("mode", "workers", "alone"):
-        assert [found["answer"][key] for found in by_rank] == [answer[key]] * 3
-    assert all(1 <= found["workers"] <= found["most"] for found in by_rank)
-    assert {found["workers"] for found in by_rank} == {answer["workers"]}
+    assert found == [[answer[name] for name in ("mode", "workers", "alone")]] * 3

@@ -1,7 +1,7 @@
 """loader.workers=auto: measurements of workers and steps, made slow on purpose; stored results."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from conf import cli
 from engine.distributed import World
 from engine.stop_signal import StopSignal
 from engine.tune import tune
 from engine.tune.tune import Tuner, slowed
 from pipeline import ring
 from pipeline.batch import Batch
-from pipeline.build import build_datasets
 from pipeline.clock import Shares
 from pipeline.dataset import FakeDataset, FolderDataset
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import Feed
 from pipeline.ring import Pool, Reply, Ring
 from tests.conftest import Clock
 from tests.engine.plans import ALONE, compute
@@ -67,26 +65,6 @@ def test_times_of_a_worker() -> None:
     assert found.per_worker == pytest.approx(10)
     ring.replies.extend(reply._replace(core_seconds=9 * reply.seconds) for reply in replies)
     assert ring.worker_ms()["storage_ms"] == 0  # the two clocks may differ slightly
-
-
-class Sleepy(FakeDataset):
-    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
-        time.sleep(0.004)
-        return super().load(epoch, index)
-
-
-def test_dataset_without_files_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that wait leave their core to others. No remedy is about decoders or files."""
-    monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)  # the machine may be busy
-    images = ["data=fake", "data.image_size=32", "loader.batch_size=32"]
-    config = cli.load([*images, "loader.start_method=fork", "loader.workers=2"])
-    datasets = replace(build_datasets(config), train=Sleepy(64, 10, 32))
-    with open_feed(config, datasets, ALONE) as feed:
-        feed.train.loader.pool.activate(1)
-        found = tuner_of(feed, lambda batch: time.sleep(0.001), cores=1).measure()
-        assert feed.train.loader.pool.active == found["workers"] == 2
-    assert found["lines"][2].startswith("decoder=none workers=2 ")
-    assert "Remedies: move the images to faster storage" in found["lines"][-1]
 
 
 @pytest.fixture
@@ -155,23 +133,3 @@ def test_several_ranks_get_a_reserve_of_workers(
     assert found["workers"] == workers
     assert found["alone"] == pytest.approx(32 / 0.25)
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]
-
-
-def test_the_step_is_compiled_once(image_root: Path) -> None:
-    """Compiling a ResNet-50 takes 20 s."""
-    compiled = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        compiled.append(graph)
-        return graph.forward
-
-    def loss(batch: Batch) -> torch.Tensor:
-        return batch["image"].mean() + batch["label"].float().mean()
-
-    step = torch.compile(loss, backend=backend, dynamic=False)
-    with open_slow(FolderDataset, image_root) as feed:
-        tuner_of(feed, step, cores=2).measure()
-        for batch in feed.train.batches(0, 2):
-            step(batch)
-    torch._dynamo.reset()
-    assert len(compiled) == 1

@@ -83,17 +83,6 @@ def ranks_of(*changes: dict[str, Any], **both: Any) -> list[Shares]:
 
 OWN_50, OWN_60 = {"own_ms": 50.0}, {"own_ms": 60.0}
 STALLS = {"ranks": 0.38, "wait": 0.02, "late": 0.005}  # both have images, and wait for each other
-# Measured on four H200s, ResNet-18: each rank waits little for its own images.
-ENGINES: dict[str, Any] = {
-    **{"rate": 16_663, "seconds": 256 / 16_663, "mode": "hybrid", "workers": 13, "cpu_ms": 0.77},
-    **{"core_ms": 0.0, "copy": 0.95, "core": 0.015, "own_ms": 11.9, "exchange_ms": 0.38},
-}
-MEASURED: tuple[dict[str, Any], ...] = (
-    {"wait": 0.046, "late": 0.008, "ranks": 0.055, "drained": 0.36},
-    {"wait": 0.001, "late": 0.003, "ranks": 0.163, "drained": 0.02},
-    {"wait": 0.014, "late": 0.004, "ranks": 0.139, "drained": 0.12},
-    {"wait": 0.004, "late": 0.003, "ranks": 0.140, "drained": 0.04},
-)
 SEVERAL: list[tuple[list[Shares], str]] = [
     (
         ranks_of(OWN_50, {"own_ms": 52.0}, {"own_ms": 80.0}, {"own_ms": 49.0}, on_gpu=False),
@@ -112,15 +101,7 @@ SEVERAL: list[tuple[list[Shares], str]] = [
         ranks_of({"cpu_ms": 9.0}, {"wait": 0.4, "cpu_ms": 29.0}),
         "input-bound by decode: the GPU waited 40.0% ... each worker (30) computes 29.0",
     ),
-    # Rates are those of all ranks.
-    (ranks_of({}, {}, wait=0.6, rate=4000.0), "hand-off: ... (30) computes 1.8 ms"),
     (ranks_of(*[{}] * 4, alone=300.0), "process 1,004 img/s, 84% of the 1,200 that it processed"),
-    (ranks_of({**OWN_50, **HOT}, {"own_ms": 52.0, **HOT}), "compute-bound ... rank 1 on n"),
-    (
-        ranks_of(*MEASURED, **ENGINES),
-        "engines: the GPU waited 16.7% of the time for images; the step can process 80,014 img/s "
-        "and got 66,652",
-    ),
 ]
 
 

@@ -2,13 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
     prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     with Started([*prefix, sys.executable, "-c", "while True: pass"]):
         verdict = verdict_of(image_root, tmp_path / "cores", "train.max_steps=100", prefix=prefix)
-    assert verdict.startswith("core-bound: rank ")
+    assert re.match(r"core-bound: the CPU waited .*; rank [01] on \S+ waited ", verdict)
 
 
 def test_straggler(image_root: Path, tmp_path: Path) -> None:
@@ -95,42 +95,15 @@ while True:
 """
 
 
-@pytest.fixture
-def two_gpus(image_root: Path, tmp_path: Path) -> Callable[..., str]:
-    """Returns the verdict of ResNet-50 on two GPUs, on images that are decoded in time."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    many = tmp_path / "many"
-    for path in sorted(image_root.glob("train/*/*.jpg")):
-        folder = many / path.relative_to(image_root).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(50):
-            os.link(path, folder / f"{number}_{path.name}")
-    (many / "val").symlink_to(image_root / "val")
-    options = [
-        *("train.device=auto", "model=resnet50", "data.image_size=224", "loader.workers=4"),
-        *("checkpoint.every_steps=100000", "log.every_steps=50"),
-    ]
-
-    def verdict(name: str, *overrides: str, **arguments: Any) -> str:
-        return verdict_of(many, tmp_path / name, *options, *overrides, **arguments)
-
-    return verdict
-
-
 @pytest.mark.gpu
-def test_straggler_among_gpus(two_gpus: Callable[..., str]) -> None:
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
     """Another process uses the GPU of rank 1."""
+    options = [
+        *("train.device=auto", "model=resnet50", "data=fake", "data.image_size=224"),
+        *("loader.workers=4", "checkpoint.every_steps=100000", "log.every_steps=50"),
+        "train.max_steps=2000",  # for half a minute: one step per second is measured
+    ]
     with Started([sys.executable, "-c", LOADS_GPU]):
-        # For half a minute: one step per second is measured.
-        verdict = two_gpus("straggler", "train.max_steps=2000")
-    assert verdict.startswith("slowed by a straggler: rank 1 on ")
-
-
-@pytest.mark.gpu
-def test_slow_network_among_gpus(two_gpus: Callable[..., str]) -> None:
-    """NCCL uses sockets of the loopback interface instead of NVLink."""
-    slow = ["NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1"]
-    prefix = ["env", *slow, "NCCL_SOCKET_IFNAME=lo", "NCCL_NVLS_ENABLE=0"]
-    verdict = two_gpus("network", "train.max_steps=600", prefix=prefix)
-    assert verdict.startswith("communication-bound: averaging the gradients")
+        verdict = verdict_of(image_root, tmp_path / "straggler", *options)
+    assert verdict.startswith("slowed by a straggler: ") and "; rank 1 on " in verdict

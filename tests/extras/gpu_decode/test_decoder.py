@@ -1,8 +1,6 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from PIL import Image
 
 from extras.gpu_decode import EngineDataset, geometry
-from extras.gpu_decode.decoder import EngineError, Engines, GpuDecoder, why_no_engines
+from extras.gpu_decode.decoder import GpuDecoder, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
@@ -73,18 +71,6 @@ def black_and_white(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).choice(np.array([0, 255], np.uint8), (90, 130, 3))
 
 
-def test_order_of_crop_resize_and_mirror() -> None:
-    """A crop before a resize limits what is read."""
-    image = black_and_white(0)
-    drawn = file_of((130, 90)).cropped((11, 5, 101, 75)).resized((48, 48), (9, 2, 70, 63))
-    expected = decode.Picture(image[5:75, 11:101]).resized((48, 48), (9, 2, 70, 63)).pixels()
-    np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
-    cropped = file_of((100, 80)).mirrored().cropped((10, 0, 40, 20))
-    row = row_of(cropped)
-    assert (row[geometry.SOURCE_LEFT], cropped.size, row[geometry.MIRRORED]) == (60, (30, 20), 1)
-    assert row_of(cropped.mirrored())[geometry.MIRRORED] == 0
-
-
 def test_geometry_that_the_kernel_cannot_make() -> None:
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
@@ -130,43 +116,6 @@ UNUSUAL: dict[str, bytes] = {
 def test_engines_get_only_usual_files(kind: str) -> None:
     data = (USUAL | UNUSUAL)[kind]
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
-
-
-class Library:
-    """Stands in for nvJPEG: its calls return a status; it notes their names."""
-
-    def __init__(self, **statuses: int) -> None:
-        self.statuses = statuses
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            self.calls.append(name)
-            return self.statuses.get(name, 0)
-
-        return call
-
-
-def test_errors_of_nvjpeg_name_the_call_and_the_status() -> None:
-    for library, message in (
-        (Library(nvjpegCreateEx=7), r"nvjpegCreateEx of .* status 7: this GPU has no JPEG"),
-        (Library(nvjpegJpegStateCreate=1), "nvjpegJpegStateCreate of nvJPEG returned status 1$"),
-    ):
-        with pytest.raises(EngineError, match=message):
-            Engines(library)  # type: ignore[arg-type]
-
-
-def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -> None:
-    library: Any = Library()
-    engines, counts = Engines(library), []
-    stream: Any = SimpleNamespace(cuda_stream=0)
-    for count, status in ((2, 0), (2, 0), (3, 6), (3, 0)):
-        library.statuses["nvjpegDecodeBatched"] = status
-        array = np.zeros(count, np.uint64)
-        with pytest.raises(EngineError) if status else nullcontext():
-            engines.decode(array, array, array, stream)
-        counts.append(library.calls.count("nvjpegDecodeBatchedInitialize"))
-    assert counts == [1, 1, 2, 3]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """A dataset whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,28 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from conf import cli
 from conf.schema import UserError
+from engine import checkpoint
 from extras import gpu_decode
-from extras.gpu_decode import GEOMETRY, LEAST_ROOM, READERS, ROOM, EngineDataset, engines
-from extras.gpu_decode.geometry import LENGTH, engines_support
+from extras.gpu_decode import GEOMETRY, LEAST_ROOM, ROOM, EngineDataset, engines
+from extras.gpu_decode.decoder import EngineError
+from extras.gpu_decode.geometry import (
+    BICUBIC,
+    CLIP_BOTTOM,
+    CLIP_LEFT,
+    LENGTH,
+    MIRRORED,
+    OFFSET,
+    engines_support,
+)
+from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
-from tests.conftest import Clock
-from tests.extras.gpu_decode.engines import PillowEngines
+from tests import small_run
+from tests.engine.tune.tuning import compare_always, measure_on_cpu
 from tests.pipeline.loaders import (
     CPU,
     Files,
@@ -33,6 +46,52 @@ from tests.reliability.odd_images import encoded, exif
 
 CUDA = torch.device("cuda", 0)
 ENGINES = "data.on_device=[extras.gpu_decode:engines]"
+
+
+class PillowEngines:
+    """Decodes as GpuDecoder, after random_resized_crop and horizontal_flip, as the CPU does.
+
+    Args:
+        device, batch_size: as for GpuDecoder.
+
+    Attributes:
+        broken: whether it refuses every batch with files.
+        files: number of files in each batch that it decoded.
+    """
+
+    broken = False
+
+    def __init__(self, device: torch.device, batch_size: int) -> None:
+        self.seconds_per_image = 0.0
+        self.files: list[int] = []
+
+    def make_batch(
+        self,
+        files: Tensor,
+        geometry: Tensor,
+        pixels: Tensor,
+        out: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+    ) -> None:
+        images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, LENGTH] > 0)
+        if self.broken and len(encoded):
+            raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
+        for row in encoded:
+            images[row] = _crop(files.flatten().numpy(), geometry[row].numpy(), images.shape[1])
+        out.copy_((torch.from_numpy(images).float() * scale + shift).permute(0, 3, 1, 2))
+        self.files.append(len(encoded))
+        if len(encoded):
+            self.seconds_per_image = 1e-3
+
+
+def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
+    first, length = int(row[OFFSET]), int(row[LENGTH])
+    picture = decode.open_picture(files[first : first + length].tobytes(), "pillow")
+    box: Any = tuple(map(int, row[CLIP_LEFT : CLIP_BOTTOM + 1]))
+    interpolation = decode.INTERPOLATIONS[int(row[BICUBIC])]
+    cropped = picture.resized((size, size), box, interpolation=interpolation, quick=True)
+    return (cropped.mirrored() if row[MIRRORED] else cropped).pixels()
 
 
 @pytest.fixture
@@ -84,28 +143,6 @@ def test_engines_take_the_smallest_share_that_is_enough(
         dataset.set_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
     assert dataset.device_rate == pytest.approx(3000)
-
-
-def test_the_time_of_a_decoded_image_includes_reading_the_files_before_it(
-    image_root: Path, clock: Clock
-) -> None:
-    """Not those that were read in the mode gpu."""
-
-    class Slow(FolderDataset):
-        def read(self, index: int) -> bytes:
-            clock.now += 1
-            return super().read(index)
-
-    dataset: Any = EngineDataset(crops(image_root / "train", Slow))
-    expected = ("gpu", 0), ("hybrid", 2), ("gpu", 2), ("hybrid", 2), ("cpu", 1.5)
-    with open_loader(dataset, workers=0) as loader:
-        for step, (mode, seconds) in enumerate(expected):
-            dataset.set_mode(mode)
-            if mode == "hybrid":
-                dataset.shared.array[gpu_decode.SHARE] = 0.5
-            clock.now += 1000  # the worker waits for work
-            next(loader.batches(step, step + 1)).release(None)
-            assert dataset.shared.array[gpu_decode.SECONDS] == pytest.approx(seconds)
 
 
 @pytest.mark.usefixtures("pillow")
@@ -191,8 +228,6 @@ def test_machines_and_keys_that_exclude_the_engines(
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
     assert extended(plain, "train.deterministic=true") is plain
     assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
-    exact = "train.deterministic=true", "loader.decoder=gpu"
-    assert isinstance(extended(listed(CROP), *exact), EngineDataset)
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
         extended(listed(CROP), "train.deterministic=true", "loader.decoder=hybrid")
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
@@ -200,12 +235,6 @@ def test_machines_and_keys_that_exclude_the_engines(
     assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
         extended(listed(CROP), "loader.decoder=gpu")
-
-
-def test_workers_of_each_mode() -> None:
-    dataset: Any = EngineDataset(listed(CROP))
-    found = {mode: [dataset.workers_in(mode, n) for n in (1, 2, 15)] for mode in dataset.modes}
-    assert found == {"cpu": [1, 2, 15], "gpu": [2, 2, READERS], "hybrid": [1, 1, 14]}
 
 
 @pytest.mark.gpu
@@ -230,3 +259,58 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
             made = drawn.apply_operations(levels, torch.tensor(rows, dtype=torch.float64))
             found, expected = batch["image"].cpu(), made.float().cpu()
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+# loader.workers=auto compares the engines with the workers, and does without them.
+
+AUTO = ("loader.workers=auto", "augment=imagenet")
+
+
+def chosen(folder: Path, step: int) -> str:
+    """Return the mode that a run has chosen and stored."""
+    answer = json.loads((folder / "autotune.json").read_text())
+    stored = checkpoint.load(folder / "checkpoints" / f"step-{step:08d}.pt")
+    assert stored["identity"]["pixels"] == answer["mode"]
+    return str(answer["mode"])
+
+
+@pytest.mark.usefixtures("pillow", "toy_runs", "own_logging", "cache")
+@pytest.mark.parametrize("broken", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_engines_that_decode_nothing(
+    changeable: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: bool,
+) -> None:
+    """They are broken, or the files are of another kind: the weights are those of the CPU."""
+    measure_on_cpu(monkeypatch.setattr)
+    compare_always(monkeypatch.setattr)
+    monkeypatch.setattr(PillowEngines, "broken", broken)
+    for path in changeable.rglob("*.jpg") if not broken else ():
+        Image.open(path).save(path, progressive=True)
+    options = (*AUTO, f"data.train={changeable}", f"data.val={changeable}")
+    summary = small_run.run(tmp_path, tmp_path / "run", *options)
+    assert chosen(tmp_path / "run", 9) == "cpu"
+    assert "loader.decoder=auto: hybrid is not used: it has decoded no image" in caplog.text
+    assert ("nvjpegDecodeBatched returned status 6" in caplog.text) == broken
+    plain = small_run.run(tmp_path, tmp_path / "plain", *options, "data.on_device=[]")
+    assert summary["params_sha256"] == plain["params_sha256"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("toy_runs", "own_logging", "cache")
+def test_the_engines_of_a_gpu(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start and its continuation use one mode."""
+    if gpu_decode.why_no_engines(torch.device("cuda", 0)) is not None:
+        pytest.skip("no JPEG engines")
+    measure_on_cpu(monkeypatch.setattr)
+    compare_always(monkeypatch.setattr)
+    found = []
+    for steps in (4, 9):
+        options = (*AUTO, "train.device=cuda", f"train.max_steps={steps}")
+        small_run.run(image_root, tmp_path / "run", *options)
+        found.append(chosen(tmp_path / "run", steps))
+    assert found[0] == found[1]

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from conf import cli
-from conf.named import named
 from engine.optim import linear_weights
 from extras.kernels.layers import (
     BlockConv,
@@ -24,7 +22,6 @@ from extras.kernels.layers import (
 )
 from models.vit import AddNorm
 from tests.models.test_vit import short_vit
-from tests.results import same
 
 
 def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
@@ -48,11 +45,6 @@ def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module]
 def gradient(tensor: Tensor) -> Tensor:
     assert tensor.grad is not None
     return tensor.grad.clone()
-
-
-def test_they_are_the_default() -> None:
-    name = cli.load(["model=resnet18", "data=fake"]).model.rewrite
-    assert name is not None and named(name, "model.rewrite") is rewrite
 
 
 def test_layers_of_a_resnet_are_replaced_once() -> None:
@@ -183,30 +175,30 @@ def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tenso
     )
 
 
+@pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
+    for name, value in dict(deterministic=True, benchmark=False, allow_tf32=False).items():
+        monkeypatch.setattr(torch.backends.cudnn, name, value)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("outlier", "allowed"),
-    [
-        (0.0, 1e-5),
-        (10.0, 1e-3),  # values of 100 times the variance cancel
-        (100.0, 2e-2),  # 10,000 times, as without the shift
-    ],
-)
-def test_variance_of_values_far_from_zero(
-    dtype: torch.dtype, outlier: float, allowed: float
-) -> None:
-    """Mean 100, deviation 1: the error depends on how far the shift is from the other values."""
-    generator = torch.Generator().manual_seed(3)
-    values = 100 + torch.randn(32, 8, 14, 14, generator=generator, dtype=torch.float64)
-    values[0, :, 7, 7] += outlier
-    images = values.to(dtype)
-    plain = nn.BatchNorm2d(8, momentum=1.0)
-    ours, theirs = normalised(exchanged(plain), images), normalised(plain, images)
-    assert ours[0] < allowed
-    assert ours[1] < 1e-4
-    # Output: the error of nn.BatchNorm2d (in bf16, of rounding the result) and half of the
-    # variance's error.
-    assert ours[2] < theirs[2] + 3 * allowed
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_variance_of_values_far_from_zero(device: str, dtype: torch.dtype) -> None:
+    """Mean 100, deviation 1: the sums are in float32, and shifted by one of the values."""
+    generator = torch.Generator(device).manual_seed(3)
+    images = 100 + torch.randn(32, 64, 14, 14, generator=generator, device=device)
+    images = images.to(dtype).to(memory_format=torch.channels_last)
+    plain = nn.BatchNorm2d(64, momentum=1.0).to(device)
+    ours = exchanged(plain)
+    if device == "cuda":
+        ours.compile(dynamic=False)
+    found, theirs = normalised(ours, images), normalised(plain, images)
+    assert found[0] < 1e-4 and found[1] < 1e-4 and found[2] < theirs[2] + 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -235,10 +227,6 @@ VALUES = {
 }
 SHAPES = [(3, 5, 14, 22), (2, 48, 30, 6), (1, 1, 2, 2), (5, 3, 2, 64), (2, 100, 18, 2)]
 ODD_SHAPES = [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)]  # for which the plain layer is used
-
-
-def test_pooling_without_a_gpu_is_the_plain_layers() -> None:
-    check(pooling(), torch.randn(2, 5, 8, 12).relu())
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -292,31 +280,6 @@ def test_pooling_takes_any_layout_of_the_gradient(layout: str) -> None:
     assert torch.equal(*found)
 
 
-@pytest.fixture
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
-    for name, value in dict(deterministic=True, benchmark=False, allow_tf32=False).items():
-        monkeypatch.setattr(torch.backends.cudnn, name, value)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("repeatable")
-def test_compiled_variance_of_values_far_from_zero() -> None:
-    """The compiled sums are in float32 and shifted by one of the values, as in the source."""
-    generator = torch.Generator("cuda").manual_seed(3)
-    images = 100 + torch.randn(32, 64, 56, 56, generator=generator, device="cuda")
-    images = images.to(memory_format=torch.channels_last)
-    for dtype in (torch.float32, torch.bfloat16):
-        module = nn.BatchNorm2d(64, momentum=1.0).cuda()
-        ours = exchanged(module)
-        ours.compile(dynamic=False)
-        found, theirs = normalised(ours, images.to(dtype)), normalised(module, images.to(dtype))
-        assert found[0] < 1e-4 and found[1] < 1e-4 and found[2] < theirs[2] + 1e-3
-
-
 def objective(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
@@ -364,42 +327,24 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
     assert statistics_differ(rewritten, plain) < 1e-9
 
 
-def vit_pair() -> tuple[nn.Module, nn.Module]:
+@pytest.mark.gpu
+@pytest.mark.usefixtures("repeatable")
+def test_compiled_vit_learns_the_same_in_bf16() -> None:
+    """Losses to 1 %; gradient errors little above those of the plain model."""
     torch.manual_seed(0)
     plain = short_vit(10, 64).cuda()
     nn.init.normal_(plain.head.weight, std=0.05)
-    rewritten = copy.deepcopy(plain)
+    rewritten, precise = copy.deepcopy(plain), copy.deepcopy(plain).double()
     rewrite(rewritten, channels_last=False)
-    return plain, rewritten
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("vit", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compiled_model_learns_the_same_in_bf16(vit: bool) -> None:
-    """Losses to 1 or 3 %; gradient errors little above those of the plain model; equal bits twice.
-
-    bf16 changes the gradients of this ResNet by a third; the two models differ by a quarter.
-    """
-    plain, rewritten = vit_pair() if vit else pair(torch.float32, "cuda")
     images, labels = batch_on_gpu()
-    images = images.contiguous() if vit else images
-    precise, again = copy.deepcopy(plain).double(), copy.deepcopy(rewritten)
+    images = images.contiguous()
     _, exact = train_two_steps(precise, images.double(), labels, compiled=False)
     losses, grads = train_two_steps(plain, images, labels, bf16=True)
     our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
-    assert our_losses == pytest.approx(losses, rel=0.01 if vit else 0.03)
+    assert our_losses == pytest.approx(losses, rel=0.01)
     error, plain_error = (our_grads - exact).norm(), (grads - exact).norm()
-    assert error < (1.2 if vit else 1.5) * plain_error
+    assert error < 1.2 * plain_error < 0.1 * exact.norm()
     assert F.cosine_similarity(our_grads, grads, dim=0) > 0.9
-    if vit:
-        assert 1.2 * plain_error < 0.1 * exact.norm()
-        return
-    assert our_losses[1] < our_losses[0]
-    assert statistics_differ(rewritten, plain) < 0.05
-    losses_again, grads_again = train_two_steps(again, images, labels, bf16=True)
-    assert losses_again == our_losses and torch.equal(grads_again, our_grads)
-    assert same(again.state_dict(), rewritten.state_dict())
 
 
 def add_norm(width: int) -> AddNorm:

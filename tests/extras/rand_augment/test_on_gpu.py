@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from extras.rand_augment import (
     STRENGTHS,
     Operation,
     RandAugment,
-    TrivialAugment,
     apply,
     number_of,
     on_gpu,
@@ -38,9 +36,7 @@ from pipeline.augment import Compose
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from tests.extras.rand_augment.test_operations import TIMM
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
-from tests.processes import run_python
 
 ALL = ("identity", *MATRICES, *NAMES)
 FILL = 124 | 116 << 8 | 104 << 16
@@ -230,33 +226,6 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [48, pytest.param(224, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "transform",
-    [
-        RandAugment(count=3, magnitude=17),
-        RandAugment(count=3, magnitude=17, magnitude_std=5, p=0.5),
-        RandAugment(**TIMM),
-        TrivialAugment(),
-        TrivialAugment(interpolation="bilinear"),
-    ],
-    ids=["rand", "some", "timm", "trivial", "bilinear"],
-)
-def test_operations_of_a_batch_are_applied_in_their_order(
-    image_root: Path, transform: RandAugment, size: int
-) -> None:
-    images = example_images(size, image_root / "train" / "dots" / "02.jpg")
-    images = np.concatenate([images] * 16)
-    drawn = [transform.sample((size, size), random.Random(seed)) for seed in range(len(images))]
-    expected = [applied(image, *each) for image, each in zip(images, drawn, strict=True)]
-    np.testing.assert_array_equal(made_on_gpu(images, drawn), expected)
-    # Small batches, whose size is odd.
-    for first in range(0, 24, 3):
-        part = slice(first, first + 3)
-        np.testing.assert_array_equal(made_on_gpu(images[part], drawn[part]), expected[part])
-
-
-@pytest.mark.gpu
 def test_operations_do_not_wait_for_the_device() -> None:
     drawn = [[Operation(name, 1)] for name in ALL]
     drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
@@ -284,20 +253,3 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     expected = torch.from_numpy(applied(photo, *drawn).copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
         assert (part == expected).all()
-
-
-@pytest.mark.gpu
-def test_without_a_compiler_the_workers_apply_the_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warning says why; Triton keeps what it compiled in a folder of its own."""
-    code = "import torch, extras.rand_augment.on_gpu as gpu;"
-    code += "print(gpu.has_kernels(torch.device('cuda', 0)))"
-    monkeypatch.delenv("CC", raising=False)
-    variables = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    ended = run_python("-c", code, **variables)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "False"
-    assert "augment.train: the workers apply the random operations" in ended.stderr
-    assert "Failed to find C compiler" in ended.stderr
-    assert has_kernels(torch.device("cuda", 0))

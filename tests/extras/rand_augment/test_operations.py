@@ -26,14 +26,11 @@ from extras.rand_augment import (
 )
 from pipeline.augment import follow
 from pipeline.decode import INTERPOLATIONS, Picture
-from tests.distributions import same_distribution
 from tests.drawings import draw_image
 
 FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}
 THEIRS["autocontrast"] = "AutoContrast"
-MEAN = {"interpolation": "random", "fill": [124, 116, 104]}  # of ImageNet, as timm fills
-TIMM = {"operations": "timm", "magnitude": 21, "magnitude_std": 1.5, "p": 0.5, **MEAN}
 IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
 
 
@@ -146,24 +143,6 @@ def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, n
         assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
 
 
-def test_random_interpolation_draws_one_of_both_for_each_operation_that_moves() -> None:
-    parameters: Any = TIMM | {"count": 1, "p": 1}
-    transform = RandAugment(**parameters)
-    drawn = [transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(600)]
-    modes = [each.interpolation for each in drawn if each.name in MATRICES]
-    assert len(modes) > 150 and set(modes) == {Image.Resampling.BILINEAR, Image.Resampling.BICUBIC}
-    assert 0.4 < np.mean([mode == Image.Resampling.BICUBIC for mode in modes]) < 0.6
-    assert {each[2:] for each in drawn if each.name not in MATRICES} == {(0, 0)}
-
-
-@pytest.mark.parametrize(("fill", "corner"), [(7, [7, 7, 7]), ([124, 116, 104], [124, 116, 104])])
-def test_pixels_from_outside_have_the_fill(fill: Any, corner: list[int]) -> None:
-    transform = TrivialAugment(fill=fill, interpolation="bicubic")
-    assert applied("rotate", 40, "bicubic", transform.fill)[0, 0].tolist() == corner
-    drawn = [transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(20)]
-    assert {each.fill for each in drawn if each.name in MATRICES} == {transform.fill}
-
-
 def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
         with pytest.raises(ValueError, match="Augment: need uint8 images of 3 channels"):
@@ -171,36 +150,6 @@ def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
     picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
         follow(np.zeros((120, 176), np.uint8), picture)
-
-
-def strengths_of(**parameters: Any) -> list[int]:
-    """The strengths of the operations of 4,000 images, without those that are left out."""
-    transform = RandAugment(**parameters)
-    images = [transform.sample((8, 8), random.Random(seed)) for seed in range(4000)]
-    assert {len(drawn) for drawn in images} == {2}
-    return [
-        round((1 - value / 255) * STRENGTHS)
-        for drawn in images
-        for name, value, *_ in drawn
-        if name == "solarize"
-    ]
-
-
-def test_rand_augment_leaves_operations_out_with_probability() -> None:
-    found = strengths_of(magnitude=21, p=0.25)
-    chance = 0.25 / len(LISTS["torchvision"])
-    assert len(found) == pytest.approx(8000 * chance, abs=4 * math.sqrt(8000 * chance))
-    assert set(found) == {21}
-    assert strengths_of(p=0) == []
-
-
-def test_strengths_are_drawn_from_a_rounded_normal_distribution() -> None:
-    """Clipped to the scale, as in timm."""
-    found = np.array(strengths_of(magnitude=27.4, magnitude_std=3))
-    assert found.max() == STRENGTHS and (found == STRENGTHS).mean() > 0.15
-    theirs = np.random.default_rng(0).normal(27.4, 3, len(found)).round().clip(0, STRENGTHS)
-    assert same_distribution(found, theirs)
-    assert min(strengths_of(magnitude=0.5, magnitude_std=3)) == 0
 
 
 @pytest.mark.parametrize(
