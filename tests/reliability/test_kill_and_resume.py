@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def kill_all(job: Job) -> None:
 def kill_ranks(job: Job) -> None:
     """The workers must end by themselves."""
     for pid in job.pids[1:]:
-        os.kill(pid, KILL)
+        with suppress(ProcessLookupError):  # it has ended because another one did
+            os.kill(pid, KILL)
 
 
 def stop(job: Job) -> None:
