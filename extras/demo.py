@@ -201,7 +201,6 @@ class DemoDataset(FolderDataset):
 
     def create_files(self) -> None:
         draw_dataset(self.root)
-        vars(self).pop("_looked", None)  # the plan sampled the files before they existed
 
 
 def is_drawn(root: Path) -> bool:

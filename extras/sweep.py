@@ -38,8 +38,7 @@ MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 
 MOST_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-# By default, this sweeper minimises the value of a job.
-MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}
+MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # it minimises else
 
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:

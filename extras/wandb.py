@@ -17,8 +17,6 @@ from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.log.tracker import curves
 
-WAIT_SECONDS = 30  # for a server that does not answer, at the start and at the end
-
 
 class Board(Observer):
     """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
@@ -32,7 +30,8 @@ class Board(Observer):
         if not path.exists():
             replace_file(path, uuid.uuid4().hex[:16])
         # Silent: without a login, an error instead of a question on the terminal.
-        waits = dict.fromkeys(("init_timeout", "finish_timeout"), WAIT_SECONDS)
+        # Seconds, for a server that does not answer.
+        waits = dict.fromkeys(("init_timeout", "finish_timeout"), 30)
         settings = Settings(silent=True, console="off", **waits)
         setup(settings=settings)
         self.run = init(

@@ -171,8 +171,7 @@ def apply(image: Image.Image, operation: Operation) -> Image.Image:
         matrix, mode = MATRICES[name](value, image.size), Image.Resampling(interpolation)
         return image.transform(image.size, Image.Transform.AFFINE, matrix, mode, fillcolor=fill)
     if name in BLENDED:
-        enhancer = getattr(ImageEnhance, name.capitalize())(image)
-        return enhancer.enhance(value)
+        return getattr(ImageEnhance, name.capitalize())(image).enhance(value)
     if name in LEVELS:
         return image.point([LEVELS[name](level, int(value)) for level in range(256)] * 3)
     return getattr(ImageOps, name)(image)
