@@ -30,9 +30,8 @@ def test_environment_variables() -> None:
                 continue
         read |= {ast.literal_eval(name)} if reads else set()
     assert read == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TRAINER_STORE_PREFIX"),
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
-        "TRAINER_STORE_PREFIX",
     }
 
 
