@@ -3,8 +3,8 @@
     python train.py data.root=/imagenet
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
-This file contains the algorithm from top to bottom: the loop, the step and its loss, the validation
-and the model. Fork it: no module that it imports depends on it.
+This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
+models/ has the networks. Fork this file: no module that it imports depends on it.
 """
 
 if __name__ == "__main__":
@@ -32,7 +32,7 @@ import models
 from conf import cli
 from conf.named import named, split_entry
 from conf.schema import Config
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 from engine.compute import (
     Compute,
     build_model,
@@ -79,19 +79,19 @@ def train(config: Config) -> dict[str, Any]:
         datasets, schedule, compute, loss, state = build_parts(config, run, world)
         run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
         introduce(datasets, schedule, compute, state, run)
-        if run.finished is not None:
-            return run.finished
+        if run.finished_summary is not None:
+            return run.finished_summary
 
-        feed = enter(open_feed(config, datasets, world, **compute.images))
+        feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
         train_on_batch = enter(build_step(schedule, compute, loss, state, world))
         stop = enter(StopSignal(world))
-        first = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        schedule = fit_memory(schedule, state, world, train_on_batch, first)
-        alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
+        first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        schedule = fit_memory(schedule, state, world, train_on_batch, first_batch)
+        step_rate = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(compute, feed, train_on_batch, world, alone)
+        verdict = Verdict(compute, feed, train_on_batch, world, step_rate)
         log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
@@ -303,7 +303,7 @@ def build_parts(
     Raises UserError for nearly all that the user must change; nothing has been created.
     """
     check_log(config, world)
-    stored = run.find().get("identity", {})  # of the checkpoint to resume
+    stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds
     mode = stored.get("pixels", "cpu") if stored else None
@@ -335,7 +335,7 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     torch.manual_seed(config.train.seed)
     model = build_model(config, datasets, pretrained=weights == "pretrained")
     if weights and weights != "pretrained":
-        models.load_weights(model, find(weights), datasets.classes)
+        models.load_weights(model, find_checkpoint(weights), datasets.classes)
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     models.freeze(model, config.model.freeze)

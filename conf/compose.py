@@ -191,7 +191,7 @@ def _checked(tree: DictConfig, typed: Sequence[Override], *, runnable: bool) -> 
 def _recipe(file: Path) -> dict[str, Any]:
     """The groups and the recipe, which Hydra merges: dotted key -> value.
 
-    A recipe that is a file may be based on those of this program, and on files beside its folder.
+    A recipe that is a file may be based on recipes of this program and on files next to its folder.
     """
     name, overrides = file.stem, []
     if file.parent != FOLDER / "recipe":

@@ -92,7 +92,7 @@ def fail(message: str, script: str = "") -> NoReturn:
 
 
 def _flush() -> None:
-    """Flush the output at exit; nothing is lost that the reader of a broken pipe still wants."""
+    """Flush the output at exit; ignore a pipe without a reader and a full disk."""
     try:
         sys.stdout.flush()
     except OSError:  # or the disk is full

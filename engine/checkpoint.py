@@ -97,7 +97,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem[5:]))
 
 
-def find(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint that a path stands for. Raises UserError if a folder has none.
 
     The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if

@@ -18,11 +18,14 @@ from conf.schema import Config, UserError
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 
-# Dense bf16 operations per second, from NVIDIA's data sheets.
+# Dense bf16 operations per second, from NVIDIA's data sheets. The words are in torch's name of the
+# GPU, such as NVIDIA A100-SXM4-80GB; an H100 of another kind has another rate.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
-    "H100": 989e12,
+    "GH200": 989e12,
+    "H100 80GB HBM3": 989e12,
+    "H100 PCIe": 756e12,
     "A100": 312e12,
     "A30": 165e12,
     "L40S": 362e12,
@@ -60,9 +63,9 @@ class Compute:
     flops: int  # operations of a forward pass for a training image
 
     @property
-    def images(self) -> dict[str, Any]:
-        """Options of `open_feed`; two bytes per value halve what the first layer reads."""
-        return {"dtype": dtype_of(self.precision), "channels_last": self.channels_last}
+    def dtype(self) -> torch.dtype:
+        """Dtype of the images on the device: two bytes per value halve what a layer reads."""
+        return dtype_of(self.precision)
 
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass."""
@@ -73,8 +76,9 @@ class Compute:
 
         A step takes three times the operations of a forward pass: the backward pass takes two.
         """
-        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in self.name), None)
-        if peak is None or dtype_of(self.precision) == torch.float32:
+        words = f"{self.name.replace('-', ' ')} "
+        peak = next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
+        if peak is None or self.dtype == torch.float32:
             return None
         return peak / (3 * self.flops)
 

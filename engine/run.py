@@ -1,6 +1,6 @@
 """One run: its folder, which one process uses at a time, and what must not change when it resumes.
 
-`find` chooses and reads the checkpoint from which this start continues; `resume` refuses another
+`read_checkpoint` chooses the checkpoint from which this start continues; `resume` refuses another
 training, loads the state and claims the folder; `save` writes checkpoints while training continues.
 """
 
@@ -53,17 +53,17 @@ class Run(AbstractContextManager["Run"]):
         self.resumed: Path | None = None  # the checkpoint from which this start continues
         # Whether the folder has no checkpoint yet; `resumed` is None or of another run.
         self.is_first_start = True
-        self.finished: dict[str, Any] | None = None  # summary.json, if an earlier start finished
+        self.finished_summary: dict[str, Any] | None = None  # that of an earlier start
         self.facts: dict[str, Any] = {}  # of `run_facts`, in each checkpoint
         self.stop_step = 0  # where training ends
-        # Of the newest checkpoint, perhaps still being written; at first, where training begins
+        # Step of the newest checkpoint, perhaps still being written; at first, of the beginning
         self.last_saved_step = 0
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
         self._lock: int | None = None
 
-    def find(self) -> dict[str, Any]:
+    def read_checkpoint(self) -> dict[str, Any]:
         """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
 
         Raises UserError if the folder holds something else, or if the checkpoint that
@@ -100,7 +100,7 @@ class Run(AbstractContextManager["Run"]):
         return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
 
     def resume(self, state: TrainState, facts: dict[str, Any], stop_step: int) -> None:
-        """Load what `find` has read, claim the folder and write config.yaml. Collective.
+        """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
 
         `facts`: of `run_facts`; training ends at `stop_step`.
 
@@ -123,7 +123,7 @@ class Run(AbstractContextManager["Run"]):
         self._stored = {}  # frees the memory
         self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
         claim = partial(self._claim, state)
-        self.finished = self.world.on_all_ranks(lambda: self.world.broadcast(claim))
+        self.finished_summary = self.world.on_all_ranks(lambda: self.world.broadcast(claim))
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
@@ -233,7 +233,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
-            with open(checkpoint.find(keys[name]), "rb") as file:
+            with open(checkpoint.find_checkpoint(keys[name]), "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             keys[name] = f"SHA-256 {digest[:16]}"
     return {

@@ -44,11 +44,6 @@ def tensors(*modules: nn.Module) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def highest_share(updates: Any) -> Any:
-    """Return the highest share of the new weights in an average after a number of updates."""
-    return 9 / (10 + updates)
-
-
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
@@ -73,7 +68,7 @@ class MovingAverage(nn.Module):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights after an optimiser step."""
-        weight = highest_share(self.n_averaged).clamp(min=1.0 - self.decay)
+        weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new weights
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]

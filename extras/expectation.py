@@ -31,8 +31,8 @@ from engine.scores import BestBy, shown, value_of
 
 GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
-# Of the validation before it, which confirms that it is not a single dip: with a high learning
-# rate, single validations of good runs are far below the others.
+# The limit for the validation before it, which must be too low as well: with a high learning rate,
+# single validations of good runs are far below the others.
 CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.

@@ -94,7 +94,7 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
     path, content = Path(str(config.model.weights)), {}
     if config.model.weights != "pretrained":
-        path = checkpoint.find(path)
+        path = checkpoint.find_checkpoint(path)
         content = models.read_file(path, origin=f"model.weights={config.model.weights}")
     names_model = bool(typed & {"model", "model.name"})
     if checkpoint.is_ours(content):

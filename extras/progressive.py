@@ -35,7 +35,7 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
         )
     images = world.on_all_ranks(lambda: len(build_datasets(config).train))
     starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
-    step, own = Run(config, world).find().get("step", 0), config.run
+    step, own = Run(config, world).read_checkpoint().get("step", 0), config.run
     last = config.train.max_steps or max(step, *starts) + 1
     start = max(first for first in starts if first <= min(step, last - 1))
     end = min((first for first in starts if start < first < last), default=None)

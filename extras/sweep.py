@@ -112,7 +112,7 @@ class Sweep:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
         if sys.version_info >= (3, 14):  # argparse refuses the help of an option of Hydra 1.3
             argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
-        # With config_path=None, Hydra would find the YAML files beside this module.
+        # With config_path=None, Hydra would find the YAML files next to this module.
         start = hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")
         try:
             start(run_job)()

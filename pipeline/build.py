@@ -30,7 +30,7 @@ class Datasets:
     classes: tuple[str, ...]  # their names; a label is a position in it
     train_size: int  # side of the images after the transforms, pixels
     val_size: int
-    # Of the training split: the values of `Dataset.modes` to compare, the first one to begin with
+    # Modes of the training split to compare; training begins with the first one
     modes: tuple[str, ...] = ("cpu",)
 
     def create_files(self) -> None:

@@ -47,7 +47,7 @@ class Shares(NamedTuple):
     own_ms: float = 0.0
     own_error_ms: float = 0.0
     exchange_ms: float = 0.0
-    # Of a worker, per image: computing, waiting for storage and waiting for a CPU core.
+    # Times of a worker per image: computing, waiting for storage, and waiting for a CPU core.
     cpu_ms: float = 0.0
     storage_ms: float = 0.0
     core_ms: float = 0.0
@@ -86,7 +86,7 @@ class Shares(NamedTuple):
 
 
 def mean_of(rows: Sequence[Shares]) -> Shares:
-    """Average some rows, weighted by their seconds; what is no such number is that of the last."""
+    """Average rows by their seconds; what is no float, and parts of a step, are the last row's."""
     seconds = sum(row.seconds for row in rows)
     names = [name for name, kind in Shares.__annotations__.items() if kind is float]
     means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}
@@ -133,7 +133,7 @@ class StepClock:
         self._current: BatchEvents | None = None
         self._unread: deque[BatchEvents] = deque()
         self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
-        # Of the newest measured steps, in ms: computing gradients, and exchanging them.
+        # Times of the newest measured steps in ms: (computing gradients, exchanging them).
         self.parts: deque[tuple[float, float]] = deque(maxlen=MOST_PARTS)
         self._measures = False  # the current step
         self._measured = -math.inf  # when the last such step began

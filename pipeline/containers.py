@@ -123,7 +123,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_list(path: str, given: str) -> dict[bytes, list[bytes]]:
-    """Read a CSV file with one image per line: path and label; a first line says so or not.
+    """Read a CSV file with one image per line: path and label. The header path,label is optional.
 
     Returns class name -> sorted paths, absolute or relative to the file's folder; the classes are
     sorted too.

@@ -73,7 +73,7 @@ class Dataset(ABC):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
 
-    # Ways to make a sample, the default first: values of loader.decoder beside the CPU decoders.
+    # Ways to make a sample, the default first: values of loader.decoder that are no CPU decoder.
     # loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
     decoder = "none"  # that of the CPU, if there are files of images
@@ -235,7 +235,7 @@ class FolderDataset(Dataset):
         )
 
     def targets(self, index: int, picture: Picture) -> dict[str, Any]:
-        """Return the fields of a sample beside its image, which may be decoded later.
+        """Return the fields of a sample other than its image, which may be decoded later.
 
         `picture`: what `transform` made of the image, so that a mask can follow; see
         `augment.follow`. Raises BadImageError or UnreadableError if a file cannot be read.

@@ -102,7 +102,6 @@ def open_feed(
     config: Config,
     datasets: Datasets,
     world: RankInfo,
-    *,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Iterator[Feed]:
@@ -178,13 +177,13 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
 
 
 def _label_to_mix(dataset: Dataset) -> str:
-    """Return the only field beside images: a class number, or floating numbers."""
+    """Return the only field that is no image: a class number, or floating numbers."""
     fields = dataset.fields.items()
     others = [name for name, field in fields if not field.image and not field.partial]
     field = dataset.fields[others[0]] if len(others) == 1 else None
     if field is None or (field.shape and np.dtype(field.dtype).kind != "f"):
         raise UserError(
             "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
-            f"beside images, a sample has {', '.join(others) or 'nothing'}; leave them out"
+            f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
         )
     return others[0]

@@ -9,7 +9,7 @@ from typing import NoReturn
 EXTENSIONS = tuple(
     b".jpg .jpeg .png .webp .bmp .ppm .pgm .pbm .pnm .tif .tiff .gif .jfif .jpe .mpo .apng".split()
 )
-# Folders that macOS, Synology, QNAP, Windows and ext4 put beside those of the user.
+# Folders that macOS, Synology, QNAP, Windows and ext4 create next to the folders of a user.
 SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split())
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
 

@@ -41,9 +41,10 @@ import train
 from conf import cli, schema
 from conf.schema import Config, UserError
 from engine import checkpoint
-from engine.compute import Compute, choose_compute
+from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
 from engine.log.meter import Meter
+from engine.memory import fit_memory
 from engine.schedule import Schedule, make_schedule
 from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
@@ -79,7 +80,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         datasets.create_files()
         schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps=0)
-        train.set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
+        set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         found: list[Stage] = []
         if hasattr(datasets.train, "read"):
             if "read" in only:
@@ -87,7 +88,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
             if "decode" in only:
                 found.append(measure_decode(datasets, seconds))
         if "loader" in only:
-            with open_feed(config, datasets, world, **compute.images) as feed:
+            with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 found.append(measure_loader(feed, config.loader.batch_size, seconds))
         if "step" in only or "train" in only:
             stages = measure_steps(datasets, schedule, compute, world, seconds)
@@ -194,9 +195,9 @@ def measure_steps(
         if (kind := world.device.type) != "cpu":
             torch.get_device_module(kind).synchronize()
 
-    with open_feed(config, datasets, world, **compute.images) as feed:
+    with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        train.fit_memory(schedule, state, world, train_step, [next(kept)])
+        fit_memory(schedule, state, world, train_step, [next(kept)])
         for _ in range(20 if world.device.type == "cuda" else 2):
             step(kept)
         finish()

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 import train
 from engine.checkpoint import json_text, provenance, write_json
-from engine.compute import autocast, choose_precision, dtype_of
+from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.log.observer import named_observers
 from engine.schedule import make_schedule
@@ -117,7 +117,7 @@ def run(
     add_values(config.log.values)
     parts = make_schedule(config, loader.batch_size, world).micro_batches
     precision = choose_precision(config.train.precision, device)
-    train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
+    set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build(config)
     datasets.create_files()
     classes = label_by_name(trained, datasets)
@@ -127,11 +127,10 @@ def run(
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
     fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
-    channels_last = trained.channels_last(model, device)
-    images: Any = {"dtype": dtype_of(precision), "channels_last": channels_last}
+    last = trained.channels_last(model, device)
     began = time.perf_counter()
     with (
-        open_feed(fed, datasets, world, **images) as feed,
+        open_feed(fed, datasets, world, dtype=dtype_of(precision), channels_last=last) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):

@@ -178,7 +178,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
     first = go("train.epochs=8", "checkpoint.keep=1")
     best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equal ones
-    path = checkpoint.find(folder)
+    path = checkpoint.find_checkpoint(folder)
     assert first["best_checkpoint"] == checkpoint.file_name(best["step"])
     assert path.samefile(folder / "checkpoints" / first["best_checkpoint"])
     assert first["best_top1"] == pytest.approx(best["top1"])
@@ -187,7 +187,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     second = go("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
     assert all(second[name] == first[name] for name in ("best_top1", "best_checkpoint"))
-    assert checkpoint.find(folder) == path and same(checkpoint.load(path), weights)
+    assert checkpoint.find_checkpoint(folder) == path and same(checkpoint.load(path), weights)
     left = {each.name for each in path.parent.iterdir()}
     newest = checkpoint.file_name(second["step"])
     assert left == {"best.pt", first["best_checkpoint"], newest}

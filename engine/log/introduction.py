@@ -28,12 +28,12 @@ def introduce(
         f"run      {run.path}{resumed}",
         *(f"history  {line}" for line in state.history),
     ]
-    if run.finished is not None:
+    if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
         lines += [
             f"this run is finished after {state.step:,} steps: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory",
-            *outcome(run.path, run.finished, resumes=False),
+            *outcome(run.path, run.finished_summary, resumes=False),
         ]
     print(*lines, sep="\n", flush=True)
 

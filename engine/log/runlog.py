@@ -1,4 +1,4 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, speed, observers.
+"""Reports a run: console, metrics.jsonl, TensorBoard, the GPU, the verdict and log.observers.
 
 The loop in train.py trains, validates and saves, and calls the methods here.
 """
@@ -91,7 +91,7 @@ class RunLog(ExitStack):
         return found
 
     def begin_step(self, batch: Batch) -> None:
-        """Draw the run's first batch."""
+        """Note that all ranks have their batch, and call the observers; draw the first batch."""
         train = self.feed.train
         if self.run.is_first_start and batch.step == self._first_step:
             draw = partial(draw_batch, batch, train.format, self.datasets.classes)

@@ -27,7 +27,7 @@ DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
 # machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
-# Of the images/s that the step alone reached in the seconds after the start: the loader can cost 3
+# Fractions of the images/s that the step alone reached just after the start: the loader can cost 3
 # to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it

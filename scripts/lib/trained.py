@@ -131,7 +131,7 @@ def open_trained(
     """Open a trained model from any file. Nothing in the file is executed.
 
     Args:
-        path: a checkpoint, a run directory, or what else `checkpoint.find` takes; or a file of
+        path: a checkpoint, a run directory, or what else `find_checkpoint` takes; or a file of
             torchvision, timm or pytorch/examples (.pth, .pt, .safetensors).
         overrides: groups and keys as typed; for files of other projects, model.name is required.
         classes: a text file with the name of a class in each line, in the order of the logits;
@@ -140,7 +140,7 @@ def open_trained(
     Raises UserError: the file cannot be read, does not fit the model, or the overrides are wrong;
     CheckpointError: the checkpoint is damaged.
     """
-    path = checkpoint.find(path)
+    path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))
     weights = _dense_weights(content, origin=str(path))
     count, shape, plan, stored, averaged = None, None, {}, {}, False

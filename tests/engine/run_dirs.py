@@ -45,7 +45,7 @@ def resume_with(
     run: Run, state: TrainState, identity: dict[str, Any] = IDENTITY, stop_step: int = 100
 ) -> None:
     """Do what `train.train` does with a run directory before the first step."""
-    run.find()
+    run.read_checkpoint()
     run.resume(state, {"identity": identity, "config": {}, "plan": {}}, stop_step)
 
 

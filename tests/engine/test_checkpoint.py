@@ -54,17 +54,17 @@ def test_keep_and_best(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
         save(tmp_path, content(step), keep=2, best_step=best)
         kept[step] = {int(path.stem[5:]) for path in checkpoint.files(tmp_path)}
-        assert checkpoint.find(tmp_path) == tmp_path / "best.pt"
+        assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "best.pt"
         assert (tmp_path / "best.pt").samefile(tmp_path / checkpoint.file_name(best))
     assert kept == {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     # Other users may read it, as far as the umask lets them.
     os.umask(umask := os.umask(0))
     assert stat.S_IMODE((tmp_path / "best.pt").stat().st_mode) == 0o666 & ~umask
     save(tmp_path, content(7), keep=2)  # validated on other images: no best so far
-    assert checkpoint.find(tmp_path) == tmp_path / "step-00000007.pt"
+    assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "step-00000007.pt"
     assert names(tmp_path) == {"step-00000006.pt", "step-00000007.pt"}
     with pytest.raises(UserError, match="holds no checkpoints"):
-        checkpoint.find(tmp_path.parent)
+        checkpoint.find_checkpoint(tmp_path.parent)
 
 
 def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,16 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
 )
 def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
     given = compute(precision=precision)
-    assert given.images["dtype"] == dtype
+    assert given.dtype == dtype
     with given.autocast():
         assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+def test_peak_rate() -> None:
+    """Not that of a GPU whose name begins alike."""
+    names = ("H100 80GB HBM3", "A100-SXM4-80GB", "L40", "A10G", "H100 NVL")
+    given = (compute(name=f"NVIDIA {name}", precision="bf16", flops=1) for name in names)
+    assert [each.peak_rate() for each in given] == [989e12 / 3, 312e12 / 3, None, None, None]
 
 
 @pytest.mark.parametrize(

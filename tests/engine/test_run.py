@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_new_folder_with_its_parents(tmp_path: Path) -> None:
-    assert directory(tmp_path / "a").find() == {} and tree(tmp_path) == {}
+    assert directory(tmp_path / "a").read_checkpoint() == {} and tree(tmp_path) == {}
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "a" / "b" / "run name", tmp_path / "empty"):
         assert open_run(path) is None
@@ -51,7 +51,7 @@ def test_new_folder_with_its_parents(tmp_path: Path) -> None:
 def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
-    assert directory(run).find()["identity"] == IDENTITY
+    assert directory(run).read_checkpoint()["identity"] == IDENTITY
     (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"partial")
     assert open_run(run) == twenty and tree(run) == before
     twenty.write_bytes(b"partial")
@@ -180,7 +180,7 @@ def test_finished_run(
     (run / "summary.json").write_text(text)
     with directory(run) as opened:
         resume_with(opened, state_of(), stop_step=stop_step)
-    assert opened.finished == finished
+    assert opened.finished_summary == finished
     assert ((run / "config.yaml").read_text() == "mine") == (finished is not None)
     assert (run / "summary.json").exists() == (finished is not None)
 
@@ -204,7 +204,7 @@ def test_folder_inside_a_split(tmp_path: Path, data: Data, given: str, refused: 
     run = Run(Config(data=replace(data, root=str(tmp_path)), run=own), ALONE)
     if refused:
         with pytest.raises(UserError, match=rf"^run\.dir=.*: .*{refused}"):
-            run.find()
+            run.read_checkpoint()
     else:
-        run.find()
+        run.read_checkpoint()
     assert tree(tmp_path) == before

@@ -107,7 +107,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
             checkpoint=replace(config.checkpoint, resume=str(path)),
         )
         with Run(started, ALONE) as opened:
-            opened.find()
+            opened.read_checkpoint()
             opened.resume(state, facts, schedule.stop_step)
 
     model = models.build("resnet_tiny", num_classes=3, image_size=32)

@@ -145,7 +145,7 @@ def test_checkpoint(folder: Path, name: str) -> None:
     ],
 )
 def test_checkpoint_of_another_version(folder: Path, tmp_path: Path, change: Any) -> None:
-    content = torch.load(checkpoint.find(folder), weights_only=True)
+    content = torch.load(checkpoint.find_checkpoint(folder), weights_only=True)
     change(content)
     torch.save(content, path := tmp_path / "step-00000005.pt")
     found = open_trained(path)
@@ -154,7 +154,7 @@ def test_checkpoint_of_another_version(folder: Path, tmp_path: Path, change: Any
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
     weights = open_trained(folder).weights["fc.weight"].numpy().tobytes()
-    data = bytearray(checkpoint.find(folder).read_bytes())
+    data = bytearray(checkpoint.find_checkpoint(folder).read_bytes())
     data[data.index(weights) + 2] ^= 1
     (tmp_path / "damaged.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged: its CRC-32"):
@@ -163,7 +163,7 @@ def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
     """It holds the weights where timm looks for them, and the file has them once."""
-    path, state = checkpoint.find(folder), open_trained(folder).weights
+    path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
     timm = pytest.importorskip("timm")
     assert same(dict(timm.models.load_state_dict(str(path))), state)
