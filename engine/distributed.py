@@ -39,7 +39,7 @@ class World:
         """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
 
-    def broadcast(self, function: Callable[[], T]) -> T:
+    def on_rank_0(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
         result = error = None
         if self.is_main:
@@ -213,7 +213,7 @@ def share_config(config: Config, world: World) -> Config:
     Raises UserError if the kind of device differs between the ranks, or another key than those that
     say where the samples are. Collective.
     """
-    config = replace(config, run=world.broadcast(lambda: config.run))
+    config = replace(config, run=world.on_rank_0(lambda: config.run))
     same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
     world.require_same({**same, "train.device": world.device.type})
     return config

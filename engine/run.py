@@ -71,7 +71,7 @@ class Run(AbstractContextManager["Run"]):
         """
         given = self.config.checkpoint.resume
         # An OSError becomes a UserError.
-        own = self.world.on_all_ranks(lambda: self.world.broadcast(self._own_checkpoints))
+        own = self.world.on_all_ranks(lambda: self.world.on_rank_0(self._own_checkpoints))
         if own:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(own)
@@ -123,7 +123,7 @@ class Run(AbstractContextManager["Run"]):
         self._stored = {}  # frees the memory
         self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
         claim = partial(self._claim, state)
-        self.finished_summary = self.world.on_all_ranks(lambda: self.world.broadcast(claim))
+        self.finished_summary = self.world.on_all_ranks(lambda: self.world.on_rank_0(claim))
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
@@ -174,7 +174,7 @@ class Run(AbstractContextManager["Run"]):
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
-        self.world.broadcast(self._wait)
+        self.world.on_rank_0(self._wait)
 
     def _wait(self) -> None:
         """Wait for the thread on rank 0; raise its error, once."""

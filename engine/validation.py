@@ -64,7 +64,7 @@ def evaluate(
 
 def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> Validation:
     """Average the values of all ranks and gather their rows, those in `masks`. Collective."""
-    names = world.broadcast(lambda: averaged(batches[0]) if batches else [])  # a rank may have none
+    names = world.on_rank_0(lambda: averaged(batches[0]) if batches else [])  # a rank may have none
     sums = torch.zeros(1 + len(names), dtype=longest_float(world.device), device=world.device)
     columns: dict[str, list[Tensor]] = {}
     for values, valid in zip(batches, masks, strict=True):

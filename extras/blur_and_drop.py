@@ -15,7 +15,7 @@ import models
 from conf.packages import import_torchvision
 from models.resnet import BasicBlock
 
-LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
+MIN_CHANNELS = 16  # of the input; FFCV does not blur the image itself
 
 
 def resnet(
@@ -59,7 +59,7 @@ class BlurredConv(nn.Conv2d):
 def blur_strided_convolutions(model: nn.Module) -> int:
     """Blur the inputs of convolutions with a stride above 1, as in FFCV; return their number."""
     convolutions = [layer for layer in model.modules() if type(layer) is nn.Conv2d]
-    strided = [c for c in convolutions if max(c.stride) > 1 and c.in_channels >= LEAST_CHANNELS]
+    strided = [c for c in convolutions if max(c.stride) > 1 and c.in_channels >= MIN_CHANNELS]
     for layer in strided:
         layer.__class__ = BlurredConv
     return len(strided)

@@ -36,7 +36,7 @@ SIGMAS = 3  # of a validation that is far too low
 CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
-LEAST_STD = 0.5
+MIN_STD = 0.5
 DATA = ("classes", "train_images", "val_images", "format")
 FACTS = ("std", "runs", "status", "source", *DATA)
 LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -136,7 +136,7 @@ class Expectation(Observer):
         if not self._schedule.due(step).epoch or not 1 <= epoch <= len(means):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
-        width = half_width(max(std, LEAST_STD), self._curve["runs"], sigmas)
+        width = half_width(max(std, MIN_STD), self._curve["runs"], sigmas)
         most = 100.0 if value_of(self._value.name).unit == " %" else math.inf
         return mean, max(0.0, mean - width), min(most, mean + width)
 

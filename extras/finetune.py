@@ -24,11 +24,11 @@ Values = dict[str, Any]
 """Dotted key -> value."""
 
 # The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
-# 20,000 images; but no image is seen more than MOST_EPOCHS times.
+# 20,000 images; but no image is seen more than MAX_EPOCHS times.
 IMAGES_SEEN = 500 * 512
-FEWEST_EPOCHS, MOST_EPOCHS = 10, 100
+MIN_EPOCHS, MAX_EPOCHS = 10, 100
 WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
-LARGEST_BATCH = 256
+MAX_BATCH = 256
 # 0.03 for a batch of 512, as in the code of ViT (arXiv 2010.11929). Proportional to larger batches
 # (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
 # reached 46 % and 0.01 94 % in 20 epochs (images of tests/extras/test_finetune.py).
@@ -79,12 +79,12 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
-        batch_size = max(1, min(LARGEST_BATCH, suited_batch(images), images) // ranks) * ranks
+        batch_size = max(1, min(MAX_BATCH, suited_batch(images), images) // ranks) * ranks
     if "train.epochs" not in typed:
-        epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
+        epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, round(IMAGES_SEEN / images)))
     return {
         "loader.batch_size": batch_size,
-        "optim.lr": LR * max(1, batch_size / LARGEST_BATCH),
+        "optim.lr": LR * max(1, batch_size / MAX_BATCH),
         "train.epochs": epochs,
         "schedule.warmup_epochs": epochs / WARMUP,
     }

@@ -26,7 +26,7 @@ COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of m
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss
 CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
 WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
-MOST_BARS = 25
+MAX_BARS = 25
 BINS = 15  # of the confidence, as in arXiv 1706.04599
 BLUE = "#4c72b0"
 Ints = npt.NDArray[np.int64]
@@ -153,8 +153,8 @@ class Predictions:
         ]
         return {
             "val/worst": sheet("largest losses", images, captions),
-            "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
-            "val/per_class": bars("top-1, the worst classes first", accuracy[:MOST_BARS]),
+            "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
+            "val/per_class": bars("top-1, the worst classes first", accuracy[:MAX_BARS]),
             "val/reliability": bars("accuracy by confidence", confidence),
         }
 

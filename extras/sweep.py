@@ -35,7 +35,7 @@ from conf.schema import NAMES, Config, UserError, group_names
 from conf.start import handle_stops, stop_with_parent
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
-MOST_JOBS = 10_000
+MAX_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # it minimises else
@@ -76,8 +76,8 @@ class Sweep:
             # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
             swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
             self.settings.append(f"++{swept}")
-        if math.prod(map(len, self.columns)) > MOST_JOBS:
-            raise UserError(f"-m: more than {MOST_JOBS:,} jobs; give fewer values")
+        if math.prod(map(len, self.columns)) > MAX_JOBS:
+            raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
         for override in itertools.chain(*self.columns):
             read_override(override)
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
@@ -159,7 +159,7 @@ def _values(text: str) -> list[str]:
         return [str(values.start)]
     names = group_names(_key(text))
     found = values.filter(names) if "=glob(" in text else override.sweep_string_iterator()
-    found = [*itertools.islice(found, MOST_JOBS + 1)]
+    found = [*itertools.islice(found, MAX_JOBS + 1)]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
     return found

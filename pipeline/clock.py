@@ -17,7 +17,7 @@ import torch
 # Between two measured steps on a GPU. The host waits for the end of each, and the GPU is idle for
 # 0.1 ms until the next step is launched.
 SAMPLE_SECONDS = 1.0
-FEWEST_PARTS, MOST_PARTS = 5, 256  # measured steps: with fewer, their parts count as unknown
+MIN_PARTS, MAX_PARTS = 5, 256  # measured steps: with fewer, their parts count as unknown
 
 
 class Shares(NamedTuple):
@@ -134,7 +134,7 @@ class StepClock:
         self._unread: deque[BatchEvents] = deque()
         self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
         # Times of the newest measured steps in ms: (computing gradients, exchanging them).
-        self.parts: deque[tuple[float, float]] = deque(maxlen=MOST_PARTS)
+        self.parts: deque[tuple[float, float]] = deque(maxlen=MAX_PARTS)
         self._measures = False  # the current step
         self._measured = -math.inf  # when the last such step began
         self._waited = False  # for the end of the newest step
@@ -248,7 +248,7 @@ class StepClock:
         A single step may capture a CUDA graph, so the slowest tenth does not count. The exchange
         takes longer if another rank computes its gradients later, so it is the 10th percentile.
         """
-        if len(self.parts) < FEWEST_PARTS:
+        if len(self.parts) < MIN_PARTS:
             return {}
         tenth = len(self.parts) // 10
         own, exchanges = (sorted(part) for part in zip(*self.parts, strict=True))

@@ -21,7 +21,7 @@ from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import page_locked
 
-FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
+MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
@@ -91,7 +91,7 @@ class Feed:
 
 def is_measured(config: Config, dataset: Dataset, device: torch.device, cores: int) -> bool:
     """Whether loader.workers=auto is measured; otherwise it takes all workers for its cores."""
-    is_short = len(dataset) < FEWEST_BATCHES * config.loader.batch_size
+    is_short = len(dataset) < MIN_BATCHES * config.loader.batch_size
     is_small = 0 < dataset.mean_bytes() <= SMALL_FILE and cores >= ENOUGH_WORKERS
     is_fast = is_short or is_small or isinstance(dataset, FakeDataset)
     return config.loader.workers == "auto" and device.type == "cuda" and not is_fast

@@ -46,8 +46,8 @@ TASK_ROWS = 32
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
-MOST_TRIED = 100  # samples in place of an unreadable one
-MOST_NAMED = 10  # unreadable images on the console
+MAX_TRIED = 100  # samples in place of an unreadable one
+MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
 # about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
@@ -145,7 +145,7 @@ def run_task(
             _read_ahead(ring, tasks, done, pipe)
         row, unreadable = task.row + done, []
         others = dataset.replacements(index) if skips else []
-        for found in chain([index], islice(others, MOST_TRIED)):
+        for found in chain([index], islice(others, MAX_TRIED)):
             try:
                 _write(ring, batch, row, dataset.load(epoch, found))
                 break
@@ -397,7 +397,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         for index, message in reply.skipped:
             if index not in self.unreadable:
                 self.unreadable.add(index)
-                if len(self.unreadable) <= MOST_NAMED:
+                if len(self.unreadable) <= MAX_NAMED:
                     logger.warning("skipped %s", message)
         if reply.trace:
             logger.error("%s", reply.trace.rstrip())

@@ -54,7 +54,7 @@ from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = {"train": "training", "val": "validation"}  # with their labels
-LEAST_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
+MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
 SECTIONS = ("Learning", "Training steps")  # of the charts
@@ -299,8 +299,8 @@ def reference(runs: Sequence[Run]) -> str:
     It is the value that train.best_by names; `time` is that of the last start. Raises UserError:
     there are too few runs, they differ, or one is not complete.
     """
-    if len(runs) < LEAST_RUNS:
-        raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
+    if len(runs) < MIN_RUNS:
+        raise UserError(f"--reference: {len(runs)} runs; give {MIN_RUNS} or more")
     for key, *values in differences(runs):
         if key != "train.seed":
             found = ", ".join(sorted(set(values)))

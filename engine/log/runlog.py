@@ -40,7 +40,7 @@ FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the
 def check_log(config: Config, world: World) -> None:
     """Add log.values to those of a validation, and check log.observers. Collective."""
     world.on_all_ranks(lambda: add_values(config.log.values))
-    world.broadcast(lambda: bool(named_observers(config)))  # other ranks need not import them
+    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class RunLog(ExitStack):
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
         self._observers: list[tuple[str, Observer]] = []
-        self.world.broadcast(self._start_observers)
+        self.world.on_rank_0(self._start_observers)
         self.monitor = self.enter_context(GpuMonitor(self.world.device))
         if self.world.size > 1:
             mark_parts(self.state, self.feed.train.clock)

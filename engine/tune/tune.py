@@ -34,17 +34,17 @@ from engine.tune.verdict import remedies, verdict
 from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe
-from pipeline.feed import FEWEST_BATCHES, Feed
+from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
 PROBE_WORKERS = 2  # whose speed is measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
-FEWEST_STEPS, MOST_STEPS = 4, 200  # of a trial
+MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
-MOST_TRIALS, MOST_OF_EACH = 6, 3  # of all modes, and of each
+MAX_TRIALS, MAX_OF_EACH = 6, 3  # of all modes, and of each
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
@@ -82,12 +82,12 @@ def tune(
     in its folder has it. Returns 0 if nothing was measured. Raises LoaderError if an image cannot
     be read.
     """
-    if not feed.measured or run.stop_step - state.step < FEWEST_BATCHES:
+    if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
         return 0.0
     pool, world = feed.train.loader.pool, run.world
     machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
     tuner = Tuner(feed, step, compute, world, stop, state.step)
-    if found := world.broadcast(lambda: _stored(run, feed, machine)):
+    if found := world.on_rank_0(lambda: _stored(run, feed, machine)):
         tuner.configure(found["mode"], found["workers"], found["alone"])
         how = "from an earlier start; autotune.refresh=true measures again"
     else:
@@ -176,7 +176,7 @@ class Tuner:
         start = self.feed.modes[0]
         lacks = self.most_workers(start) * self.probe.per_worker < self.demand
         modes = sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu")
-        for mode in self.world.broadcast(lambda: modes):
+        for mode in self.world.on_rank_0(lambda: modes):
             if mode != start and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue
@@ -186,7 +186,7 @@ class Tuner:
 
     def search_mode(self, mode: str) -> None:
         """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
-        workers, most = self.world.broadcast(
+        workers, most = self.world.on_rank_0(
             lambda: (self.max_workers(mode), self.most_workers(mode))
         )
         dataset, each = self.feed.train.loader.dataset, self.probe.per_worker
@@ -198,10 +198,10 @@ class Tuner:
         if mode == "cpu":
             workers = min(most, math.ceil(MARGIN * self.demand / each))
         tried: Tried = {}
-        while workers not in tried and len(tried) < MOST_OF_EACH and self.has_time(mode):
+        while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
             rate = min(self.demand, device + workers * each)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
-            steps = max(FEWEST_STEPS, min(MOST_STEPS, steps))
+            steps = max(MIN_STEPS, min(MAX_STEPS, steps))
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
             behind = max(each.rate for each in tried.values()) < top
@@ -213,8 +213,8 @@ class Tuner:
     def has_time(self, mode: str) -> bool:
         """Whether another trial of a mode may begin; the first of each always may."""
         number = sum(map(len, self.trials.values()))
-        in_time = self.world.broadcast(lambda: time.perf_counter() < self.deadline)
-        return number < MOST_TRIALS and (in_time or mode not in self.trials)
+        in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
+        return number < MAX_TRIALS and (in_time or mode not in self.trials)
 
     def trial(self, mode: str, workers: int, steps: int) -> Shares:
         """Train with a mode and a number of workers."""
@@ -293,7 +293,7 @@ class Tuner:
         """Times of a worker that decodes batches that nothing uses."""
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
-        for batch in loader.batches(self.next_step, self.next_step + MOST_STEPS):
+        for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
             batch.release(None)
             if batch.step == self.next_step:  # every worker has begun
                 loader.ring.replies.clear()

@@ -41,10 +41,10 @@ FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines d
 CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
-ROOM, LEAST_ROOM = 1.5, 1 << 15
+ROOM, MIN_ROOM = 1.5, 1 << 15
 READERS = 6  # reading a file and drawing its augmentation takes 0.1 ms: more workers are idle
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
-MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
+MAX_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
 AVERAGED = 500  # images, of a worker's time for each
 # Numbers that all processes share: which of MODES, the share of the images for the engines, a
 # worker's seconds per image that it decodes, and of how many images they are the mean.
@@ -104,7 +104,7 @@ class EngineDataset(DatasetWrapper):
     def __init__(self, dataset: FolderDataset) -> None:
         super().__init__(dataset)
         self.size = dataset.transform.image_size
-        self.room = max(LEAST_ROOM, int(ROOM * dataset.mean_bytes()))
+        self.room = max(MIN_ROOM, int(ROOM * dataset.mean_bytes()))
         self.shared = SharedArray((4,), np.float64)
         self.workers, self.demand = 1, math.inf
         self.engine: GpuDecoder | None = None
@@ -231,4 +231,4 @@ class EngineDataset(DatasetWrapper):
         if self.mode == HYBRID and seconds and self.device_rate < math.inf:
             workers, rate = self.workers / seconds, self.device_rate
             needed = max(0.0, 1 - workers / self.demand)
-            self.shared.array[SHARE] = min(rate / (rate + workers), needed, MOST_SHARE)
+            self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)

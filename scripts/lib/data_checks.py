@@ -23,7 +23,7 @@ GRID = 64  # the mean colour is that of about this many pixels along the short s
 TURNED = "EXIF rotation"
 PREPARED = {"CMYK", "progressive", "very large"}  # JPEG files that prepare.py --side converts
 # Unusual files, and their effect on training. Of ImageNet's files, 2 % are grey.
-MOST_ODD = 0.01  # of the files; above it, a warning
+MAX_ODD = 0.01  # of the files; above it, a warning
 ODD = {
     "CMYK": "converted without a colour profile",
     "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
@@ -119,7 +119,7 @@ def odd_files(case: Case) -> Iterator[Row]:
     text = f"of {len(files):,} images: {', '.join(kinds.values()) or 'none'}"
     if turns:
         del counts[TURNED]
-    frequent = [kind for kind, count in counts.items() if count > MOST_ODD * len(files)]
+    frequent = [kind for kind, count in counts.items() if count > MAX_ODD * len(files)]
     cure = "training accepts them"
     if PREPARED & {*frequent}:
         cure += "; scripts/prepare.py --side converts such JPEG files"

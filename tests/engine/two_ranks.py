@@ -45,10 +45,10 @@ def check_objects(world: World) -> None:
         return inner
 
     for value in (Path("runs/a"), None, {"x": 1}):
-        assert world.broadcast(decide(value)) == value
+        assert world.on_rank_0(decide(value)) == value
     for error in (UserError("run.dir=x: is a file"), OSError(28, "No space left on device")):
         with pytest.raises(type(error)) as caught:
-            world.broadcast(decide(error))
+            world.on_rank_0(decide(error))
         assert str(caught.value) == str(error)
     assert len(decided) == (5 if world.rank == 0 else 0)
     values = world.all_gather({"path": Path(f"runs/{world.rank}"), "none": None})

@@ -15,7 +15,7 @@ from conf import cli
 from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
 from engine.scores import BestBy
-from extras.expectation import GOOD_SIGMAS, LEAST_STD, Expectation, half_width
+from extras.expectation import GOOD_SIGMAS, MIN_STD, Expectation, half_width
 from scripts import report
 
 FACTS = {
@@ -142,7 +142,7 @@ def test_which_runs_are_compared(
 
 
 def limit(epoch: int, sigmas: float) -> float:
-    std = max(LEAST_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
+    std = max(MIN_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
     return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
 
 

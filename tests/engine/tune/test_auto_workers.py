@@ -105,7 +105,7 @@ def test_without_a_measurement(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Few steps are not worth it; the answer of another machine is not used after a resume."""
-    monkeypatch.setattr(tune, "FEWEST_BATCHES", 2)
+    monkeypatch.setattr(tune, "MIN_BATCHES", 2)
     for steps in ("1", "3", "5"):
         capfd.readouterr()
         train.train(

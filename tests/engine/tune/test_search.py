@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.tune.tune import MOST_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
+from engine.tune.tune import MAX_TRIALS, SHARED_MARGIN, Tuner, best_setting, next_number
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE
 
 MODES = ("cpu", "hybrid", "gpu")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
 READING = 6600.0  # images/s of a worker that only reads
-MOST_SHARE = 0.97  # of a batch, that the engines decode with hybrid
+MAX_SHARE = 0.97  # of a batch, that the engines decode with hybrid
 Found = tuple[str, int, list[tuple[str, int]]]  # mode, number of workers, trials
 
 
@@ -55,7 +55,7 @@ class Host:
         for _ in range(60):
             decoded = workers / (1 / each + share / (1 - share) / READING)
             together = self.engines / (self.engines + decoded)
-            share = min(together, max(0.0, 1 - decoded / (SHARED_MARGIN * self.demand)), MOST_SHARE)
+            share = min(together, max(0.0, 1 - decoded / (SHARED_MARGIN * self.demand)), MAX_SHARE)
         return share
 
     def run(self, mode: str, workers: int) -> tuple[float, float, float]:
@@ -144,7 +144,7 @@ def test_choice_on_simulated_hosts(slow: float, cores: int, misjudged: float) ->
         host = Host(demand, per_worker, engines, cores, slow, 2, contention, uses)
         mode, workers, trials = tune(host, misjudged, seed)
         ratios.append(host.run(mode, workers)[0] / best_rate(host))
-        assert 1 <= len(trials) <= MOST_TRIALS
+        assert 1 <= len(trials) <= MAX_TRIALS
         number += len(trials)
         assert max(workers for _, workers in trials) < cores
     assert min(ratios) >= 0.94

@@ -122,7 +122,7 @@ def test_several_ranks_get_a_reserve_of_workers(
         def all_gather(self, value: Any) -> list[Any]:
             return [value] * self.size
 
-        def broadcast(self, function: Any) -> Any:
+        def on_rank_0(self, function: Any) -> Any:
             return function()
 
     def step(batch: Batch) -> None:

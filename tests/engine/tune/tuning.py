@@ -19,11 +19,11 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     patch(feed, "is_measured", lambda config, *_: config.loader.workers == "auto")
     patch(machine, "cores", lambda: 4)
     patch(machine, "cpu_quota", lambda: math.inf)
-    patch(tune, "FEWEST_BATCHES", 0)
+    patch(tune, "MIN_BATCHES", 0)
     patch(tune, "MEASURE_SECONDS", seconds)
     # Also on a busy machine, where steps are slow: so many steps in each trial.
-    patch(tune, "FEWEST_STEPS", 2)
-    patch(tune, "MOST_STEPS", 2)
+    patch(tune, "MIN_STEPS", 2)
+    patch(tune, "MAX_STEPS", 2)
     patch(tune, "LATE_SECONDS", math.inf)
 
 

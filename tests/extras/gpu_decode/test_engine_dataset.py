@@ -15,7 +15,7 @@ from conf import cli
 from conf.schema import UserError
 from engine import checkpoint
 from extras import gpu_decode
-from extras.gpu_decode import GEOMETRY, LEAST_ROOM, ROOM, EngineDataset, engines
+from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, EngineDataset, engines
 from extras.gpu_decode.decoder import EngineError
 from extras.gpu_decode.geometry import (
     BICUBIC,
@@ -111,7 +111,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
     dataset: Any = EngineDataset(plain)
-    assert dataset.room == max(LEAST_ROOM, int(ROOM * plain.mean_bytes()))
+    assert dataset.room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.room = 1 << 14  # that of all rows is not enough for the last one
     dataset.set_mode("hybrid")
     dataset.shared.array[gpu_decode.SHARE] = 0.5
