@@ -264,16 +264,16 @@ def validate(
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
-            found, *raw = evaluate(networks, validation_values, batches, world)
-        if found.images == len(feed.val.loader.dataset):  # fewer after a signal
-            values = found.values()
+            result, *raw_results = evaluate(networks, validation_values, batches, world)
+        if result.images == len(feed.val.loader.dataset):  # fewer after a signal
+            values = result.values()
             row = {"step": state.step, "epoch": schedule.epoch(state.step), **values}
-            for each in raw:
+            for each in raw_results:
                 row |= {f"{name}_raw": value for name, value in each.values().items()}
             best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, found.rows, best=best)
+            log.validated(row, values, result.rows, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:
@@ -319,8 +319,8 @@ def build_parts(
     datasets, schedule, compute, loss, state = world.on_all_ranks(build)
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
-        (found,) = evaluate([state.model], validation_values, [example], world)
-    BestBy.of(config.train.best_by).check(found.names())
+        (dry_run,) = evaluate([state.model], validation_values, [example], world)
+    BestBy.of(config.train.best_by).check(dry_run.names())
     world.on_all_ranks(datasets.create_files)  # creates images that are missing, if it can
     return datasets, schedule, compute, loss, state
 

@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from conf.schema import Config, UserError
 from engine.distributed import World
-from pipeline.build import Datasets
-
-FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
 @dataclass(frozen=True)
@@ -171,25 +166,3 @@ def micro_batches(images: int, most: int | None) -> int:
 def suited_batch(images: int) -> int:
     """Return the largest power of two with 16 steps per epoch; 8 for BatchNorm at least."""
     return max(8, 2 ** int(math.log2(images / 16)))
-
-
-def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
-    """Return notes on values that are allowed, but probably not what the user wants."""
-    notes = []
-    images, size = len(datasets.train), config.loader.batch_size
-    if images / size < FEW_STEPS and (smaller := suited_batch(images)) < size:
-        notes.append(
-            f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
-            f"{images:,} images, try loader.batch_size={smaller} "
-            f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
-        )
-    count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
-    if count > 1:
-        command = f"torchrun --nproc-per-node {count} train.py ..."
-        notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
-    if datasets.train.fingerprint() == datasets.val.fingerprint():
-        notes.append(
-            "data.val holds the training images, so its accuracy says nothing about new images; "
-            "give another split"
-        )
-    return notes + datasets.train.notes()

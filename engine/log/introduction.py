@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
+from conf.schema import Config
 from engine.compute import Compute, has_batch_norm
+from engine.distributed import World
 from engine.log.console import outcome
 from engine.run import Run
-from engine.schedule import Schedule, setup_notes
+from engine.schedule import Schedule, suited_batch
 from engine.state import TrainState
 from pipeline.build import Datasets
+
+FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
 def introduce(
@@ -65,3 +70,25 @@ def facts(
     )
     layout = ", channels_last" if compute.channels_last else ""
     yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}"
+
+
+def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
+    """Return notes on values that are allowed, but probably not what the user wants."""
+    notes = []
+    images, size = len(datasets.train), config.loader.batch_size
+    if images / size < FEW_STEPS and (smaller := suited_batch(images)) < size:
+        notes.append(
+            f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
+            f"{images:,} images, try loader.batch_size={smaller} "
+            f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
+        )
+    count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
+    if count > 1:
+        command = f"torchrun --nproc-per-node {count} train.py ..."
+        notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
+    if datasets.train.fingerprint() == datasets.val.fingerprint():
+        notes.append(
+            "data.val holds the training images, so its accuracy says nothing about new images; "
+            "give another split"
+        )
+    return notes + datasets.train.notes()

@@ -15,9 +15,10 @@ import torch
 import train
 from engine.compute import choose_compute
 from engine.distributed import World, resolve_device
+from engine.log.introduction import setup_notes
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.losses import build_criterion, class_weights
-from engine.schedule import make_schedule, setup_notes
+from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.decode import DECODERS, describe

@@ -10,7 +10,8 @@ import torch
 from conf import cli, schema
 from conf.schema import Model, Train, UserError, group_names
 from engine.distributed import World
-from engine.schedule import SCHEDULES, Schedule, make_schedule, setup_notes
+from engine.log.introduction import setup_notes
+from engine.schedule import SCHEDULES, Schedule, make_schedule
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE, config, schedule
 

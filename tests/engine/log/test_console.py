@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from conf import cli
 from engine.log.console import header, outcome, train_line, val_line
-from engine.log.introduction import facts
+from engine.log.introduction import facts, setup_notes
 from engine.log.meter import Interval, Meter, train_row
-from engine.schedule import Schedule, setup_notes
+from engine.schedule import Schedule
 from engine.scores import BestBy
 from pipeline.build import Datasets, build_datasets
 from pipeline.clock import Shares
