@@ -228,8 +228,8 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 
     Returns:
-        Named values for each row, [B, ...]. Those of float [B] are averaged over the split. The
-        others are for values that are computed from all rows (engine/scores.py).
+        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, but for
+        `confidence` and `score`; these and others are for what all rows give (engine/scores.py).
     """
     return class_values(network(batch["image"]).float(), batch["label"])
 
@@ -266,14 +266,13 @@ def validate(
         with compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)
         if result.images == len(feed.val.loader.dataset):  # fewer after a signal
-            values = result.values()
-            row = {"step": state.step, "epoch": schedule.epoch(state.step), **values}
+            row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
             for each in raw_results:
                 row |= {f"{name}_raw": value for name, value in each.values().items()}
             best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best
-            log.validated(row, values, result.rows, best=best)
+            log.validated(row, result.names(), result.rows, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:

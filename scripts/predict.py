@@ -157,7 +157,7 @@ class Predictor:
         self.exif_orientation = data.exif_orientation
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = choose_precision(config.train.precision, device)
-        # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
+        # As engine.compute.set_up_kernels, without deterministic algorithms: choosing them imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"

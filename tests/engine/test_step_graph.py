@@ -9,7 +9,7 @@ import torch
 
 import train
 from conf import cli
-from engine.compute import Compute, choose_compute, dtype_of
+from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.log.meter import mark_parts
 from engine.schedule import Schedule
@@ -46,7 +46,7 @@ def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph
     config = cli.load([*OPTIONS, *overrides])
     datasets = build_datasets(config)
     compute = choose_compute(config, datasets, world.device, 0)
-    train.set_up_kernels(deterministic=True, precision=compute.precision)
+    set_up_kernels(deterministic=True, precision=compute.precision)
     state = train.build_state(config, datasets, compute, world)
     schedule = Schedule(config, len(datasets.train))
     loss = train.build_loss(config, datasets, compute)

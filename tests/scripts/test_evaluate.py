@@ -15,6 +15,7 @@ import torch
 import train
 from conf.schema import UserError
 from engine import checkpoint
+from engine.compute import set_up_kernels
 from engine.distributed import World, join_world
 from pipeline.batch import Batch, Field, image_field
 from pipeline.build import build_val
@@ -215,4 +216,4 @@ def test_on_a_gpu(whole_runs: None, image_root: Path, tmp_path: Path, compile: s
         found = evaluate.run(trained, world, flip=False)
     last = torch.load(newest(tmp_path / "run"), weights_only=True)["state"]["last"]  # all digits
     assert [found.values[name] for name in VALUES] == [last[name] for name in VALUES]
-    train.set_up_kernels(deterministic=False, precision="bf16")
+    set_up_kernels(deterministic=False, precision="bf16")
