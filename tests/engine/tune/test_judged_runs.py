@@ -1,5 +1,6 @@
 """Verdicts of real feeds with slow storage and decoding; which rows are judged; remedies."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from conf import cli
+from conf.schema import NAMES
 from engine.distributed import World
 from engine.tune.verdict import SHORT, Verdict, remedies
 from pipeline.clock import Shares
@@ -157,6 +159,9 @@ def test_remedies_that_apply(
     assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
     found = known[cause]
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
+    texts = " ".join(text for each in known.values() for text in each)
+    assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
+    cli.load(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
 
 
 class TwoRanks(World):
