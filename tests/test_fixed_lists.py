@@ -6,7 +6,7 @@ docs/fork.md has the command.
 import ast
 
 from conf.schema import FIELDS, NOTHING
-from tests.processes import run_python
+from tests.processes import needs_extras, run_python
 from tests.sources import PROGRAM, ROOT, nodes
 
 
@@ -17,6 +17,7 @@ def test_size() -> None:
     assert done.returncode == 0, f"{done.stdout}{advice}"
 
 
+@needs_extras
 def test_environment_variables() -> None:
     """Variables give the rank of this process and the cache folder; none affects the result."""
     read = set()
