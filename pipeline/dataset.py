@@ -13,10 +13,11 @@ import hashlib
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -28,9 +29,12 @@ from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, imag
 from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import THREADS, Index
 
+T = TypeVar("T")
+
 READ_AHEAD = 8  # files of a worker that are read at a time, if it waits for storage
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
+NOTED = 32  # files that `notes` decodes, if they have 16 bits or an alpha channel
 
 
 class BadImageError(RuntimeError):
@@ -263,20 +267,21 @@ class FolderDataset(Dataset):
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
-        return float(np.mean([size for size, *_ in self._looked]))
+        return float(np.mean(self._sizes)) if self._sizes else 0.0
 
     def notes(self) -> list[str]:
-        found, level = [], max(level for _, level, _ in self._looked)
+        found, looked = [], self._of_some(NOTED, decode.lost)
+        level = max(level for level, _ in looked)
         if 0 < level < decode.LOW_LEVEL:
             found.append(
                 f"the 16-bit images have levels up to {level:,} of 65,535, and training keeps the "
                 f"upper 8 bits: they are nearly black; multiply their levels by {65535 // level}"
             )
-        if clear := sum(transparent for *_, transparent in self._looked):
+        if clear := sum(transparent for _, transparent in looked):
             found.append(
-                f"{clear} of {len(self._looked)} images looked at have transparent pixels, and "
-                "training sees the colours under them, often black; paint the images on one colour "
-                "if their alpha channel has the shape"
+                f"{clear} of {len(looked)} images looked at have transparent pixels, and training "
+                "sees the colours under them, often black; paint the images on one colour if their "
+                "alpha channel has the shape"
             )
         return found
 
@@ -285,7 +290,7 @@ class FolderDataset(Dataset):
 
         The sizes distinguish copies with the same names, such as smaller ones.
         """
-        table = f"{self._table} {[size for size, *_ in self._looked]}"
+        table = f"{self._table} {self._sizes}"
         return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
 
     @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
@@ -293,18 +298,21 @@ class FolderDataset(Dataset):
         return self.index.fingerprint()
 
     @cached_property
-    def _looked(self) -> list[tuple[int, int, bool]]:
-        """Of up to SAMPLED files: size in bytes, 0 if one cannot be read, and `decode.lost`."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
-        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
-            return list(pool.map(self._look, rows))
+    def _sizes(self) -> list[int]:
+        """Size in bytes of up to SAMPLED files; 0 if one cannot be read."""
+        return self._of_some(SAMPLED, len)
 
-    def _look(self, row: int) -> tuple[int, int, bool]:
-        try:
-            data = self.index.read(row)
-        except OSError:
-            return 0, 0, False
-        return len(data), *decode.lost(data)
+    def _of_some(self, number: int, look: Callable[[bytes], T]) -> list[T]:
+        """Call a function with the content of up to `number` files, or b"" for unreadable ones."""
+
+        def look_at(row: int) -> T:
+            with suppress(OSError):
+                return look(self.index.read(row))
+            return look(b"")
+
+        rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
+        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
+            return list(pool.map(look_at, rows))
 
 
 class FakeDataset(Dataset):
