@@ -69,7 +69,7 @@ from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
-from scripts.lib.trained import Trained, exit_status, open_trained
+from scripts.lib.trained import Trained, exit_status, open_trained, sorted_as_text
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 
@@ -127,10 +127,10 @@ def run(
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
     fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
-    last = trained.channels_last(model, device)
+    channels_last = trained.channels_last(model, device)
     began = time.perf_counter()
     with (
-        open_feed(fed, datasets, world, dtype=dtype_of(precision), channels_last=last) as feed,
+        open_feed(fed, datasets, world, dtype_of(precision), channels_last) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):
@@ -212,7 +212,7 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
     if len(found) != trained.num_classes:
         sizes = f"{len(found)} classes, the model has {trained.num_classes} classes"
         raise UserError(f"{where} {sizes}; {cure}")
-    if all(map(str.isdecimal, found)) and list(found) != sorted(found, key=int):
+    if sorted_as_text(found):
         order = f"folders whose names are numbers, in the order {', '.join(found[:3])}, ..."
         raise UserError(
             f"{where} {order}, and the model may have them in the order of numbers; {cure}"

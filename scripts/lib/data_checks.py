@@ -16,6 +16,7 @@ from pipeline.decode import describe
 from pipeline.index import Index
 from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, sample, warn
 from scripts.lib.progress import in_threads, with_progress
+from scripts.lib.trained import sorted_as_text
 
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
@@ -44,7 +45,7 @@ def data(case: Case) -> Iterator[Row]:
         text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
         yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
     names = case.splits()["train"].classes
-    if all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int):
+    if sorted_as_text(names):
         text = f"numbers sorted as text: {few(names)}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
     left_out = {index.root: index.left_out for index in case.splits().values()}

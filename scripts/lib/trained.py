@@ -228,6 +228,11 @@ def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
     return names
 
 
+def sorted_as_text(names: Sequence[str]) -> bool:
+    """Whether the names of classes are numbers in another order than theirs, such as 1, 10, 2."""
+    return all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int)
+
+
 def sizes_in(
     weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
 ) -> tuple[int, int]:
