@@ -228,8 +228,8 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 
     Returns:
-        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, but for
-        `confidence` and `score`; these and others are for what all rows give (engine/scores.py).
+        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, except
+        `confidence` and `score`. The others are for values of all rows (engine/scores.py).
     """
     return class_values(network(batch["image"]).float(), batch["label"])
 

@@ -69,7 +69,8 @@ def _show(text: str) -> NoReturn:
     except BrokenPipeError:  # `| head`
         pass
     except OSError as error:
-        fail(described(error))
+        complain(described(error))
+        sys.exit(1)
     sys.exit(0)
 
 

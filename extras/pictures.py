@@ -5,6 +5,7 @@ writes per_class.json, and scripts/evaluate.py the same as CSV files and picture
 """
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
+from engine.checkpoint import replace_file
 from engine.log.observer import Observer
 from engine.log.sheet import sheet
 from engine.validation import Rows
@@ -175,6 +177,6 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
 
 
 def write(path: Path, rows: Iterable[Iterable[Any]]) -> None:
-    path.unlink(missing_ok=True)  # it may be a link
-    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    replace_file(path, text.getvalue())

@@ -38,7 +38,7 @@ MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 
 MAX_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # it minimises else
+MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # else it minimises
 
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
@@ -98,8 +98,8 @@ class Sweep:
 
         def run_job(_: Any) -> float:
             job = HydraConfig.get()
-            print(f"job {job.job.num + 1:,}{of}: ", end="")
-            return _run_job(script, [*fixed, *job.overrides.task])
+            name = f"job {job.job.num + 1:,}{of}"
+            return _run_job(script, [*fixed, *job.overrides.task], name)
 
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
         folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
@@ -165,12 +165,12 @@ def _values(text: str) -> list[str]:
     return found
 
 
-def _run_job(script: str, overrides: Sequence[str]) -> float:
+def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     overrides = [word.lstrip("+") for word in overrides]
     GlobalHydra.instance().clear()  # `load` uses Hydra, too
     config = load(overrides)
-    print(f"{' '.join(overrides)}: {config.run.dir}", flush=True)
+    print(f"{name}: {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
     finished = same and _result(config)[2] == "finished"

@@ -30,9 +30,7 @@ class Board(Observer):
         if not path.exists():
             replace_file(path, uuid.uuid4().hex[:16])
         # Silent: without a login, an error instead of a question on the terminal.
-        # Seconds, for a server that does not answer.
-        waits = dict.fromkeys(("init_timeout", "finish_timeout"), 30)
-        settings = Settings(silent=True, console="off", **waits)
+        settings = Settings(silent=True, console="off", init_timeout=30, finish_timeout=30)
         setup(settings=settings)
         self.run = init(
             dir=str(folder),

@@ -86,7 +86,7 @@ class Shares(NamedTuple):
 
 
 def mean_of(rows: Sequence[Shares]) -> Shares:
-    """Average rows by their seconds; what is no float, and parts of a step, are the last row's."""
+    """Average rows, weighted by their seconds; the parts of a step are those of the last row."""
     seconds = sum(row.seconds for row in rows)
     names = [name for name, kind in Shares.__annotations__.items() if kind is float]
     means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}

@@ -92,7 +92,7 @@ def test_a_mistake_is_one_line(
     ("command", "status", "says"),
     [
         ("--help >&-", 0, ""),
-        ("--help >/dev/full", 2, "No space left on device"),
+        ("--help >/dev/full", 1, "No space left on device"),
         ("data.root=none >&- 2>&-", 2, ""),
     ],
 )
