@@ -1,21 +1,18 @@
 """Checkpoints that survive a kill at any instant.
 
 A checkpoint is `step-<8 digits>.pt`, a zip file of torch.save, whose CRC-32 sums detect damage.
-`best.pt` is a hard link to the best one. Each file is written under a temporary name, fsynced and
-renamed, and then its folder is fsynced.
+`best.pt` is a hard link to the best one. engine/files.py writes them.
 """
 
 import copy
-import json
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import RunError, UserError
+from engine.files import replacing
 from models.weights import read_torch_file
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
     path = folder / file_name(content["step"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _replacing(path) as temporary, open(temporary, "wb") as file:
+        with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
             (folder / "best.pt").unlink(missing_ok=True)  # no longer comparable
@@ -80,7 +78,7 @@ def link_best(folder: Path, step: int) -> None:
     """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
     source, best = folder / file_name(step), folder / "best.pt"
     if source.exists() and not (best.exists() and best.samefile(source)):
-        with _replacing(best) as temporary:
+        with replacing(best) as temporary:
             try:
                 os.link(source, temporary)
             except OSError:  # a file system without hard links
@@ -107,14 +105,11 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    best, pointer = folder / "best.pt", folder / "best.json"
-    if not best.exists() and pointer.exists():  # an earlier version wrote only the name
-        names = re.findall(r"step-\d+\.pt", pointer.read_text(errors="replace"))
-        best = folder / "".join(names[:1])
-    found = [*files(folder), *([best] if best.is_file() else [])]
-    if not found:
+    best = folder / "best.pt"
+    candidates = [best] if best.is_file() else files(folder)
+    if not candidates:
         raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
-    return found[-1]
+    return candidates[-1]
 
 
 def intact(path: Path) -> bool:
@@ -188,50 +183,6 @@ def provenance() -> dict[str, str]:
         commit = done.stdout.strip()
     python, version = platform.python_version(), str(torch.__version__)
     return {"python": python, "torch": version, "git_commit": commit}
-
-
-def json_text(content: Any, *, indent: int | None = None) -> str:
-    """Return JSON as RFC 8259 defines it. A number that is not finite becomes null.
-
-    Python would write NaN or Infinity, which most other readers refuse with the whole line.
-    """
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically."""
-    replace_file(path, json_text(content, indent=2) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
-    with _replacing(path) as temporary:
-        temporary.write_bytes(text.encode(errors="surrogateescape"))
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Replace a file by the one that the block writes, atomically, also if the power fails."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a kill may have left it as a hard link to a checkpoint
-    try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _tensors(content: Any) -> Iterator[Tensor]:

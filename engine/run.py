@@ -22,6 +22,7 @@ from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, co
 from engine import checkpoint
 from engine.compute import Compute
 from engine.distributed import World
+from engine.files import replace_file
 from engine.schedule import Schedule
 from engine.state import TrainState, diverged
 from pipeline.batch import IMAGE
@@ -144,8 +145,8 @@ class Run(AbstractContextManager["Run"]):
             if state.step >= self.stop_step and found == expected:
                 return summary
         # This also fsyncs the name of checkpoints/ in the folder.
-        checkpoint.replace_file(self.path / "config.yaml", to_yaml(self.config))
-        checkpoint.replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
+        replace_file(self.path / "config.yaml", to_yaml(self.config))
+        replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
         path.unlink(missing_ok=True)  # of an earlier start
         return None
 

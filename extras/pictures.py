@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.checkpoint import replace_file
+from engine.files import replace_file
 from engine.log.observer import Observer
 from engine.log.sheet import sheet
 from engine.validation import Rows

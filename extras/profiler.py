@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile
 
 from conf.schema import UserError
-from engine.checkpoint import replace_file
+from engine.files import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 

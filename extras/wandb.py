@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RESULT, affecting
-from engine.checkpoint import replace_file
+from engine.files import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.log.tracker import curves

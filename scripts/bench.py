@@ -40,9 +40,10 @@ import torch
 import train
 from conf import cli, schema
 from conf.schema import Config, UserError
-from engine import checkpoint
+from engine.checkpoint import provenance
 from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
+from engine.files import write_json
 from engine.log.meter import Meter
 from engine.memory import fit_memory
 from engine.schedule import Schedule, make_schedule
@@ -224,12 +225,12 @@ def main() -> int:
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": cores(),
-        "made_by": checkpoint.provenance(),
+        "made_by": provenance(),
         "config": cli.to_yaml(CONFIG),
         "stages": [{**asdict(stage), "rate": stage.rate} for stage in stages],
     }
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(OPTIONS.out / "bench.json", record)
+    write_json(OPTIONS.out / "bench.json", record)
     print(f"written to {OPTIONS.out}/bench.json")
     return 0
 

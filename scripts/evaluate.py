@@ -53,9 +53,10 @@ import torch
 from torch import Tensor, nn
 
 import train
-from engine.checkpoint import json_text, provenance, write_json
+from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
+from engine.files import json_text, write_json
 from engine.log.observer import named_observers
 from engine.schedule import make_schedule
 from engine.scores import add_values, shown

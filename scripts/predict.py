@@ -73,9 +73,9 @@ from torch import Tensor, nn
 import train
 from conf import cli
 from conf.schema import UserError, typed_keys
-from engine.checkpoint import json_text
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
+from engine.files import json_text
 from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng

@@ -80,7 +80,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from conf import cli
-from engine.checkpoint import replace_file, write_json
+from engine.files import replace_file, write_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.progress import in_threads, with_progress

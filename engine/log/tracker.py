@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from conf.schema import Config, UserError
-from engine.checkpoint import json_text, replace_file
+from engine.files import json_text, replace_file, write_json
 from engine.log.meter import TIME
 from engine.scores import BestBy
 
@@ -122,8 +122,7 @@ class Tracker(ExitStack):
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; a failure is one warning."""
         if self.folder is not None:
-            text = json_text(content, indent=2) + "\n"
-            self.guard(name, replace_file, self.folder / name, text)
+            self.guard(name, write_json, self.folder / name, content)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""

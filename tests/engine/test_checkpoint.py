@@ -16,7 +16,8 @@ import torch
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, json_text, load, load_newest, save
+from engine.checkpoint import CheckpointError, load, load_newest, save
+from engine.files import json_text
 from tests.engine.run_dirs import content_of, open_run
 from tests.processes import needs_linux
 from tests.results import strictly_parsed
