@@ -126,18 +126,15 @@ def build_step(
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
-    step = partial(train_step, state, network, loss, clip_norm=config.optim.clip_norm)
+    clip_norm, parts = config.optim.clip_norm, schedule.micro_batches
+    launch = partial(train_step, state, network, loss, lr=lr, clip_norm=clip_norm, accumulate=parts)
 
     def begin(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    return StepGraph(
-        partial(step, lr=lr, accumulate=schedule.micro_batches),
-        begin=begin,
-        network=network,
-        disabled_reason=None if on_gpu else "it is only for CUDA",
-    )
+    disabled_reason = None if on_gpu else "it is only for CUDA"
+    return StepGraph(launch, begin=begin, network=network, disabled_reason=disabled_reason)
 
 
 def train_step(
@@ -305,10 +302,9 @@ def build_parts(
     stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds
-    mode = stored.get("pixels", "cpu") if stored else None
 
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
-        datasets = build_datasets(config, world.device, mode)
+        datasets = build_datasets(config, world.device, stored.get("pixels"))
         schedule = make_schedule(config, len(datasets.train), world, stored)
         compute = choose_compute(config, datasets, world.device, schedule.stop_step)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from conf.schema import Config
-from engine.checkpoint import file_name, write_json
+from engine.checkpoint import file_name
 from engine.distributed import World
+from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
 from engine.log.meter import Meter, mark_parts, train_row
 from engine.log.observer import Observer, named_observers
@@ -67,13 +68,18 @@ class RunLog(ExitStack):
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
         self._observers: list[tuple[str, Observer]] = []
+        self.monitor = GpuMonitor(self.world.device)
+        # time.monotonic() at which the console says that training goes on, if no row has
+        self._line_due = math.inf
+
+    def __enter__(self) -> "RunLog":
         self.world.on_rank_0(self._start_observers)
-        self.monitor = self.enter_context(GpuMonitor(self.world.device))
+        self.enter_context(self.monitor)
         if self.world.size > 1:
             mark_parts(self.state, self.feed.train.clock)
         self.tracker.print(header(self.best_by))
-        # time.monotonic() at which the console says that training goes on, if no row has
         self._line_due = time.monotonic() + FIRST_LINE_SECONDS
+        return self
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
