@@ -264,8 +264,8 @@ def validate(
             result, *raw_results = evaluate(networks, validation_values, batches, world)
         if result.images == len(feed.val.loader.dataset):  # fewer after a signal
             row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
-            for each in raw_results:
-                row |= {f"{name}_raw": value for name, value in each.values().items()}
+            for raw in raw_results:
+                row |= {f"{name}_raw": value for name, value in raw.values().items()}
             best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
             state.last = row
             state.best = row if best else state.best

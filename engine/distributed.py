@@ -72,9 +72,8 @@ class World:
             mistake = error
         except OSError as error:
             mistake = UserError(described(error))
-        for each in self.all_gather(mistake):
-            if each is not None:
-                raise each
+        if first := next(filter(None, self.all_gather(mistake)), None):
+            raise first
         return cast("T", result)
 
     def require_same(self, values: dict[str, Any]) -> None:
@@ -171,15 +170,15 @@ def average_gradients(network: nn.Module) -> None:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
         return
-    parameters = [each for each in network.parameters() if each.requires_grad]
+    parameters = [p for p in network.parameters() if p.requires_grad]
     # A parameter without a gradient may have one on another rank: to know would take a wait for the
     # device. So if no rank has one, weight decay and momentum change it here, not on a single rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = gradients[0].new_empty(sum(each.numel() for each in gradients))
+    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
     views, offset = [], 0
-    for each in gradients:
-        views.append(flat.as_strided(each.size(), each.stride(), offset))
-        offset += each.numel()
+    for gradient in gradients:
+        views.append(flat.as_strided(gradient.size(), gradient.stride(), offset))
+        offset += gradient.numel()
     torch._foreach_copy_(views, gradients)
     if not getattr(network, SYNC, True):
         pass  # `fit_memory` tries a step on one rank: the same memory, no exchange

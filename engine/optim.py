@@ -75,11 +75,11 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
     Selected by the type of the module. Names do not identify biases and norms. Class tokens,
     position embeddings, bias tables and layer scales have as many dimensions as weights.
     """
-    found: set[Tensor | None] = set()
+    weights: set[Tensor | None] = set()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-            found.add(module.weight)
+            weights.add(module.weight)
         elif isinstance(module, nn.MultiheadAttention):  # one projection weight, or three
-            found |= {module.in_proj_weight, module.q_proj_weight}
-            found |= {module.k_proj_weight, module.v_proj_weight}
-    return {weight for weight in found if weight is not None}
+            weights |= {module.in_proj_weight, module.q_proj_weight}
+            weights |= {module.k_proj_weight, module.v_proj_weight}
+    return {weight for weight in weights if weight is not None}

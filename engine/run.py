@@ -92,7 +92,7 @@ class Run(AbstractContextManager["Run"]):
     def _own_checkpoints(self) -> list[Path]:
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
         refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
-        content = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+        content = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
         if content and not content & {"config.yaml", "checkpoints", ".lock"}:
             raise UserError(
                 f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
@@ -141,8 +141,8 @@ class Run(AbstractContextManager["Run"]):
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads(path.read_bytes())
             expected = "finished", state.step, self.config.train.best_by
-            found = tuple(map(summary.get, ("status", "step", "best_by")))
-            if state.step >= self.stop_step and found == expected:
+            stated = tuple(map(summary.get, ("status", "step", "best_by")))
+            if state.step >= self.stop_step and stated == expected:
                 return summary
         # This also fsyncs the name of checkpoints/ in the folder.
         replace_file(self.path / "config.yaml", to_yaml(self.config))

@@ -44,8 +44,8 @@ def macro_recall(label: Tensor, prediction: Tensor) -> float:
     labels = label.numpy()
     images = np.bincount(labels)
     hits = np.bincount(labels[labels == prediction.numpy()], minlength=len(images))
-    found = images > 0
-    return float(100 * (hits[found] / images[found]).mean())
+    present = images > 0
+    return float(100 * (hits[present] / images[present]).mean())
 
 
 VALUES: dict[str, Value] = {
@@ -100,12 +100,14 @@ class BestBy:
     @classmethod
     def of(cls, text: str) -> "BestBy":
         """Read train.best_by: `top1`, or `-loss` if lower is better. Raises UserError."""
-        found = cls(text.removeprefix("-"), text.startswith("-"))
-        value = VALUES.get(found.name)
-        if value is not None and value.lower != found.lower:
-            better, remedy = ("lower", f"-{found.name}") if value.lower else ("higher", found.name)
+        best_by = cls(text.removeprefix("-"), text.startswith("-"))
+        value = VALUES.get(best_by.name)
+        if value is not None and value.lower != best_by.lower:
+            better, remedy = (
+                ("lower", f"-{best_by.name}") if value.lower else ("higher", best_by.name)
+            )
             raise UserError(f"train.best_by={text}: {better} values are better; give {remedy}")
-        return found
+        return best_by
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""

@@ -50,16 +50,16 @@ def evaluate(
     modes = [network.training for network in networks]
     for network in networks:
         network.eval()
-    found: list[list[Rows]] = [[] for _ in networks]
+    outputs: list[list[Rows]] = [[] for _ in networks]
     masks = []
     for batch in batches:
         masks.append(batch.valid)  # a new tensor, not a view of the samples
-        for network, rows in zip(networks, found, strict=True):
+        for network, rows in zip(networks, outputs, strict=True):
             # Copies: the memory of the batch, of which they may be a part, is reused.
             rows.append({name: value.clone() for name, value in measure(network, batch).items()})
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
-    return [collect(rows, masks, world) for rows in found]
+    return [collect(rows, masks, world) for rows in outputs]
 
 
 def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> Validation:
@@ -74,7 +74,7 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
             columns.setdefault(name, []).append(value[valid])
     images, *totals = world.sum(sums).tolist()
     means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
-    shares = world.all_gather({name: torch.cat(each).cpu() for name, each in columns.items()})
+    shares = world.all_gather({name: torch.cat(parts).cpu() for name, parts in columns.items()})
     rows: Rows = {}
     for rank, share in enumerate(shares):
         for name, column in share.items():

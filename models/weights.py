@@ -132,12 +132,12 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         head = []  # the file's
     weights |= {k: own[k] if own[k].ndim == 4 else torch.zeros_like(own[k]) for k in head}
     # The oldest weights of torchvision have no num_batches_tracked.
-    found = {
+    problems = {
         "missing": [k for k in own if k not in weights and not k.endswith("num_batches_tracked")],
         "unknown": [k for k in weights if k not in own],
         "of another shape": [k for k in own if k in weights and own[k].shape != weights[k].shape],
     }
-    kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in found.items() if keys]
+    kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in problems.items() if keys]
     if kinds:
         raise UserError(
             f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name, "

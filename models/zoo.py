@@ -188,11 +188,13 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
     """
     names = [name for name, _ in model.named_parameters()]
     for prefix in prefixes:
-        found = [name for name in names if f"{name}.".startswith(f"{prefix}.")]
-        for name in found:
+        matching = [name for name in names if f"{name}.".startswith(f"{prefix}.")]
+        for name in matching:
             model.get_parameter(name).requires_grad_(False)
-        if not found or not any(p.requires_grad for p in model.parameters()):
-            wrong = f"leaves nothing to train with {prefix}" if found else f"there is no {prefix}"
+        if not matching or not any(p.requires_grad for p in model.parameters()):
+            wrong = (
+                f"leaves nothing to train with {prefix}" if matching else f"there is no {prefix}"
+            )
             known = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(
                 f"model.freeze=[{', '.join(prefixes)}]: {wrong}; give some of {known}, or parts of "

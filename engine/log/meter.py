@@ -103,6 +103,6 @@ def mark_parts(state: TrainState, clock: StepClock) -> None:
     A backward pass ends at the input, so the gradient of the first parameter is one of the last.
     Hooks on all of them would record hundreds of events in a CUDA graph.
     """
-    first = next(each for each in state.model.parameters() if each.requires_grad)
+    first = next(p for p in state.model.parameters() if p.requires_grad)
     first.register_post_accumulate_grad_hook(lambda _: clock.mark("computed"))
     state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged"))

@@ -61,7 +61,7 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
 
     Raises UserError for a name that does not exist, or a parameter that it does not take.
     """
-    key, found = "log.observers", []
+    key, observers = "log.observers", []
     for entry in config.log.observers:
         name, parameters = split_entry(entry, key)
         observer = named(name, key)
@@ -69,5 +69,5 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
             signature(observer).bind(None, **parameters)
         except TypeError as error:
             raise UserError(f"{key}: {name}: {error}") from None
-        found.append((name, observer, parameters))
-    return found
+        observers.append((name, observer, parameters))
+    return observers

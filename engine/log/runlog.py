@@ -91,10 +91,10 @@ class RunLog(ExitStack):
 
     def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Call a method of each observer; return what they add, all together."""
-        found: dict[str, Any] = {}
+        added: dict[str, Any] = {}
         for name, observer in self._observers:
-            found.update(self.tracker.guard(name, event, observer) or {})
-        return found
+            added.update(self.tracker.guard(name, event, observer) or {})
+        return added
 
     def begin_step(self, batch: Batch) -> None:
         """Note that all ranks have their batch, and call the observers; draw the first batch."""

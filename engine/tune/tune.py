@@ -87,33 +87,33 @@ def tune(
     pool, world = feed.train.loader.pool, run.world
     machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
     tuner = Tuner(feed, step, compute, world, stop, state.step)
-    if found := world.on_rank_0(lambda: _stored(run, feed, machine)):
-        tuner.configure(found["mode"], found["workers"], found["alone"])
+    if setting := world.on_rank_0(lambda: _stored(run, feed, machine)):
+        tuner.configure(setting["mode"], setting["workers"], setting["alone"])
         how = "from an earlier start; autotune.refresh=true measures again"
     else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
             with untouched(state):
-                found = tuner.measure()
+                setting = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
             return 0.0
         step.reset()
-        how = f"measured in {found['seconds']:.0f} s"
-        tracker.record("autotune.json", {**found, "machine": machine})
-    lines = [*found["lines"], how]
+        how = f"measured in {setting['seconds']:.0f} s"
+        tracker.record("autotune.json", {**setting, "machine": machine})
+    lines = [*setting["lines"], how]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-    return float(found["alone"])
+    return float(setting["alone"])
 
 
 def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any]:
     """The result of an earlier start of this run; empty if there is none for this machine."""
     try:
-        found = dict(json.loads((run.path / "autotune.json").read_bytes()))
+        setting = dict(json.loads((run.path / "autotune.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return {}
-    fits = found.get("machine") == machine and found.get("mode") in feed.modes
-    return found if fits and not run.config.autotune.refresh else {}
+    fits = setting.get("machine") == machine and setting.get("mode") in feed.modes
+    return setting if fits and not run.config.autotune.refresh else {}
 
 
 @dataclass
@@ -189,22 +189,22 @@ class Tuner:
         workers, most = self.world.on_rank_0(
             lambda: (self.max_workers(mode), self.most_workers(mode))
         )
-        dataset, each = self.feed.train.loader.dataset, self.probe.per_worker
+        dataset, per_worker = self.feed.train.loader.dataset, self.probe.per_worker
         # Images/s that it decodes itself, known since `try_mode`.
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((t.rate for tried in self.trials.values() for t in tried.values()), default=0.0)
-        if top and min(self.demand, MISJUDGED * (device + most * each)) <= PAYS * top:
+        if top and min(self.demand, MISJUDGED * (device + most * per_worker)) <= PAYS * top:
             return
         if mode == "cpu":
-            workers = min(most, math.ceil(MARGIN * self.demand / each))
+            workers = min(most, math.ceil(MARGIN * self.demand / per_worker))
         tried: Tried = {}
         while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
-            rate = min(self.demand, device + workers * each)
+            rate = min(self.demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
             steps = max(MIN_STEPS, min(MAX_STEPS, steps))
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
-            behind = max(each.rate for each in tried.values()) < top
+            behind = max(trial.rate for trial in tried.values()) < top
             waits = trial.wait > TOLERANCE
             if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
@@ -229,9 +229,9 @@ class Tuner:
                 self.feed.train.clock.shares()
                 loader.ring.replies.clear()
             self.step(batch)
-        found = self.feed.shares(steps)
-        assert found is not None
-        ranks = self.world.all_gather(found)
+        shares = self.feed.shares(steps)
+        assert shares is not None
+        ranks = self.world.all_gather(shares)
         # All ranks are as fast as the one that waits longest.
         waiting = max(ranks, key=lambda rank: rank.wait)
         slow = min(ranks, key=lambda rank: rank.per_worker)
@@ -301,8 +301,8 @@ class Tuner:
                 break
         # The files of earlier steps are in memory now.
         self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
-        found = self.world.all_gather(Shares(**loader.ring.worker_ms()))
-        return min(found, key=lambda times: times.per_worker)
+        probes = self.world.all_gather(Shares(**loader.ring.worker_ms()))
+        return min(probes, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
         """Make some batches in a mode, which compiles kernels; return why it fails, or None."""

@@ -121,25 +121,25 @@ def combined(ranks: Sequence[Shares]) -> Shares:
     The steps of all ranks end together, because they average gradients: it is the row of the rank
     whose input or host the others wait for.
     """
-    rank = max(ranks, key=lambda rank: (max(rank.idle, WAITS), rank.drained))
-    sums = {key: len(ranks) * getattr(rank, key) for key in ("rate", "alone", "workers")}
-    exchange = min(each.exchange_ms for each in ranks)  # does not wait for a straggler
-    rank = rank._replace(**sums, exchange_ms=exchange)
-    cores = [each.core for each in ranks]
-    if not rank.on_gpu:
-        return rank._replace(core=min(cores))
+    row = max(ranks, key=lambda rank: (max(rank.idle, WAITS), rank.drained))
+    sums = {key: len(ranks) * getattr(row, key) for key in ("rate", "alone", "workers")}
+    exchange = min(rank.exchange_ms for rank in ranks)  # does not wait for a straggler
+    row = row._replace(**sums, exchange_ms=exchange)
+    cores = [rank.core for rank in ranks]
+    if not row.on_gpu:
+        return row._replace(core=min(cores))
     # Before each step, the processes agree whether to continue, and one that lacks a CPU core
     # delays all of them: this long, all had their images and waited for each other.
-    waits = [each.idle + each.ranks for each in ranks]
-    stalled = max(0.0, min(waits) - sum(each.idle for each in ranks))
-    wait, late = rank.wait, rank.late + stalled
+    waits = [rank.idle + rank.ranks for rank in ranks]
+    stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
+    wait, late = row.wait, row.late + stalled
     # A feed that is always busy delivers each batch in the last moment, to one rank later than to
     # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
     # of cores also make a feed look busy; then they explain half of the time that is lost.
-    hosts = max(stalled + max(each.late for each in ranks), *cores)
-    if len(ranks) > 1 and all(each.busy >= SATURATED for each in ranks) and hosts < max(waits) / 2:
+    hosts = max(stalled + max(rank.late for rank in ranks), *cores)
+    if len(ranks) > 1 and all(rank.busy >= SATURATED for rank in ranks) and hosts < max(waits) / 2:
         wait, late = max(waits), 0.0
-    return rank._replace(wait=wait, late=late, core=max(cores))
+    return row._replace(wait=wait, late=late, core=max(cores))
 
 
 def cause_of(run: Shares, ranks: Sequence[Shares]) -> str:
