@@ -74,8 +74,7 @@ def desk(tmp_path: Path, image_root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
-    curves = [f"runs/alarms/curve{number}/config.yaml" for number in range(1, 11)]
-    for name in [*checkpoints, *curves, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
+    for name in [*checkpoints, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for name in ("imagenet", "downloads", "cifar10", "images", "photos/val"):
