@@ -25,7 +25,7 @@ MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-# loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
+# loader.prefetch_factor=auto, in tasks per worker: measured on an H200.
 PREFETCH_FACTOR = 3
 
 

@@ -1,9 +1,10 @@
-"""Images of the tasks whose sections in docs/tasks.md do not draw their own."""
+"""Draw the images of docs/tasks.md and docs/samples.md: `python -m tests.task_images clips`."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 
@@ -61,7 +62,7 @@ def draw_channels(root: Path) -> None:
 
 def draw_rows(root: Path) -> None:
     """The patterns as rows in any order."""
-    datasets = pytest.importorskip("datasets", reason="needs `pip install datasets`")
+    datasets = import_module("datasets")
     draw_patterns(root / "files")
     for split in ("train", "val"):
         files = sorted((root / "files" / split).glob("*/*"))
@@ -73,3 +74,8 @@ def draw_rows(root: Path) -> None:
         ]
         made = datasets.Dataset.from_list(table, features=datasets.Features(features))
         made.save_to_disk(root / split)
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    globals()[f"draw_{name}"](Path("data", name))

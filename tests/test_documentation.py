@@ -2,7 +2,7 @@
 
 The commands in blocks (```sh) and in the text are read by the parsers of the programs, in a folder
 with stand-ins for the reader's files. Blocks of other programs are marked with their name, such as
-```sh timm. Those of docs/fork.md and docs/tasks.md are run by tests/test_guides.py.
+```sh timm. Those of docs/fork.md, tasks.md and samples.md are run by tests/test_guides.py.
 """
 
 import ast
@@ -24,7 +24,7 @@ from conf.schema import KEYS, NAMES
 from tests.processes import ROOT, needs_extras
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_FORKS = ("fork.md", "tasks.md")  # their commands run after their changes
+OF_FORKS = ("fork.md", "tasks.md", "samples.md")  # their commands run after their changes
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#]*")
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
 RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
@@ -74,8 +74,7 @@ def desk(tmp_path: Path, image_root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
-    curves = [f"runs/alarms/curve{number}/config.yaml" for number in range(1, 11)]
-    for name in [*checkpoints, *curves, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
+    for name in [*checkpoints, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for name in ("imagenet", "downloads", "cifar10", "images", "photos/val"):

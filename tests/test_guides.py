@@ -1,4 +1,4 @@
-"""docs/fork.md and docs/tasks.md: every diff applies, trains, and has its effect.
+"""docs/fork.md, tasks.md and samples.md: every diff applies, trains, and has its effect.
 
 Each section is tested in a copy of the tracked files: `git apply`, then its commands.
 """
@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import pytest
 
 from tests.processes import ROOT, run_command, run_python
 from tests.results import rows
-from tests.task_images import draw_channels, draw_clips, draw_patterns, draw_rows
 
 pytest.importorskip("extras.demo")
 TRAINS_SECONDS = 600  # a training that takes longer hangs
@@ -45,7 +43,7 @@ def read_guide(page: str) -> dict[str, Section]:
     return found
 
 
-CHANGES, TASKS = read_guide("fork.md"), read_guide("tasks.md")
+CHANGES, TASKS = read_guide("fork.md"), read_guide("tasks.md") | read_guide("samples.md")
 
 
 class Fork:
@@ -100,7 +98,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# Heading in docs/tasks.md -> the score that the training reaches; with -, lower ones are better.
+# Heading -> the score that the training reaches; with -, lower ones are better.
 SCORES = {
     "Several labels per image": ("map", 85),
     "A number per image": ("-mae", 0.15),
@@ -122,7 +120,7 @@ def test_diff_applies(heading: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide", [CHANGES, TASKS], ids=["fork.md", "tasks.md"])
+@pytest.mark.parametrize("guide", [CHANGES, TASKS], ids=["changes", "tasks"])
 def test_changed_trees_pass_ruff_and_mypy(
     guide: dict[str, Section], tree: Path, tmp_path: Path
 ) -> None:
@@ -194,15 +192,6 @@ def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_pa
         assert summary(fork.run_in_two_parts(training, step=2))[WEIGHTS] == straight
 
 
-# Heading -> the folder of the images that the test draws, and how.
-IMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "Two views": ("data/patterns", draw_patterns),
-    "Clips": ("data/clips", draw_clips),
-    "Rows of Hugging Face": ("data/rows", draw_rows),
-    "Other channels": ("data/channels", draw_channels),
-}
-
-
 def check_views(fork: Fork, command: str) -> None:
     """The loss is finite and the network validates on two ranks; both views are on the same one."""
     two = command.replace("python", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2")
@@ -214,11 +203,10 @@ def check_views(fork: Fork, command: str) -> None:
 
 def prepared(tree: Path, root: Path, heading: str, device: str) -> Fork:
     """Apply the diff of a section and run its commands before the training."""
+    if heading == "Rows of Hugging Face":
+        pytest.importorskip("datasets", reason="needs `pip install datasets`")
     fork = Fork(root, tree, f"loader.workers=0 log.every_steps=5 train.device={device}")
     fork.apply(TASKS[heading])
-    if heading in IMAGES:
-        folder, draw = IMAGES[heading]
-        draw(root / folder)
     for command in TASKS[heading].commands[:-1]:
         fork.run(command)
     return fork

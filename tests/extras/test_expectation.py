@@ -213,11 +213,12 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         assert expect["status"] == "reproduced here"
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
-    data = f"{expect['train_images']:,} images ({expect['format']}), {expect['classes']:,} classes"
+    assert cli.load(command.split()[2:]).recipe == recipe
+    data = f"{expect['train_images']:,} {expect['format']}, {expect['classes']:,} classes"
     runs, facts = expect["runs"], ("hardware", "time", "source", "status")
     spread = f" +/- {half_width(expect['std'], runs, GOOD_SIGMAS):.2g}" if runs else ""
     hardware, time, *rest = (expect[name] for name in facts)
-    cells = [f"`{command}`", data, hardware, time, f"{expect['top1']:g}{spread}", *rest]
+    cells = [f"`{recipe}`", data, hardware, time, f"{expect['top1']:g}{spread}", *rest]
     row = f"| {' | '.join(cells)} |"
     assert row in (ROOT / "docs" / "accuracy.md").read_text().splitlines(), row
     readme = (ROOT / "README.md").read_text()
