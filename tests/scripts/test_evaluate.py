@@ -27,7 +27,6 @@ from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.ranks import Ranks
 from tests.results import newest
-from tests.scripts.conftest import Mistake
 from tests.stored import as_list, as_tar
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -73,11 +72,6 @@ def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Pa
         assert row["images"] == 15 and row == {key: stored[key] for key in row}
     assert sorted(folder.rglob("*")) == before
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
-
-
-def test_no_checkpoint(mistake: Mistake) -> None:
-    said = mistake(evaluate.arguments, "")
-    assert said.split(": ", 1)[1].startswith("CHECKPOINT is missing: give a checkpoint")
 
 
 def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: Path) -> None:

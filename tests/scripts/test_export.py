@@ -23,7 +23,6 @@ from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.reliability.odd_images import exif
-from tests.scripts.conftest import Mistake
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)
@@ -235,20 +234,3 @@ def test_explicit_transforms() -> None:
     entry = {"resize": {"size": 224, "crop_ratio": 0.875}}
     assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
     assert export.explicit("horizontal_flip") == "horizontal_flip"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--to pt2", "CHECKPOINT: 0 are given; give a checkpoint"),
-        (". --to pt2 --out a.onnx", "--out a.onnx: give a file that ends in .pt2"),
-        (". --to safetensors --preprocessing", "--preprocessing: a safetensors file has no graph"),
-        (". --to pt2 train.precision=bf16", "train.precision: an exported file computes in fp32"),
-        (". --to onnx", "onnxscript, onnxruntime; `pip install onnx onnxscript onnxruntime`"),
-    ],
-)
-def test_mistakes_in_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, words: str, message: str, mistake: Mistake
-) -> None:
-    monkeypatch.setattr(export, "find_spec", lambda name: True if name == "onnx" else None)
-    assert message in mistake(export.arguments, words)
