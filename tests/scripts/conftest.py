@@ -1,10 +1,13 @@
-"""A run that the tests of several scripts share, and do not change."""
+"""A run and images that the tests of several scripts share, and do not change."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests import small_run
+from tests.reliability.odd_images import exif
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +19,13 @@ def folder(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         small_run.run(image_root, folder, "train.ema_decay=0.9", "optim.lr=0.05")
     return folder
+
+
+@pytest.fixture(scope="session")
+def photos(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The validation images as photos that are to be turned upright."""
+    root = tmp_path_factory.mktemp("photos")
+    for path in shutil.copytree(image_root / "val", root / "val").glob("*/*"):
+        with Image.open(path) as image:
+            image.save(path, exif=exif(6))
+    return root

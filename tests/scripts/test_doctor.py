@@ -83,15 +83,12 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
 def test_data_without_files_and_a_check_that_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(case: Case) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setitem(doctor.CHECKS, "plan", broken)
+    monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
     assert {row.status for row in found["data"] + found["readable"]} == {"ok"}
     said = "not checked: data.source=fake has no files of its own"
     assert only(found["duplicates"]).found == said
-    assert only(found["plan"]).found == "check failed with an error: ZeroDivisionError: a bug"
+    assert only(found["plan"]).found.startswith("check failed with an error: ZeroDivisionError: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found.keys() == doctor.CHECKS.keys()
 
@@ -202,9 +199,9 @@ def test_duplicates_across_splits(root: Path) -> None:
 
 
 def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
+    pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
+    pixels[:16] = 0
     for path in (root / "train").rglob("*.jpg"):
-        pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
-        pixels[:16] = 0
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(data_checks.data(case)), list(data_checks.readable(case))
@@ -241,23 +238,15 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.found.startswith(f"{usable} of {online} hardware threads")
 
 
-def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(root)
-    for check in (data_checks.data, machine_checks.plan):
-        assert {row.status for row in check(case)} == {"ok"}
-    assert case.compute is not None
-    number = case.config.checkpoint.keep + 2
-    size = number * 16 * case.compute.parameters
-    for free, status in ((size - 1, "fail"), (size, "ok")):
-        usage = SimpleNamespace(free=free, total=1 << 40)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
-        row = only(machine_checks.disk(case))
-        assert row.status == status and f"{number} checkpoints of at most " in row.found
-
-    case.ranks, usage.free = 2, 64 << 20
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
+    case = case_of(tmp_path, ranks=2, compute=compute)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    _, shared = machine_checks.disk(case)
-    assert shared.status == "warn" and shared.do.endswith("--ipc=host")
+    number = case.config.checkpoint.keep + 2
+    for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
+        row, shared = machine_checks.disk(case)
+        assert row.status == status and f"{number} checkpoints of at most " in row.found
+        assert shared.status == "warn" and shared.do.endswith("--ipc=host")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert next(machine_checks.disk(case)).found.endswith(": cannot be written")
 

@@ -1,7 +1,6 @@
 """Exported files: each is read as another program would, and compared with the model."""
 
 import random
-import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from models.vit import PatchEmbed, VisionTransformer
@@ -21,7 +19,6 @@ from scripts import export
 from scripts.export import CPU, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
-from tests.reliability.odd_images import exif
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)
@@ -31,16 +28,9 @@ needs_onnx = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A model whose predictions differ between images, unlike those of a few steps.
-
-    Its images are photos that are to be turned upright.
-    """
-    root = Path(shutil.copytree(image_root / "val", tmp_path_factory.mktemp("photos") / "val"))
-    for path in root.glob("*/*"):
-        with Image.open(path) as image:
-            image.save(path, exif=exif(6))
-    found = open_trained(folder, [*HERE, f"data.root={root.parent}", "data.exif_orientation=true"])
+def trained(folder: Path, photos: Path) -> Trained:
+    """A model whose predictions differ between images, unlike those of a few steps."""
+    found = open_trained(folder, [*HERE, f"data.root={photos}", "data.exif_orientation=true"])
     torch.manual_seed(0)
     head = {n: v + 0.3 * torch.randn(v.shape) for n, v in found.weights.items() if n[:2] == "fc"}
     return replace(found, weights=found.weights | head)
