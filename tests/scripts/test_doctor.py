@@ -68,14 +68,7 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     on_machine = ("GPU", "cores", "disk")  # their status depends on it
     assert {status for status, check in rows if check not in on_machine} == {"ok"}, process.stdout
     assert process.stdout.endswith(" warn, 0 fail\n")
-    for text in (
-        "train: 36 images in 3 classes",
-        ", 12 to 12 each",
-        "val: all 15 decoded without errors",
-        "0 of all 15 validation images",
-        " checkpoints of at most ",
-    ):
-        assert text in process.stdout, text
+    assert re.search("train: 36 images in 3 classes of .*, 12 to 12 each", process.stdout)
     assert {p: p.lstat().st_mtime_ns for p in root.rglob("*")} == before
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
@@ -134,19 +127,19 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("on_error", "status"), [("raise", "fail"), ("skip", "warn")])
-def test_files_that_cannot_be_read(root: Path, on_error: str, status: str) -> None:
+def test_files_that_cannot_be_read(root: Path) -> None:
     """Training may skip them, validation may not."""
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
             (root / split / "dots" / f"bad{number}.jpg").write_bytes(content)
-    rows = look(root, f"data.on_error={on_error}")["readable"]
-    assert [row.status for row in rows] == [status, "fail"]
+    rows = look(root, "data.on_error=skip")["readable"]
+    assert [row.status for row in rows] == ["warn", "fail"]
     for row, split in zip(rows, ("train", "val"), strict=True):
         assert row.found.startswith(f"{split}: 4 of all ")
         for number, (detail, reason) in enumerate(zip(row.details, BAD.values(), strict=True)):
             assert detail.startswith(f"{root}/{split}/dots/bad{number}.jpg: {reason}")
         assert ("data.on_error=skip" in row.do) == (split == "train")
+    assert look(root)["readable"][0].status == "fail"
 
 
 ODD = {
@@ -223,19 +216,17 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
 
 
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for usable, online, quota, ranks, status in (
-        (16, 16, math.inf, 1, "ok"),
-        (16, 64, math.inf, 1, "warn"),
-        (16, 16, 4.0, 1, "warn"),
-        (1, 1, math.inf, 1, "warn"),
-        (16, 16, math.inf, 9, "warn"),
+    monkeypatch.setattr(machine, "cores", lambda: 16)
+    for online, quota, ranks, status in (
+        (16, math.inf, 1, "ok"),
+        (64, math.inf, 1, "warn"),
+        (16, 4.0, 1, "warn"),
+        (16, math.inf, 9, "warn"),
     ):
-        monkeypatch.setattr(machine, "cores", lambda usable=usable: usable)
         monkeypatch.setattr(machine, "cpu_quota", lambda quota=quota: quota)
         monkeypatch.setattr(os, "cpu_count", lambda online=online: online)
         row, _ = machine_checks.cores(case_of(tmp_path, ranks=ranks))
-        assert row.status == status
-        assert row.found.startswith(f"{usable} of {online} hardware threads")
+        assert row.status == status and row.found.startswith(f"16 of {online} hardware threads")
 
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,16 +188,6 @@ def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 1, (0, 1, 0.2)), (0.13, 2.9, (0, 3, 1)), (90, 90, (40, 140, 20)), (0, 0, None)],
-)
-def test_ticks(low: float, high: float, expected: tuple[float, float, float] | None) -> None:
-    found = report.ticks(low, high)
-    assert found[0] <= low <= high <= found[-1] and found[0] < found[-1]
-    assert expected is None or (found[0], found[-1], found[1] - found[0]) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
     ("name", "content"),
     [("summary.json", "[]"), ("metrics.jsonl", '{"step": 1}\n'), ("verdict.json", "{}")],
 )
