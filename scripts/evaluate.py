@@ -142,7 +142,6 @@ def run(
         parted = (part for batch in batches for part in batch.split(parts))
         (found,) = evaluate([network], train.validation_values, parted, world)
     values, rows = found.values(), found.rows
-    seconds = time.perf_counter() - began
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
@@ -158,7 +157,7 @@ def run(
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
-        "seconds": round(seconds, 3),
+        "seconds": round(time.perf_counter() - began, 3),
     }
     return Evaluated(trained, values, rows, datasets, classes, summary)
 

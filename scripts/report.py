@@ -77,10 +77,6 @@ class Run:
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
-    @property
-    def best_by(self) -> str:
-        return str(self.config.get("train.best_by") or "top1").removeprefix("-")
-
     def results(self) -> dict[str, Any]:
         """Return the values of the summary, or of the last rows if the run has not ended."""
         found = self.summary
@@ -204,7 +200,9 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
         curves = [curves_of(run, key, place) for run in runs]
         if key in drawn_with or not any(curves):
             continue
-        together = curves[0] if len(runs) == 1 else numbered(curves)
+        together = curves[0]
+        if len(runs) > 1:  # the labels begin with the number of the run
+            together = {f"{i}, {k}": c for i, own in enumerate(curves, 1) for k, c in own.items()}
         if any(curve[:, 1:].any() for curve in together.values()):
             chart = {"title": key, "place": place, **draw(together)}
             found[SECTIONS[key not in learning]].append(chart)
@@ -230,11 +228,6 @@ def curves_of(run: Run, key: str, place: str) -> Curves:
                     [(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in parts]
                 )
     return curves
-
-
-def numbered(runs: Sequence[Curves]) -> Curves:
-    """Return the curves of several runs, whose labels begin with the number of the run."""
-    return {f"{i}, {label}": c for i, run in enumerate(runs, 1) for label, c in run.items()}
 
 
 def draw(curves: Curves) -> dict[str, Any]:
@@ -305,7 +298,7 @@ def reference(runs: Sequence[Run]) -> str:
         if key != "train.seed":
             found = ", ".join(sorted(set(values)))
             raise UserError(f"--reference: {key} differs ({found}); give runs of one recipe")
-    by = runs[0].best_by
+    by = str(runs[0].config.get("train.best_by") or "top1").removeprefix("-")
     epochs = list(zip(*(by_epoch(run, by) for run in runs), strict=True))
     form = ".2f" if max(map(max, epochs)) >= 10 else ".5g"  # percent, or another unit
     curve = {

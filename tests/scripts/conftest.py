@@ -1,11 +1,13 @@
-"""What the tests of several scripts share: a run, which is not to be changed, and mistakes."""
+"""A run and images that the tests of several scripts share, and do not change."""
 
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests import small_run
+from tests.reliability.odd_images import exif
 
 
 @pytest.fixture(scope="session")
@@ -19,21 +21,11 @@ def folder(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Mistake = Callable[[Callable[[list[str]], object], str], str]
-
-
-@pytest.fixture
-def mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Mistake:
-    """Return the line that a mistake in the arguments prints: the status is 2, and no file made."""
-    monkeypatch.chdir(tmp_path)
-
-    def mistake(arguments: Callable[[list[str]], object], words: str) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            arguments(words.split())
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and not list(tmp_path.iterdir())
-        return said
-
-    return mistake
+@pytest.fixture(scope="session")
+def photos(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The validation images as photos that are to be turned upright."""
+    root = tmp_path_factory.mktemp("photos")
+    for path in shutil.copytree(image_root / "val", root / "val").glob("*/*"):
+        with Image.open(path) as image:
+            image.save(path, exif=exif(6))
+    return root

@@ -1,4 +1,4 @@
-"""Doctor: every injected fault must appear in its row; a healthy setup has none."""
+"""Each injected fault must appear in its row; a healthy setup has none."""
 
 import math
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline import decode, machine
 from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
+from tests.conftest import CLASSES
 from tests.nvml import Nvml, NvmlError
 from tests.ranks import Ranks
 from tests.reliability.odd_images import drawn, encoded, exif
@@ -68,14 +68,7 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     on_machine = ("GPU", "cores", "disk")  # their status depends on it
     assert {status for status, check in rows if check not in on_machine} == {"ok"}, process.stdout
     assert process.stdout.endswith(" warn, 0 fail\n")
-    for text in (
-        "train: 36 images in 3 classes",
-        ", 12 to 12 each",
-        "val: all 15 decoded without errors",
-        "0 of all 15 validation images",
-        " checkpoints of at most ",
-    ):
-        assert text in process.stdout, text
+    assert re.search("train: 36 images in 3 classes of .*, 12 to 12 each", process.stdout)
     assert {p: p.lstat().st_mtime_ns for p in root.rglob("*")} == before
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
@@ -83,15 +76,12 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
 def test_data_without_files_and_a_check_that_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(case: Case) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setitem(doctor.CHECKS, "plan", broken)
+    monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
     assert {row.status for row in found["data"] + found["readable"]} == {"ok"}
     said = "not checked: data.source=fake has no files of its own"
     assert only(found["duplicates"]).found == said
-    assert only(found["plan"]).found == "check failed with an error: ZeroDivisionError: a bug"
+    assert only(found["plan"]).found.startswith("check failed with an error: ZeroDivisionError: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found.keys() == doctor.CHECKS.keys()
 
@@ -99,43 +89,32 @@ def test_data_without_files_and_a_check_that_raises(
 # The data.
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("model.name=resnet99", "model.name=resnet99: "),
-        ("loader.decoder=gpu data.on_device=[]", "loader.decoder=gpu: there is none here; give "),
-    ],
-)
-def test_what_training_refuses(root: Path, overrides: str, message: str) -> None:
+def test_what_training_refuses(root: Path) -> None:
     """Checks that need the result are left out, others are not."""
-    found = look(root, *overrides.split(), sample=1)
+    found = look(root, "model.name=resnet99", sample=1)
     row = only(found["plan"])
     assert (row.status, row.do) == ("fail", "training refuses to start")
-    assert row.found.startswith(message)
+    assert row.found.startswith("model.name=resnet99: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found["cores"] and {row.status for row in found["readable"]} == {"ok"}
-
-
-def test_classes_that_are_numbers(root: Path) -> None:
-    for split in ("train", "val"):
-        for number, folder in zip(("1", "2", "10"), (root / split).iterdir(), strict=True):
-            folder.rename(folder.with_name(number))
-    row = only([row for row in look(root, sample=1)["data"] if row.status == "warn"])
-    assert row.found == "numbers sorted as text: 1, 10, 2"
 
 
 def test_folders_that_do_not_fit(root: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()
     (root / "val" / "@eaDir").mkdir()
+    for split in ("train", "val"):
+        for number, name in zip(("1", "2", "10"), CLASSES, strict=True):
+            (root / split / name).rename(root / split / number)
     warnings = [row.found for row in look(root, sample=1)["data"] if row.status == "warn"]
-    assert [re.findall(r"(\w+): 1 file or .*: (\S+) \(1\)", each) for each in warnings] == [
+    assert warnings[0] == "numbers sorted as text: 1, 10, 2"
+    assert [re.findall(r"(\w+): 1 file or .*: (\S+) \(1\)", each) for each in warnings[1:]] == [
         [("train", ".heic")],
         [("val", "@eaDir")],
     ]
-    shutil.rmtree(root / "val" / "dots")
+    shutil.rmtree(root / "val" / "2")
     found = look(root)
     row = only(found["data"])
-    assert row.status == "fail" and "has no class dots, which train has" in row.found
+    assert row.status == "fail" and "has no class 2, which train has" in row.found
     assert only(found["readable"]).found == "not checked: needs the data, see data"
     assert found["cores"] and only(found["plan"]).status == "warn"
 
@@ -148,60 +127,49 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("on_error", "status"), [("raise", "fail"), ("skip", "warn")])
-def test_files_that_cannot_be_read(root: Path, on_error: str, status: str) -> None:
+def test_files_that_cannot_be_read(root: Path) -> None:
     """Training may skip them, validation may not."""
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
             (root / split / "dots" / f"bad{number}.jpg").write_bytes(content)
-    rows = look(root, f"data.on_error={on_error}")["readable"]
-    assert [row.status for row in rows] == [status, "fail"]
+    rows = look(root, "data.on_error=skip")["readable"]
+    assert [row.status for row in rows] == ["warn", "fail"]
     for row, split in zip(rows, ("train", "val"), strict=True):
         assert row.found.startswith(f"{split}: 4 of all ")
         for number, (detail, reason) in enumerate(zip(row.details, BAD.values(), strict=True)):
             assert detail.startswith(f"{root}/{split}/dots/bad{number}.jpg: {reason}")
         assert ("data.on_error=skip" in row.do) == (split == "train")
+    assert look(root)["readable"][0].status == "fail"
 
 
-def test_samples_are_repeatable_and_differ() -> None:
-    rows = checks.sample(10_007, 100)
-    assert rows == checks.sample(10_007, 100) == sorted(set(rows)) and len(rows) == 100
-    assert checks.sample(5, 9) == checks.sample(5, None) == [0, 1, 2, 3, 4]
-
-
-ODD: dict[str, Callable[[], bytes]] = {
-    "EXIF rotation": lambda: encoded(drawn(), exif=exif(6)),
-    "CMYK": lambda: encoded(drawn("CMYK")),
-    "other colours": lambda: encoded(drawn("RGBA"), "PNG"),
-    "progressive": lambda: encoded(drawn(), progressive=True),
-    "very large": lambda: encoded(Image.new("RGB", (6000, 4200))),
+ODD = {
+    "EXIF rotation": encoded(drawn(), exif=exif(6)),
+    "CMYK": encoded(drawn("CMYK")),
+    "other colours": encoded(drawn("RGBA"), "PNG"),
+    "progressive": encoded(drawn(), progressive=True),
+    "very large": encoded(Image.new("RGB", (6000, 4200))),
 }
 
 
 @pytest.mark.parametrize("kind", list(data_checks.ODD))
-def test_unusual_files_are_a_warning_above_a_fraction(tmp_path: Path, kind: str) -> None:
-    for split in ("train", "val"):
-        for label in ("a", "b"):
-            (tmp_path / split / label).mkdir(parents=True)
-            (tmp_path / split / label / "plain.jpg").write_bytes(encoded(drawn("L")))
-    (tmp_path / "train" / "a" / "odd.jpg").write_bytes(ODD[kind]())
-    case = case_of(tmp_path)
+def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> None:
+    (root / "train" / "dots" / "odd.jpg").write_bytes(ODD[kind])
+    case = case_of(root)
     for check in (data_checks.data, data_checks.readable):
         assert {row.status for row in check(case)} == {"ok"}
     row = only(data_checks.odd_files(case))
-    assert f"1 {kind}" in row.found and row.found.startswith("of 5 images: ")
-    assert any("odd.jpg" in line and data_checks.ODD[kind] in line for line in row.details)
-    assert row.status == "warn"
+    assert (row.status, row.found) == ("warn", f"of 52 images: 1 {kind}")
+    assert "odd.jpg" in only(row.details) and data_checks.ODD[kind] in row.details[0]
     assert ("prepare.py" in row.do) == (kind in data_checks.PREPARED)
     if "prepare.py" in row.do:  # it helps
-        mended = prepare.reencoded(ODD[kind](), "odd.jpg", 512)
+        mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
         assert not [*data_checks.oddities(decode.open_image(mended))]
     if kind == data_checks.TURNED:
         case.config.data.exif_orientation = True
         row = only(data_checks.odd_files(case))
         assert row.status == "ok" and "training turns them upright" in row.details[0]
     else:
-        case.examined["train"] += case.examined["val"] * 100
+        case.examined["train"] += case.examined["val"] * 10
         assert only(data_checks.odd_files(case)).status == "ok"
 
 
@@ -224,20 +192,18 @@ def test_duplicates_across_splits(root: Path) -> None:
 
 
 def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
+    pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
+    pixels[:16] = 0
     for path in (root / "train").rglob("*.jpg"):
-        pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
-        pixels[:16] = 0
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(data_checks.data(case)), list(data_checks.readable(case))
     row = only(data_checks.colours(case))
     assert row.status == "warn"
     assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.found
-    for mean, std, status in (
-        ([0.5, 0.1, 0.25], [0.5, 0.1, 0.25], "ok"),
-        ([0.5, 0.1, 0.25], [0.5, 0.01, 0.25], "warn"),  # of the green channel
-    ):
-        case.config = replace(case.config, data=replace(case.config.data, mean=mean, std=std))
+    case.config.data.mean = [0.5, 0.1, 0.25]
+    for green, status in ((0.1, "ok"), (0.01, "warn")):
+        case.config.data.std = [0.5, green, 0.25]
         assert only(data_checks.colours(case)).status == status
     for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
         Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
@@ -250,38 +216,28 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
 
 
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for usable, online, quota, ranks, status in (
-        (16, 16, math.inf, 1, "ok"),
-        (16, 64, math.inf, 1, "warn"),
-        (16, 16, 4.0, 1, "warn"),
-        (1, 1, math.inf, 1, "warn"),
-        (16, 16, math.inf, 9, "warn"),
+    monkeypatch.setattr(machine, "cores", lambda: 16)
+    for online, quota, ranks, status in (
+        (16, math.inf, 1, "ok"),
+        (64, math.inf, 1, "warn"),
+        (16, 4.0, 1, "warn"),
+        (16, math.inf, 9, "warn"),
     ):
-        monkeypatch.setattr(machine, "cores", lambda usable=usable: usable)
         monkeypatch.setattr(machine, "cpu_quota", lambda quota=quota: quota)
         monkeypatch.setattr(os, "cpu_count", lambda online=online: online)
         row, _ = machine_checks.cores(case_of(tmp_path, ranks=ranks))
-        assert row.status == status
-        assert row.found.startswith(f"{usable} of {online} hardware threads")
+        assert row.status == status and row.found.startswith(f"16 of {online} hardware threads")
 
 
-def test_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(root)
-    for check in (data_checks.data, machine_checks.plan):
-        assert {row.status for row in check(case)} == {"ok"}
-    assert case.compute is not None
-    number = case.config.checkpoint.keep + 2
-    size = number * 16 * case.compute.parameters
-    for free, status in ((size - 1, "fail"), (size, "ok")):
-        usage = SimpleNamespace(free=free, total=1 << 40)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
-        row = only(machine_checks.disk(case))
-        assert row.status == status and f"{number} checkpoints of at most " in row.found
-
-    case.ranks, usage.free = 2, 64 << 20
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
+    case = case_of(tmp_path, ranks=2, compute=compute)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    _, shared = machine_checks.disk(case)
-    assert shared.status == "warn" and shared.do.endswith("--ipc=host")
+    number = case.config.checkpoint.keep + 2
+    for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
+        row, shared = machine_checks.disk(case)
+        assert row.status == status and f"{number} checkpoints of at most " in row.found
+        assert shared.status == "warn" and shared.do.endswith("--ipc=host")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert next(machine_checks.disk(case)).found.endswith(": cannot be written")
 
@@ -300,16 +256,11 @@ HEALTHY: dict[str, Any] = {
 FULL = SimpleNamespace(free=120 * GIB, total=141 * GIB)
 
 
-def nvml_of(answers: dict[str, Any], **more: Any) -> Nvml:
-    """Other calls fail, as on a GPU without support."""
-    return Nvml(**{f"nvmlDeviceGet{name}": answer for name, answer in answers.items()}, **more)
-
-
 See = Callable[..., list[Row]]
 
 
 @pytest.fixture
-def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
+def see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     """Return the rows of two H200 GPUs with a modified NVML."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -321,9 +272,10 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def see(*overrides: str, nvml: Any = None, ranks: int = 2, **change: Any) -> list[Row]:
-        monkeypatch.setitem(sys.modules, "pynvml", nvml or nvml_of(HEALTHY | change))
-        return list(machine_checks.gpu(case_of(root, "train.device=auto", *overrides, ranks=ranks)))
+    def see(device: str = "auto", *, ranks: int = 2, **answers: Any) -> list[Row]:
+        nvml = Nvml(**{f"nvmlDeviceGet{name}": answer for name, answer in answers.items()})
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        return list(machine_checks.gpu(case_of(tmp_path, f"train.device={device}", ranks=ranks)))
 
     return see
 
@@ -339,27 +291,24 @@ def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
 )
 def test_a_faulty_gpu(see: See, call: str, ill: Any, text: str) -> None:
     """The second of two; the first is healthy."""
-    found, first, row = see(**{call: lambda gpu: ill if gpu == 1 else HEALTHY[call]})
+    second = {call: lambda gpu: ill if gpu == 1 else HEALTHY[call]}
+    found, first, row = see(**HEALTHY | second)
     assert found == checks.ok(f"2 NVIDIA H200, 2 used; torch {torch.__version__}")
     assert first == checks.ok("GPU 0: memory and clocks are in order")
     assert row.status == "warn" and row.found.startswith("GPU 1: ") and text in row.found and row.do
 
 
-def test_a_gpu_that_reports_little_and_no_nvml(see: See) -> None:
+def test_gpus_that_are_unused_report_little_or_are_missing(
+    see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "torchrun --nproc-per-node 2" in see(ranks=1, **HEALTHY)[0].do
+    assert "remove train.device" in see("cpu", **HEALTHY)[0].do
     little = {"HandleByUUID": HEALTHY["HandleByUUID"], "CurrentClocksThrottleReasons": 0x8}
-    assert see(nvml=nvml_of(little))[1].found == "GPU 0: clocks reduced by hardware slowdown"
-    first, row = see(nvml=nvml_of(HEALTHY, nvmlInit=NvmlError("no driver")))
+    assert see(**little)[1].found == "GPU 0: clocks reduced by hardware slowdown"
+    first, row = see(HandleByUUID=NvmlError("no driver"))
     assert (first.status, row.status, row.do) == ("ok", "warn", "pip install nvidia-ml-py")
-
-
-def test_unused_gpus_and_none(see: See, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows, cure in (
-        (see(ranks=1), "torchrun --nproc-per-node 2"),
-        (see("train.device=cpu"), "remove train.device"),
-    ):
-        assert rows[0].status == "warn" and cure in rows[0].do
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    row = only(machine_checks.gpu(case_of(root, "train.device=auto")))
+    row = only(see())
     assert row.status == "warn" and "is built without CUDA" in row.found
-    assert only(machine_checks.gpu(case_of(root, "train.device=cuda"))).status == "fail"
+    assert only(see("cuda")).status == "fail"

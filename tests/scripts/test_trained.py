@@ -2,7 +2,6 @@
 
 import argparse
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from scripts.lib.trained import open_trained
 from tests.conftest import CLASSES
+from tests.results import same
 
+CPU = torch.device("cpu")
 TINY = ["model.name=resnet_tiny", "data.image_size=32"]
 Weights = dict[str, torch.Tensor]
 
@@ -25,10 +26,6 @@ Weights = dict[str, torch.Tensor]
 def weights() -> Weights:
     torch.manual_seed(0)
     return models.build("resnet_tiny", num_classes=7, image_size=32).state_dict()
-
-
-def same(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def prefixed(prefix: str, weights: Weights) -> Weights:
@@ -63,7 +60,7 @@ def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) ->
     found = open_trained(tmp_path / "file.pth", TINY)
     assert same(found.weights, weights)
     assert (found.num_classes, found.classes, found.stored) == (7, (), {})
-    model = found.build(torch.device("cpu"))
+    model = found.build(CPU)
     assert not model.training and same(model.state_dict(), weights)
     assert found.check_size(48) > found.check_size(32) > 0
 
@@ -73,51 +70,38 @@ def test_safetensors(tmp_path: Path, weights: Weights) -> None:
     assert same(open_trained(tmp_path / "model.safetensors", TINY).weights, weights)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}"])
-def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):
-        open_trained(tmp_path / "model.safetensors", TINY)
+NO_DENSE = "holds weights that are sparse, on the meta device or not named by strings"
+NO_NAME = "is no checkpoint of this .*; give model.name=NAME"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "overrides", "message"),
     [
-        (lambda w: w, "is no checkpoint of this .*; give model.name=NAME, of torchvision, of timm"),
+        (lambda w: w, [], f"{NO_NAME}, of torchvision, of timm"),
         (
             lambda w: {"arch": "resnet50", "state_dict": w},
-            "the file says resnet50, which is timm/resnet50 if timm made it",
+            [],
+            rf"{NO_NAME} \(the file says resnet50, which is timm/resnet50 if timm made it\)",
         ),
+        (lambda w: {**w, 1: w["fc.bias"]}, TINY, NO_DENSE),
+        (lambda w: {**w, "fc.bias": w["fc.bias"].to_sparse()}, TINY, NO_DENSE),
+        (lambda w: {**w, "fc.bias": w["fc.bias"].to("meta")}, TINY, NO_DENSE),
+        (lambda w: w, ["model.name=vit_s16"], ".*=vit_s16: it has no head.weight, head.bias"),
+        (lambda w: w, ["model.name=resnet18"], r"does not fit .*missing.*; check model\.name"),
     ],
 )
-def test_model_that_is_not_named(
-    tmp_path: Path, weights: Weights, content: Any, message: str
+def test_files_that_are_refused(
+    tmp_path: Path, weights: Weights, content: Any, overrides: list[str], message: str
 ) -> None:
     torch.save(content(weights), tmp_path / "file.pth")
-    with pytest.raises(UserError, match=rf"^{tmp_path}/file\.pth: .*{message}"):
-        open_trained(tmp_path / "file.pth")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/file\.pth: {message}"):
+        open_trained(tmp_path / "file.pth", overrides).build(CPU)
 
 
-ODD: dict[str, Callable[[torch.Tensor], dict[Any, torch.Tensor]]] = {
-    "numbers as names": lambda bias: {1: bias},
-    "sparse": lambda bias: {"fc.bias": bias.to_sparse()},
-    "without values": lambda bias: {"fc.bias": bias.to("meta")},
-}
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_weights_that_no_model_can_load(tmp_path: Path, weights: Weights, kind: str) -> None:
-    torch.save({**weights, **ODD[kind](weights["fc.bias"])}, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"file\.pth: holds weights that are sparse, on the meta"):
-        open_trained(tmp_path / "file.pth", TINY)
-
-
-def test_another_model(tmp_path: Path, weights: Weights) -> None:
-    torch.save(weights, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"does not fit .*missing.*; check model\.name"):
-        open_trained(tmp_path / "file.pth", ["model.name=resnet18"]).build(torch.device("cpu"))
-    with pytest.raises(UserError, match=r"=vit_s16: it has no head\.weight, head\.bias"):
-        open_trained(tmp_path / "file.pth", ["model.name=vit_s16"])
+def test_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**7) + b"{}")
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):
+        open_trained(tmp_path / "model.safetensors", TINY)
 
 
 # Checkpoints of this project.
@@ -137,16 +121,9 @@ def test_checkpoint(folder: Path, name: str) -> None:
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: c["config"].update({"of.another.version": 3}),
-        lambda c: c["config"].pop("data.on_error"),
-    ],
-)
-def test_checkpoint_of_another_version(folder: Path, tmp_path: Path, change: Any) -> None:
+def test_checkpoint_of_another_version(folder: Path, tmp_path: Path) -> None:
     content = torch.load(checkpoint.find_checkpoint(folder), weights_only=True)
-    change(content)
+    content["config"]["of.another.version"] = content["config"].pop("data.on_error")
     torch.save(content, path := tmp_path / "step-00000005.pt")
     found = open_trained(path)
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
@@ -194,5 +171,5 @@ def test_rewritten_layers_are_only_for_gpus(folder: Path) -> None:
     found = open_trained(folder)
     found.stored["plan"]["rewrites_layers"] = True
     plain = models.build("resnet_tiny", num_classes=3, image_size=32)
-    types = [type(module) for module in found.build(torch.device("cpu")).modules()]
+    types = [type(module) for module in found.build(CPU).modules()]
     assert types == [type(module) for module in plain.modules()]
