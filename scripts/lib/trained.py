@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
-from conf.compose import load, load_stored
+from conf.compose import load, load_stored, read_yaml
 from conf.named import named
-from conf.overrides import read_yaml
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops

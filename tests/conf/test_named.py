@@ -75,7 +75,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("data=fake", "None", "['here:One']", "gone.curves:Curves, gone.layers:rewrite, gone:Two"),
         ("data=fake model=vit_s16", "None", "['here:One']", "gone.curves:Curves, gone.layers:rew"),
-        ("data=fake log.observers=[]", "None", "[]", "gone.curves:Curves, gone.layers:rewrite, "),
+        ("data=fake log.observers=[]", "None", "[]", "gone.layers:rewrite"),
     ],
 )
 def test_a_default_whose_module_is_missing_is_left_out(
