@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -64,14 +64,8 @@ NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
-
-
-class Override(NamedTuple):
-    """A word of the command line."""
-
-    text: str  # as typed, for messages
-    name: str  # of a key or a group
-    value: Any  # of the key, or the file of a group's choice
+Typed = Sequence[tuple[str, Any]]
+"""The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
 def load(
@@ -86,7 +80,7 @@ def load(
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
     typed = _read(words)
-    file = [find("recipe", DEFAULT_RECIPE), *(o.value for o in typed if o.name == "recipe")][-1]
+    file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(file), f"{file}: ")
     _set(tree, decided or {}, "decided: ")
@@ -113,10 +107,10 @@ def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    for override in typed:
-        if override.name == "recipe":
-            raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
-        values.pop(override.name, None)  # this version may refuse it
+    for name, value in typed:
+        if name == "recipe":
+            raise UserError(f"{name}={value}: the checkpoint holds the whole config; leave it out")
+        values.pop(name, None)  # this version may refuse it
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
@@ -130,7 +124,7 @@ def check_words(words: Iterable[str]) -> None:
     _set_typed(copy.deepcopy(DEFAULTS), _read(words))
 
 
-def find(group: str, choice: str) -> Path:
+def _choice_file(group: str, choice: str) -> Path:
     """Return the YAML file of a choice: a name in conf/, or a path that ends in .yaml."""
     path, names = Path(choice).expanduser(), group_names(group)
     if choice in names:
@@ -164,14 +158,14 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
-def _read(words: Iterable[str]) -> list[Override]:
+def _read(words: Iterable[str]) -> Typed:
     """Read the words of a command line; `+` and `++` before a key mean nothing.
 
     A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
     """
-    found = []
+    typed = []
     for text in words:
-        name, equals, typed = text.lstrip("+").partition("=")
+        name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
             shown = ascii(text)[1:-1]
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
@@ -179,17 +173,17 @@ def _read(words: Iterable[str]) -> list[Override]:
             raise UserError(f"{text}: not an option; {_advice(name.lstrip('-'))}; {FLAGS}")
         if not equals:
             raise UserError(f"{text}: is not key=value, as data.root=/images is; {_advice(name)}")
-        value: Any = None if typed == "null" else typed
+        value: Any = None if word == "null" else word
         if name in GROUPS:
-            value = find(name, typed)
-        elif name not in WORDS or typed[:1] in ("'", '"', "[", "{"):
+            value = _choice_file(name, word)
+        elif name not in WORDS or word[:1] in ("'", '"', "[", "{"):
             # The colon of module:name as a key in braces needs a backslash.
-            escaped = typed if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", typed)
+            escaped = word if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
             with suppress(HydraException):  # then it is text, which these keys do not take
                 override = OverridesParser.create().parse_override(f"{name}={escaped}")
-                value = typed if override.is_sweep_override() else override.value()
-        found.append(Override(text, name, value))
-    return found
+                value = word if override.is_sweep_override() else override.value()
+        typed.append((name, value))
+    return typed
 
 
 def _advice(name: str) -> str:
@@ -222,23 +216,23 @@ def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
 
 
-def _set_typed(tree: DictConfig, typed: Sequence[Override]) -> set[str]:
+def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
     """Set the typed groups in place, then the typed keys; return the keys with another value.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
     set, because the values of a recipe for one optimiser are wrong for another. In other sections
     the values of the recipe stay: data=fake keeps the image size.
     """
-    for group, file in {o.name: o.value for o in typed if o.name in GROUPS}.items():
-        if group != "recipe":
+    for group, file in dict(typed).items():
+        if group in GROUPS and group != "recipe":
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
             _set(tree, _dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = _flat(tree)
-    for override in typed:
-        if override.name not in GROUPS:
-            _set(tree, {override.name: override.value})
-    return {o.name for o in typed if o.name in FIELDS and grouped[o.name] != o.value}
+    keys = [(name, value) for name, value in typed if name not in GROUPS]
+    for name, value in keys:
+        _set(tree, {name: value})
+    return {name for name, value in keys if grouped[name] != value}
 
 
 @cache
@@ -247,11 +241,11 @@ def _recipe(file: Path) -> dict[str, Any]:
 
     A recipe may be based on recipes of this program and on files next to its folder.
     """
-    ConfigStore.instance().store("it", read_yaml(file), group="recipe", package="_global_")
+    ConfigStore.instance().store("chosen", read_yaml(file), group="recipe", package="_global_")
     folder = QuotedString(f"file://{file.parent.parent}", Quote.single).with_quotes()
     with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
         try:
-            composed = compose("config", ["recipe=it", f"hydra.searchpath=[{folder}]"])
+            composed = compose("config", ["recipe=chosen", f"hydra.searchpath=[{folder}]"])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             raise UserError(f"{file}: {reason}; correct it") from None
@@ -274,50 +268,52 @@ def _flat(tree: DictConfig) -> dict[str, Any]:
     return _dotted(cast(dict[str, Any], OmegaConf.to_container(tree)))
 
 
-def _checked(tree: DictConfig, typed: Sequence[Override], *, runnable: bool) -> Config:
+def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    texts, left_out = {o.name: o.text for o in typed}, set[str]()
-    for key, value in _flat(tree).items():
+    words, values, left_out = dict(typed), _flat(tree), set[str]()
+    for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
         absent = {n for n in names_in(value) if not is_there(n)} if key in NAMING else set()
-        for name in sorted(absent if key in texts else absent - DEFAULT_NAMES):
+        for name in sorted(absent if key in words else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
-            rest = [each for each in value if not names_in(each) & absent]
-            OmegaConf.update(tree, key, rest if isinstance(value, list) else None)
+            entries = value if isinstance(value, list) else []
+            rest = [entry for entry in entries if not names_in(entry) & absent]
+            OmegaConf.update(tree, key, rest if entries else None)
             left_out |= absent
     try:
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        raise UserError(f"{texts.get(key, key)}: {str(error).splitlines()[0]}") from None
+        shown = f"{key}={show(values.get(key))}"
+        raise UserError(f"{shown}: {str(error).splitlines()[0]}") from None
     check(config, runnable=runnable)
-    for override in typed:
-        if override.name in FIELDS:
-            _check_effect(override, config)
+    for key in words:
+        if key in FIELDS:
+            _check_effect(key, config)
     if left_out:
         names = ", ".join(sorted(left_out))
         config.notes = [f"left out, because it is not in this copy: {names}"]
     return config
 
 
-def _check_effect(override: Override, config: Config) -> None:
+def _check_effect(key: str, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, override.name)
-    if not when:
-        return
-    because = " and ".join(f"{other}={show(values[other])}" for other in when)
-    groups = {other.removesuffix(".name"): allowed for other, allowed in when.items()}
-    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in groups.items())
-    raise UserError(
-        f"{override.text}: has no effect with {because}; give {needed}, or leave it out"
-    )
+    values, when = config_values(config), missing(config, key)
+    if when:
+        because = " and ".join(f"{other}={show(values[other])}" for other in when)
+        choices = [
+            f"{k.removesuffix('.name')}={' or '.join(map(show, v))}" for k, v in when.items()
+        ]
+        needed = " and ".join(choices)
+        shown = f"{key}={show(values[key])}"
+        raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
 
 
 def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:
