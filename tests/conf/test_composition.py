@@ -7,13 +7,7 @@ import pytest
 
 from conf import cli
 from conf.compose import NAME_LENGTH, load_stored
-from conf.schema import (
-    RESULT,
-    Config,
-    UserError,
-    affecting,
-    config_values,
-)
+from conf.schema import RESULT, Config, UserError, affecting, config_values
 from tests.conf.refused import offered
 from tests.processes import run_python
 
@@ -221,32 +215,8 @@ def test_stored_values_are_checked(values: dict[str, Any], value: Any) -> None:
         load_stored({**values, "data.image_size": value})
 
 
-# Interpolations: other keys, the time and paths from the environment; no other function.
-
-
 def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", "/images")
     config = cli.load(["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"])
     assert config.data.root == "/images/more"
     assert config.run.dir.startswith("/runs/20")
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "run.name=${now:${oc.env:SECRET}}",
-        "run.name=${data.${oc.env:SECRET}}",
-        "optim.lr=${oc.env:SECRET}",
-        "augment.train=[{resize: {size: ${oc.env:SECRET}}}]",
-    ],
-)
-def test_other_functions_are_refused(
-    override: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The values of variables would be stored in config.yaml, event files and checkpoints."""
-    monkeypatch.setenv("SECRET", "hunter2")
-    message = r"only \$\{key\} and .* are allowed"
-    with pytest.raises(UserError, match=message):
-        cli.load([DATA, override])
-    with pytest.raises(UserError, match=message):
-        load_stored(values, [override])
