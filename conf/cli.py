@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.named import named
+from conf.named import import_object
 from conf.schema import (
     FIELDS,
     GROUPS,
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             about = (purpose or script).splitlines()[0]
             _show(help_text(script, about) + "\n")
         if options.multirun:
-            sys.exit(named(MULTIRUN, "-m")(words, script, options))
+            sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
         config = load(words, runnable=options.cfg is None)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import models
 from conf import cli
 from conf.compose import load, load_stored, read_yaml
-from conf.named import named
+from conf.named import import_object
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
@@ -104,7 +104,7 @@ class Trained:
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
         if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
-            named(rewrite, "model.rewrite")(model, channels_last=channels_last)
+            import_object(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
 
     def _model(self) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conf import cli
-from conf.named import ROOT, named, split_entry
+from conf.named import ROOT, import_object, split_entry
 from conf.schema import UserError
 from tests.processes import run_python
 
@@ -28,7 +28,7 @@ print(config.model.rewrite, config.log.observers, *config.notes, sep="\\n")
 
 
 def test_objects_of_this_checkout() -> None:
-    assert named("conf.named:named", "model.rewrite") is named
+    assert import_object("conf.named:import_object", "model.rewrite") is import_object
     assert split_entry("a:b", "log.observers") == ("a:b", {})
     assert split_entry({"a:b": {"every": 3}}, "log.observers") == ("a:b", {"every": 3})
     assert split_entry({"a:b": None}, "log.observers") == ("a:b", {})
@@ -45,13 +45,13 @@ def test_other_entries_are_refused(entry: Any) -> None:
     [
         ("conf.gone:load", "there is no conf/gone.py in "),
         ("conf", "there is no conf.py in "),
-        ("..conf.named:named", "there is no "),
+        ("..conf.named:import_object", "there is no "),
         ("conf.named:gone", "conf.named has no gone; write module:name"),
     ],
 )
 def test_what_is_not_of_this_checkout_is_refused(value: str, says: str) -> None:
     with pytest.raises(UserError) as error:
-        named(value, "model.rewrite")
+        import_object(value, "model.rewrite")
     assert str(error.value).startswith(f"model.rewrite={value}: {says}")
 
 
