@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
+from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
 from conf.named import import_object
 from conf.schema import (
     FIELDS,
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             _show(help_text(script, about) + "\n")
         if options.multirun:
             sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
-        config = load(words, runnable=options.cfg is None)
+        config = from_words(words, runnable=options.cfg is None)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
     if options.cfg is not None:

@@ -68,7 +68,7 @@ Typed = Sequence[tuple[str, Any]]
 """The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
-def load(
+def from_words(
     words: Sequence[str] = (), *, runnable: bool = True, decided: Values | None = None
 ) -> Config:
     """Compose and check a config from the words of a command line.
@@ -96,11 +96,11 @@ def load(
     return config
 
 
-def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
+def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     """Compose and check a config from the values in a checkpoint and typed words.
 
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
-    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `load`.
+    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
     typed = _read(words)
     values = {name: stored[name] for name in KEYS if name in stored}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conf import cli
+from conf.compose import from_words
 from conf.named import ROOT, import_object, split_entry
 from conf.schema import UserError
 from tests.processes import run_python
@@ -21,8 +21,8 @@ log: {observers: ["here:One", {"gone.curves:Curves": {every: 3}}, "gone:Two"]}
 REWRITE = "model.rewrite=gone.layers:rewrite"
 COMPOSE = """
 import sys
-from conf.compose import load
-config = load(sys.argv[1:])
+from conf.compose import from_words
+config = from_words(sys.argv[1:])
 print(config.model.rewrite, config.log.observers, *config.notes, sep="\\n")
 """
 
@@ -56,7 +56,7 @@ def test_what_is_not_of_this_checkout_is_refused(value: str, says: str) -> None:
 
 
 def test_modules_in_paths_are_no_names() -> None:
-    config = cli.load(["data.root=nfs:images", "run.name=os:system", "data.val=os:system"])
+    config = from_words(["data.root=nfs:images", "run.name=os:system", "data.val=os:system"])
     assert (config.data.root, config.run.dir) == ("nfs:images", "runs/os:system")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Config
 from scripts import bench
 from tests.ranks import Ranks
@@ -16,7 +16,7 @@ BASE = [*SMALL, "loader.workers=1"]
 
 
 def compose(root: Path, *overrides: str) -> Config:
-    return cli.load([*BASE, f"data.root={root}", *overrides])
+    return from_words([*BASE, f"data.root={root}", *overrides])
 
 
 def test_stages_on_a_cpu(image_root: Path) -> None:
@@ -24,7 +24,7 @@ def test_stages_on_a_cpu(image_root: Path) -> None:
     assert [stage.name for stage in stages] == ["read", "decode", "loader", "step", "train"]
     for stage in stages:
         assert len(stage.rates) == bench.WINDOWS and min(stage.rates) > 0 and stage.note
-    fake = cli.load([*BASE, "data=fake"])
+    fake = from_words([*BASE, "data=fake"])
     assert [s.name for s in bench.run(fake, only=("read", "train"), seconds=0.05)] == ["train"]
 
 
