@@ -79,7 +79,7 @@ def from_words(
         runnable: refuse a config without data.root, which has no default.
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
-    typed = _read(words)
+    typed = read_words(words)
     file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(file), f"{file}: ")
@@ -102,14 +102,16 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
-    typed = _read(words)
+    typed = read_words(words)
     values = {name: stored[name] for name in KEYS if name in stored}
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
     for name, value in typed:
         if name == "recipe":
-            raise UserError(f"{name}={value}: the checkpoint holds the whole config; leave it out")
+            raise UserError(
+                f"{name}={value.stem}: the checkpoint holds the whole config; leave it out"
+            )
         values.pop(name, None)  # this version may refuse it
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
@@ -117,11 +119,6 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     config = _checked(tree, typed, runnable=False)
     config.typed = list(words)
     return config
-
-
-def check_words(words: Iterable[str]) -> None:
-    """Raise UserError for a word whose key, choice or value no config allows."""
-    _set_typed(copy.deepcopy(DEFAULTS), _read(words))
 
 
 def _choice_file(group: str, choice: str) -> Path:
@@ -158,12 +155,13 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
-def _read(words: Iterable[str]) -> Typed:
+def read_words(words: Iterable[str]) -> Typed:
     """Read the words of a command line; `+` and `++` before a key mean nothing.
 
     A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
+    Raises UserError for a key, choice or value that no config allows.
     """
-    typed = []
+    typed, tried = [], copy.deepcopy(DEFAULTS)
     for text in words:
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
@@ -176,13 +174,14 @@ def _read(words: Iterable[str]) -> Typed:
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)
-        elif name not in WORDS or word[:1] in ("'", '"', "[", "{"):
+        elif name in FIELDS.keys() - WORDS or word[:1] in ("'", '"', "[", "{"):
             # The colon of module:name as a key in braces needs a backslash.
             escaped = word if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
             with suppress(HydraException):  # then it is text, which these keys do not take
                 override = OverridesParser.create().parse_override(f"{name}={escaped}")
                 value = word if override.is_sweep_override() else override.value()
         typed.append((name, value))
+        _set_typed(tried, typed[-1:])  # refuses a mistake before Hydra composes
     return typed
 
 

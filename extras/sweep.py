@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from conf.compose import check_words, from_words, to_yaml
+from conf.compose import from_words, read_words, to_yaml
 from conf.named import ROOT
 from conf.schema import NAMES, Config, UserError, group_names
 from conf.start import handle_stops, stop_with_parent
@@ -77,7 +77,7 @@ class Sweep:
             self.settings.append(f"++{swept}")
         if math.prod(map(len, self.columns)) > MAX_JOBS:
             raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
-        check_words(itertools.chain(*self.columns))
+        read_words(itertools.chain(*self.columns))
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
         self.jobs = {job: from_words([*self.fixed, *job], runnable=runnable) for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
