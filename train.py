@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.named import named, split_entry
+from conf.named import import_object, split_entry
 from conf.schema import Config
 from engine.checkpoint import find_checkpoint
 from engine.compute import (
@@ -287,7 +287,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
-        config = named(name, "train.prepare")(config, world, **parameters)
+        config = import_object(name, "train.prepare")(config, world, **parameters)
     return share_config(config, world)
 
 
@@ -338,7 +338,7 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     if compute.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if compute.rewrite is not None:
-        named(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
+        import_object(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     optimizer = build_optimizer(model, config.optim)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.compose import MULTIRUN, SECTIONS, load, to_yaml
-from conf.named import named
+from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
+from conf.named import import_object
 from conf.schema import (
     FIELDS,
     GROUPS,
@@ -54,8 +54,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             about = (purpose or script).splitlines()[0]
             _show(help_text(script, about) + "\n")
         if options.multirun:
-            sys.exit(named(MULTIRUN, "-m")(words, script, options))
-        config = load(words, runnable=options.cfg is None)
+            sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
+        config = from_words(words, runnable=options.cfg is None)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
     if options.cfg is not None:

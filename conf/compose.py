@@ -1,38 +1,47 @@
 """Compose a checked `Config` from layers.
 
-From low to high: the defaults of the schema; the groups and the recipe, which Hydra merges, or the
-values in a checkpoint; the values that the program decides; typed groups; typed keys.
+From low to high: the defaults of the schema and of conf/config.yaml; the groups and the recipe,
+which Hydra merges, or the values in a checkpoint; the values that the program decides; typed
+groups; typed keys. A mistake is one line with the word or the file, what is allowed and the nearest
+name.
 """
 
 import copy
+import difflib
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import schema
 from conf.named import check_there, is_there, names_in
-from conf.overrides import SCHEMA, Override, advice, allowed_values, find, read_override, read_yaml
 from conf.schema import (
     FIELDS,
     FOLDER,
     GROUPS,
     KEYS,
+    NAMES,
     RESULT,
     Config,
+    Run,
     UserError,
     affecting,
+    check,
     config_values,
+    did_you_mean,
+    group_names,
     last_name,
     missing,
     show,
@@ -40,22 +49,26 @@ from conf.schema import (
 )
 
 SECTIONS = {name.split(".")[0] for name in KEYS}
-OWN = read_yaml(FOLDER / "config.yaml")
-DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN.pop("defaults") if "recipe" in each)
-MULTIRUN = str(OWN.pop("multirun", None))  # the program behind -m
-MISSING = {name for name in names_in(OWN) if not is_there(name)}
+NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
+# Keys with a word as value, mostly a path.
+WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 # Keys that may name code of this checkout as `module:name`, or hold entries that do.
 NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
-NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.observers"]
+NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.values"]
+NAMING += ["log.observers"]
+OTHER = {"model": "model.name", "data": "data.root"}  # keys that take more than the group's choices
+FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
+Typed = Sequence[tuple[str, Any]]
+"""The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
-def load(
+def from_words(
     words: Sequence[str] = (), *, runnable: bool = True, decided: Values | None = None
 ) -> Config:
     """Compose and check a config from the words of a command line.
@@ -66,152 +79,240 @@ def load(
         runnable: refuse a config without data.root, which has no default.
         decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
-    typed = [read_override(word) for word in words]
-    recipes = [find("recipe", DEFAULT_RECIPE), *(o.value for o in typed if o.name == "recipe")]
-    file = recipes[-1]
+    typed = read_words(words)
+    file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
-    _set(tree, _offered(_recipe(file)), file)
-    _set(tree, decided or {}, "decided")
+    _set(tree, _recipe(file), f"{file}: ")
+    _set(tree, decided or {}, "decided: ")
     planned = _flat(tree)
     swept = _set_typed(tree, typed)
     config = _checked(tree, typed, runnable=runnable)
-    absent = ", ".join(sorted(MISSING))
-    notes = [f"left out, because it is not in this copy: {absent}"] if MISSING else []
-    changed = _changes(planned, tree, config)
-    if config.run.name is None:
-        tree.run.name = _run_name(file.stem, changed, swept, config)
-        config.run = cast(schema.Run, OmegaConf.to_object(tree.run))
+    config.typed, config.recipe = list(words), file.stem
     config.expect = read_yaml(file).get("expect")
-    config.recipe, config.typed, config.notes = file.stem, list(words), notes
-    config.changed = changed
+    config.changed = _changes(planned, tree, config)
+    if config.run.name is None:
+        tree.run.name = _run_name(file.stem, config, swept)
+        config.run = cast(Run, OmegaConf.to_object(tree.run))
     return config
 
 
-def load_stored(stored: Values, words: Sequence[str] = ()) -> Config:
+def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     """Compose and check a config from the values in a checkpoint and typed words.
 
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
-    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `load`.
+    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
-    typed = [read_override(word) for word in words]
-    for override in typed:
-        if override.name == "recipe":
-            raise UserError(f"{override.text}: the checkpoint holds the whole config; leave it out")
+    typed = read_words(words)
     values = {name: stored[name] for name in KEYS if name in stored}
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
+    for name, value in typed:
+        if name == "recipe":
+            raise UserError(
+                f"{name}={value.stem}: the checkpoint holds the whole config; leave it out"
+            )
+        values.pop(name, None)  # this version may refuse it
     tree = copy.deepcopy(DEFAULTS)
-    _set(tree, _offered(values), "the checkpoint")
+    _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
     config = _checked(tree, typed, runnable=False)
     config.typed = list(words)
     return config
 
 
-def _set_typed(tree: DictConfig, typed: Sequence[Override]) -> set[str]:
+def _choice_file(group: str, choice: str) -> Path:
+    """Return the YAML file of a choice: a name in conf/, or a path that ends in .yaml."""
+    path, names = Path(choice).expanduser(), group_names(group)
+    if choice in names:
+        return FOLDER / group / f"{choice}.yaml"
+    if path.suffix == ".yaml" and path.is_file():
+        return path.absolute()
+    more = did_you_mean(choice, names)
+    if group in OTHER:
+        more = f"; for another one write {OTHER[group]}={choice}"
+    files = f"{', '.join(names)}, or a file PATH.yaml"
+    raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; raise UserError if it does not hold keys."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read as YAML ({reason}); correct it") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no keys; write `key: value` lines")
+    return cast(dict[str, Any], content)
+
+
+def to_yaml(content: Config | list[str], section: str | None = None) -> str:
+    """YAML of a resolved config (`--cfg job`, config.yaml), a section, or a list of overrides."""
+    if isinstance(content, list):
+        return OmegaConf.to_yaml(OmegaConf.create(content))
+    sections = {name: s for name, s in asdict(content).items() if name in SECTIONS}
+    return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
+
+
+def read_words(words: Iterable[str]) -> Typed:
+    """Read the words of a command line; `+` and `++` before a key mean nothing.
+
+    A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
+    Raises UserError for a key, choice or value that no config allows.
+    """
+    typed, tried = [], copy.deepcopy(DEFAULTS)
+    for text in words:
+        name, equals, word = text.lstrip("+").partition("=")
+        if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
+            shown = ascii(text)[1:-1]
+            raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
+        if text.startswith("-"):
+            raise UserError(f"{text}: not an option; {_advice(name.lstrip('-'))}; {FLAGS}")
+        if not equals:
+            raise UserError(f"{text}: is not key=value, as data.root=/images is; {_advice(name)}")
+        value: Any = None if word == "null" else word
+        if name in GROUPS:
+            value = _choice_file(name, word)
+        elif name in FIELDS.keys() - WORDS or word[:1] in ("'", '"', "[", "{"):
+            # The colon of module:name as a key in braces needs a backslash.
+            escaped = word if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
+            with suppress(HydraException):  # then it is text, which these keys do not take
+                override = OverridesParser.create().parse_override(f"{name}={escaped}")
+                value = word if override.is_sweep_override() else override.value()
+        typed.append((name, value))
+        _set_typed(tried, typed[-1:])  # refuses a mistake before Hydra composes
+    return typed
+
+
+def _advice(name: str) -> str:
+    """Name the key or group that is meant by an unknown one, such as `lr` of another trainer."""
+    lasts: dict[str, list[str]] = {}
+    for known in NAMES:
+        lasts.setdefault(known.rpartition(".")[2], []).append(known)
+    word = name.rpartition(".")[2].replace("-", "_").lower()
+    close = difflib.get_close_matches(word, lasts, 1, 0.7)
+    return f"did you mean {' or '.join(lasts[close[0]])}?" if close else "--help lists all keys"
+
+
+def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
+    """Set keys in place; `origin`: where the values are from, for the message of a mistake."""
+    for name, value in values.items():
+        shown = f"{origin}{name}={show(value)}"
+        if name not in FIELDS:
+            raise UserError(f"{shown}: there is no key {name}; {_advice(name)}")
+        section, _, last = name.partition(".")
+        allowed = FIELDS[name].metadata["check"]
+        try:
+            OmegaConf.update(tree, name, value, merge=False)
+            found = cast(Any, OmegaConf.to_container(tree[section]))[last]
+            if "${" in str(found) or allowed.allows(found):  # a value with ${ is checked at the end
+                continue
+        except OmegaConfBaseException:
+            pass
+        several = "; `train.py -m` trains once for each of several values"
+        more = several if isinstance(value, str) and "," in value else ""
+        raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
+
+
+def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
     """Set the typed groups in place, then the typed keys; return the keys with another value.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
     set, because the values of a recipe for one optimiser are wrong for another. In other sections
     the values of the recipe stay: data=fake keeps the image size.
     """
-    for group, file in {o.name: o.value for o in typed if o.name in GROUPS}.items():
-        if group != "recipe":
+    for group, file in dict(typed).items():
+        if group in GROUPS and group != "recipe":
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
-            _set(tree, _dotted({group: read_yaml(file)}), file)
+            _set(tree, _dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = _flat(tree)
-    for override in typed:
-        if override.name in FIELDS:
-            _set(tree, {override.name: override.value}, override.text)
-    return {o.name for o in typed if o.name in FIELDS and grouped[o.name] != o.value}
-
-
-def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return section -> key -> value as dotted key -> value."""
-    found: dict[str, Any] = {}
-    for section, values in content.items():
-        if isinstance(values, dict):
-            found |= {f"{section}.{key}": value for key, value in values.items()}
-        else:  # a mistake
-            found[section] = values
-    return found
-
-
-def _offered(values: Values) -> dict[str, Any]:
-    """Leave out the names of conf/config.yaml whose module is not in this checkout."""
-
-    def offered(value: Any) -> Any:
-        if isinstance(value, list):
-            return [each for each in value if not MISSING & names_in(each)]
-        return None if MISSING & names_in(value) else value
-
-    return {name: offered(value) for name, value in values.items()}
-
-
-def _set(tree: DictConfig, values: Values, origin: Path | str) -> None:
-    """Set keys in place; `origin`: where the values are from, for the message of a mistake."""
-    for name, value in values.items():
-        try:
-            OmegaConf.update(tree, name, value, merge=False)
-        except OmegaConfBaseException:
-            if name not in FIELDS:
-                raise UserError(f"{origin}: there is no key {name}; {advice(name)}") from None
-            wrong = f"{name}={show(value)}: not allowed; give {allowed_values(name)}"
-            raise UserError(f"{origin}: {wrong}") from None
-
-
-def _checked(tree: DictConfig, typed: Sequence[Override], *, runnable: bool) -> Config:
-    """Return a tree as a Config; raise UserError for a value that is not allowed.
-
-    An environment variable must not change the training, and its value would be stored: only paths
-    may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
-    """
-    for key, value in _flat(tree).items():
-        if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
-            allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
-            raise UserError(f"{key}={show(value)}: {allowed}")
-        for name in sorted(names_in(value)) if key in NAMING else []:
-            check_there(name, key)
-    try:
-        config = cast(Config, OmegaConf.to_object(tree))
-    except OmegaConfBaseException as error:
-        key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        text = {o.name: o.text for o in typed}.get(key, key)
-        raise UserError(f"{text}: {str(error).splitlines()[0]}") from None
-    schema.check(config, runnable=runnable)
-    for override in typed:
-        if override.name in FIELDS:
-            _check_effect(override, config)
-    return config
+    keys = [(name, value) for name, value in typed if name not in GROUPS]
+    for name, value in keys:
+        _set(tree, {name: value})
+    return {name for name, value in keys if grouped[name] != value}
 
 
 @cache
 def _recipe(file: Path) -> dict[str, Any]:
     """The groups and the recipe, which Hydra merges: dotted key -> value.
 
-    A recipe that is a file may be based on recipes of this program and on files next to its folder.
+    A recipe may be based on recipes of this program and on files next to its folder.
     """
-    name, overrides = file.stem, []
-    if file.parent != FOLDER / "recipe":
-        name, path = "of_a_file", QuotedString(f"file://{file.parents[1]}", Quote.single)
-        overrides = [f"hydra.searchpath=[{path.with_quotes()}]"]
-        ConfigStore.instance().store(name, read_yaml(file), group="recipe", package="_global_")
+    ConfigStore.instance().store("chosen", read_yaml(file), group="recipe", package="_global_")
+    folder = QuotedString(f"file://{file.parent.parent}", Quote.single).with_quotes()
     with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
         try:
-            composed = compose("config", [f"recipe={name}", *overrides])
+            composed = compose("config", ["recipe=chosen", f"hydra.searchpath=[{folder}]"])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             raise UserError(f"{file}: {reason}; correct it") from None
-    content = cast(dict[str, Any], OmegaConf.to_container(composed))
-    # `expect` may also be of a recipe in its defaults, which is another training.
-    return _dotted({k: value for k, value in content.items() if k not in ("multirun", "expect")})
+    return _dotted(cast(dict[str, Any], OmegaConf.to_container(composed)))
+
+
+def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section -> key -> value as dotted key -> value."""
+    found: dict[str, Any] = {}
+    for section, values in content.items():
+        if isinstance(values, dict) and section not in NOT_KEYS:
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        elif section not in NOT_KEYS:  # a mistake
+            found[section] = values
+    return found
 
 
 def _flat(tree: DictConfig) -> dict[str, Any]:
     """Dotted key -> value, for every key; interpolations as written."""
     return _dotted(cast(dict[str, Any], OmegaConf.to_container(tree)))
+
+
+def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
+    """Return a tree as a Config; raise UserError for a value that is not allowed.
+
+    An environment variable must not change the training, and its value would be stored: only paths
+    may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
+    """
+    words, values, left_out = dict(typed), _flat(tree), set[str]()
+    for key, value in values.items():
+        if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
+            allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
+            raise UserError(f"{key}={show(value)}: {allowed}")
+        absent = {n for n in names_in(value) if not is_there(n)} if key in NAMING else set()
+        for name in sorted(absent if key in words else absent - DEFAULT_NAMES):
+            check_there(name, key)
+        if absent:
+            entries = value if isinstance(value, list) else []
+            rest = [entry for entry in entries if not names_in(entry) & absent]
+            OmegaConf.update(tree, key, rest if entries else None)
+            left_out |= absent
+    try:
+        config = cast(Config, OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
+        shown = f"{key}={show(values.get(key))}"
+        raise UserError(f"{shown}: {str(error).splitlines()[0]}") from None
+    check(config, runnable=runnable)
+    for key in words:
+        if key in FIELDS:
+            _check_effect(key, config)
+    if left_out:
+        names = ", ".join(sorted(left_out))
+        config.notes = [f"left out, because it is not in this copy: {names}"]
+    return config
+
+
+def _check_effect(key: str, config: Config) -> None:
+    """Refuse a typed key that has no effect in this config, and name the key that disables it."""
+    values, when = config_values(config), missing(config, key)
+    if when:
+        because = " and ".join(f"{other}={show(values[other])}" for other in when)
+        choices = [
+            f"{k.removesuffix('.name')}={' or '.join(map(show, v))}" for k, v in when.items()
+        ]
+        needed = " and ".join(choices)
+        shown = f"{key}={show(values[key])}"
+        raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
 
 
 def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:
@@ -230,9 +331,7 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     return changed
 
 
-def _run_name(
-    recipe: str, changed: Mapping[str, str], swept: Collection[str], config: Config
-) -> str:
+def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Such as `cifar10,optim.lr=0.3,data.root=photos`. Of the default recipe, which says nothing about
@@ -242,7 +341,7 @@ def _run_name(
     replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
     the same name only for the same training.
     """
-    parts = dict(changed)
+    parts = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
         parts["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
     if recipe == DEFAULT_RECIPE:
@@ -262,26 +361,9 @@ def _run_name(
     return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
-def _check_effect(override: Override, config: Config) -> None:
-    """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, override.name)
-    if not when:
-        return
-    because = " and ".join(f"{other}={show(values[other])}" for other in when)
-    groups = {other.removesuffix(".name"): allowed for other, allowed in when.items()}
-    needed = " and ".join(f"{k}={' or '.join(map(show, allowed))}" for k, allowed in groups.items())
-    raise UserError(
-        f"{override.text}: has no effect with {because}; give {needed}, or leave it out"
-    )
-
-
-def to_yaml(content: Config | list[str], section: str | None = None) -> str:
-    """YAML of a resolved config (`--cfg job`, config.yaml), a section, or a list of overrides."""
-    if isinstance(content, list):
-        return OmegaConf.to_yaml(OmegaConf.create(content))
-    sections = {name: s for name, s in asdict(content).items() if name in SECTIONS}
-    return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
-
-
-DEFAULTS = copy.deepcopy(SCHEMA)
-_set(DEFAULTS, _offered(_dotted(OWN)), FOLDER / "config.yaml")
+OWN = read_yaml(FOLDER / "config.yaml")
+DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN["defaults"] if "recipe" in each)
+DEFAULT_NAMES = names_in(list(_dotted(OWN).values()))  # of code that a fork may lack
+MULTIRUN = str(OWN.get("multirun"))  # the program behind -m
+DEFAULTS: DictConfig = OmegaConf.structured(Config)
+_set(DEFAULTS, _dotted(OWN), "conf/config.yaml: ")

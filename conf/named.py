@@ -44,7 +44,7 @@ def check_there(value: str, key: str) -> None:
         raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
 
 
-def named(value: str, key: str) -> Any:
+def import_object(value: str, key: str) -> Any:
     """Return the object of `module:name`, which importing the module makes.
 
     Raises UserError if the module is not inside this checkout, or has no such object. `key`: the

@@ -43,10 +43,17 @@ def described(error: OSError) -> str:
 
 
 class Check(NamedTuple):
-    """The values of a key, or of a parameter of a transform, that are allowed."""
+    """The values of a key, or of a parameter of a transform, that are allowed.
+
+    `POSITIVE | NULL` allows what one of the two allows.
+    """
 
     allows: Callable[[Any], Any]
     says: str  # continues "give ..."
+
+    def __or__(self, other: "Check") -> "Check":
+        says = f"{self.says} or {other.says}"
+        return Check(lambda value: self.allows(value) or other.allows(value), says)
 
     def require(self, name: str, value: Any) -> Any:
         """Return the value of a parameter; raise ValueError if it is not allowed."""
@@ -55,13 +62,10 @@ class Check(NamedTuple):
         return value
 
 
-ANY = Check(lambda _: True, "")
-
-
 def key(
     default: Any,
     affects: bool,
-    check: Check = ANY,
+    check: Check,
     *,
     when: Mapping[str, tuple[str | None, ...]] | None = None,
     alike: Callable[[Any], Any] = lambda value: value,
@@ -89,7 +93,8 @@ def all_but(group: str, *names: str) -> dict[str, tuple[str, ...]]:
 
 
 def one_of(*allowed: str) -> Check:
-    return Check(lambda value: value in allowed, f"one of {', '.join(allowed)}")
+    says = f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
+    return Check(lambda value: value in allowed, says)
 
 
 def number(
@@ -108,36 +113,28 @@ def number(
     return Check(allows, says)
 
 
-def or_null(check: Check) -> Check:
-    return Check(lambda value: value is None or check.allows(value), f"{check.says} or null")
+def whole(low: int, high: float = math.inf) -> Check:
+    limits = number(low, high)
+    says = limits.says.replace("a number", "a whole number")
+    return Check(lambda value: type(value) is int and limits.allows(value), says)
 
 
-def each(item: Check, count: int | None = None) -> Check:
-    """A list of `count` values, or at least one, that all pass `item`."""
-    return Check(
-        lambda values: len(values) == (count or len(values) or 1) and all(map(item.allows, values)),
-        f"{count or '1 or more'} values in brackets, each {item.says}",
-    )
+def each(item: Check, least: int = 1, most: float = math.inf) -> Check:
+    """A list of `least` to `most` values that all pass `item`."""
 
+    def allows(values: Any) -> bool:
+        is_list = isinstance(values, list | tuple) and least <= len(values) <= most
+        return is_list and all(map(item.allows, values))
 
-def whole(low: int, high: int) -> Check:
-    says = f"a whole number from {low} to {high}"
-    return Check(lambda value: type(value) is int and low <= value <= high, says)
-
-
-def or_auto(check: Check) -> Check:
-    return Check(lambda value: value == "auto" or check.allows(value), f"auto or {check.says}")
+    count = f"{least}" if least == most else f"{least} or more"
+    return Check(allows, f"{count} values in brackets, each {item.says}")
 
 
 def span(high: float) -> Check:
     """A range, two numbers with 0 < low <= high."""
-    pair = each(number(0, high, above=True), 2)
-    return Check(
-        lambda values: (
-            isinstance(values, list | tuple) and pair.allows(values) and values[0] <= values[1]
-        ),
-        f"two numbers, 0 < low <= high <= {high:g}",
-    )
+    pair = each(number(0, high, above=True), 2, 2)
+    says = f"two numbers, 0 < low <= high <= {high:g}"
+    return Check(lambda values: pair.allows(values) and values[0] <= values[1], says)
 
 
 def _are_weights(value: Any) -> bool:
@@ -147,9 +144,14 @@ def _are_weights(value: Any) -> bool:
 
 
 def _is_fold(value: Any) -> bool:
-    """Whether this is null, or the number of a fold and of all folds, such as 2/5."""
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value or "1/2")
+    """Whether this is the number of a fold and of all folds, such as 2/5."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value or "")
     return match is not None and int(match[1]) <= int(match[2]) != 1
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether this is module:name, or has this as its first key."""
+    return ":" in str(next(iter(value), "") if isinstance(value, dict) else value)
 
 
 def last_name(path: Any) -> Any:
@@ -165,47 +167,30 @@ def after_colon(name: str) -> str:
 
 
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
-COUNT = number(1)
-SIDE = number(8, 4096)  # of an image in pixels
+TEXT = Check(lambda value: True, "a name or a path")
+LIST = Check(lambda value: True, "a list, in brackets")
+BOOL = Check(lambda value: type(value) is bool, "true or false")
+NULL = Check(lambda value: value is None, "null")
+AUTO = one_of("auto")
+COUNT = whole(1)
+SIDE = whole(8, 4096)  # of an image in pixels
 FRACTION = number(0, 1)
-TWO_SHARES = each(number(0, 1, below=True), 2)
 POSITIVE = number(0, above=True)
-DECAY = or_null(number(0, 1, above=True))
-AUTO_BOOL = or_auto(Check(lambda value: type(value) is bool, "true or false"))
-FOLD = Check(_is_fold, "a fold such as 2/5, or null")
+FOLD = Check(_is_fold, "a fold such as 2/5,")
+CODE = Check(lambda value: ":" in (value or ""), "module:name of this checkout")
+ENTRY = Check(_is_entry, "module:name or {module:name: {parameter: value}} of this checkout")
 ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "names and values in braces, such as {drop_path_rate: 0.1}",
 )
-WEIGHTS = Check(
-    lambda value: value in (None, "balanced") or _are_weights(value),
-    "balanced, null, or weights > 0 by class in braces, such as {cat: 1, dog: 3}",
-)
-OPTIMIZER = Check(
-    lambda name: name in ("sgd", "adamw") or ":" in name,
-    "sgd, adamw, or module:name of this checkout",
-)
+WEIGHTS = Check(_are_weights, "weights > 0 by class in braces, such as {cat: 1, dog: 3}")
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
-    lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
-    "a name without slashes, or null",
+    lambda name: name and "/" not in name and name not in (".", ".."), "a name without slashes"
 )
-SOURCE = Check(
-    lambda value: value in group_names("data") or ":" in value,
-    f"one of {', '.join(group_names('data'))}, or module:name of this checkout",
-)
-BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
-NAME = Check(lambda value: value is None or ":" in value, "module:name of this checkout, or null")
-ENTRIES = Check(
-    lambda entries: all(":" in (e if isinstance(e, str) else next(iter(e), "")) for e in entries),
-    "a list of module:name or {module:name: {parameter: value}} of this checkout",
-)
-TABLES = Check(
-    lambda names: all(":" in name for name in names), "a list of module:name of this checkout"
-)
-PREPARE = Check(lambda value: value is None or ENTRIES.allows([value]), f"null, or {ENTRIES.says}")
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
+BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
@@ -219,21 +204,21 @@ HAS_BETAS = all_but("optim", "sgd")
 
 @dataclass
 class Data:
-    source: str = key("folder", RESULT, SOURCE, alike=after_colon)
+    source: str = key("folder", RESULT, one_of("folder", "fake") | CODE, alike=after_colon)
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
-    root: str | None = key(None, RESULT, alike=last_name)
+    root: str | None = key(None, RESULT, TEXT, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, tar files
     train/*.tar, or train.csv (path,label)"""
-    train: str = key("train", RESULT, alike=last_name)
+    train: str = key("train", RESULT, TEXT, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
-    val: str = key("val", RESULT, alike=last_name)
+    val: str = key("val", RESULT, TEXT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
     val_fraction: float = key(0.0, RESULT, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
     val_fold: str | None = key(
-        None, RESULT, FOLD, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
+        None, RESULT, FOLD | NULL, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
     )
     """2/5: validate on the second of five disjoint parts of the images of each class, in place of
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
@@ -245,32 +230,32 @@ class Data:
     """if a training image cannot be read: raise, or skip to the next readable one of its class"""
     max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": ("skip",)})
     """data.on_error=skip: largest fraction of unreadable training images that each rank accepts"""
-    exif_orientation: bool = key(False, RESULT)
+    exif_orientation: bool = key(False, RESULT, BOOL)
     """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
     the published results of ImageNet do"""
-    on_device: list[Any] = key([], NOTHING, ENTRIES)
+    on_device: list[Any] = key([], NOTHING, each(ENTRY, 0))
     """what a GPU makes of a training sample instead of a worker: module:name of functions of
     (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
     mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
     """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))
     """standard deviation to divide each channel by; one value is for all channels"""
-    repeats: int = key(1, RESULT, number(1, 100))
+    repeats: int = key(1, RESULT, whole(1, 100))
     """repeated augmentation, as in timm: an epoch uses 1 / repeats of the images, each this many
     times, also in different batches and on different ranks"""
-    fake_images: int = key(1_281_167, RESULT, number(10), when=FAKE)
+    fake_images: int = key(1_281_167, RESULT, whole(10), when=FAKE)
     """data=fake: number of training images (validation: a tenth of it)"""
-    fake_classes: int = key(1000, RESULT, number(2), when=FAKE)
+    fake_classes: int = key(1000, RESULT, whole(2), when=FAKE)
     """data=fake: number of classes"""
 
 
 @dataclass
 class Augment:
-    train: list[Any] = key([], RESULT)
+    train: list[Any] = key([], RESULT, LIST)
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
-    val: list[Any] = key([], RESULT)
+    val: list[Any] = key([], RESULT, LIST)
     """transforms of each validation image, in order"""
-    batch: list[Any] = key([], RESULT)
+    batch: list[Any] = key([], RESULT, LIST)
     """transforms of each training batch on the device, in order: mixup, cutmix, ..."""
 
 
@@ -278,7 +263,7 @@ class Augment:
 class Loader:
     batch_size: int = key(256, RESULT, COUNT)
     """global batch size: images per optimiser step over all ranks"""
-    workers: Any = key("auto", NOTHING, or_auto(whole(0, 4096)))
+    workers: Any = key("auto", NOTHING, AUTO | whole(0, 4096))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key(
@@ -287,11 +272,11 @@ class Loader:
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
-    pin_memory: Any = key("auto", NOTHING, AUTO_BOOL)
+    pin_memory: Any = key("auto", NOTHING, AUTO | BOOL)
     """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", NOTHING, or_auto(whole(1, 64)))
+    prefetch_factor: Any = key("auto", NOTHING, AUTO | whole(1, 64))
     """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
-    prefetch_batches: int = key(4, NOTHING, number(1, 64))
+    prefetch_batches: int = key(4, NOTHING, whole(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
     """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
@@ -302,29 +287,29 @@ class Loader:
 
 @dataclass
 class Autotune:
-    refresh: bool = key(False, NOTHING)
+    refresh: bool = key(False, NOTHING, BOOL)
     """loader.workers=auto: measure again instead of using the cached result"""
 
 
 @dataclass
 class Model:
-    name: str = key("resnet50", RESULT)
+    name: str = key("resnet50", RESULT, TEXT)
     """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
     of (num_classes, image_size, **model.args) in this checkout"""
-    weights: str | None = key(None, RESULT, alike=last_name)
+    weights: str | None = key(None, RESULT, TEXT, alike=last_name)
     """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
     in timm, {stochastic_depth_prob: 0.1} in torchvision's ConvNeXt, Swin and others"""
-    rewrite: str | None = key(None, NOTHING, NAME)
+    rewrite: str | None = key(None, NOTHING, CODE | NULL)
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
-    freeze: list[str] = key([], RESULT)
+    freeze: list[str] = key([], RESULT, LIST)
     """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
     of their names, such as [conv1,bn1,layer1] of a ResNet"""
-    sync_bn: bool = key(False, RESULT)
+    sync_bn: bool = key(False, RESULT, BOOL)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
-    channels_last: Any = key("auto", NOTHING, AUTO_BOOL)
+    channels_last: Any = key("auto", NOTHING, AUTO | BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", NOTHING, COMPILE)
     """torch.compile mode: auto is default on a GPU for more than 2,000 steps, else off; tuned
@@ -334,7 +319,7 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", RESULT, OPTIMIZER, alike=after_colon)
+    name: str = key("sgd", RESULT, one_of("sgd", "adamw") | CODE, alike=after_colon)
     """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
     checkout; optim=NAME takes one with its defaults"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
@@ -343,18 +328,20 @@ class Optim:
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, RESULT, FRACTION, when=HAS_MOMENTUM)
     """sgd: momentum"""
-    nesterov: bool = key(False, RESULT, when=HAS_MOMENTUM)
+    nesterov: bool = key(False, RESULT, BOOL, when=HAS_MOMENTUM)
     """sgd: Nesterov momentum"""
-    betas: list[float] = key([0.9, 0.999], RESULT, TWO_SHARES, when=HAS_BETAS)
+    betas: list[float] = key(
+        [0.9, 0.999], RESULT, each(number(0, 1, below=True), 2, 2), when=HAS_BETAS
+    )
     """all but sgd: decay rates of the two moments"""
     eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
     """all but sgd: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0))
     """weight decay"""
-    decay_norms: bool = key(True, RESULT)
+    decay_norms: bool = key(True, RESULT, BOOL)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
-    clip_norm: float | None = key(None, RESULT, or_null(POSITIVE))
+    clip_norm: float | None = key(None, RESULT, POSITIVE | NULL)
     """maximum global gradient norm; null: no clipping"""
 
 
@@ -374,37 +361,37 @@ class Schedule:
 
 @dataclass
 class Train:
-    prepare: Any = key(None, NOTHING, PREPARE)
+    prepare: Any = key(None, NOTHING, ENTRY | NULL)
     """module:name of a function of (config, world) that returns the config to train with, before
     anything else; null: train with this one"""
     epochs: float = key(90.0, RESULT, number(0, EPOCHS, above=True))
     """passes over the training images"""
-    max_steps: int | None = key(None, NOTHING, or_null(COUNT))
+    max_steps: int | None = key(None, NOTHING, COUNT | NULL)
     """stop after this many optimiser steps in total; the schedule still follows train.epochs"""
-    seed: int = key(0, RESULT, number(0, 2**32 - 1))
+    seed: int = key(0, RESULT, whole(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
     precision: str = key("auto", RESULT, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
     """auto is bf16 or, on a GPU without it, fp16 with a loss scale; fp32 on a CPU"""
-    deterministic: bool = key(False, NOTHING)
+    deterministic: bool = key(False, NOTHING, BOOL)
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", NOTHING, one_of("auto", "cpu", "cuda", "mps", "xpu"))
     """auto is cuda if there is a GPU of NVIDIA or AMD, else cpu; mps (Apple) and xpu (Intel) train
     without CUDA graphs and page-locked memory"""
-    micro_batch: int | None = key(None, RESULT, or_null(COUNT))
+    micro_batch: int | None = key(None, RESULT, COUNT | NULL)
     """most images of a rank in one forward and backward pass, over which BatchNorm normalises; the
     gradient is that of the whole batch. null: all images of the rank, or fewer if the first
     step runs out of GPU memory, which a line says"""
-    loss: str = key("cross_entropy", RESULT)
+    loss: str = key("cross_entropy", RESULT, TEXT)
     """loss of training, from engine/losses.py: cross_entropy, or bce, the binary cross-entropy of
     every class; validation measures the cross-entropy"""
-    bce_threshold: float | None = key(None, RESULT, or_null(number(0, 1, below=True)))
+    bce_threshold: float | None = key(None, RESULT, number(0, 1, below=True) | NULL)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(None, RESULT, WEIGHTS)
+    class_weights: Any = key(None, RESULT, one_of("balanced") | NULL | WEIGHTS)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
     {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
     label_smoothing: float = key(0.0, RESULT, FRACTION)
     """label smoothing"""
-    ema_decay: float | None = key(None, RESULT, DECAY)
+    ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""
     best_by: str = key("top1", NOTHING, VALUE_NAME)
@@ -420,16 +407,16 @@ class Checkpoint:
     """steps between checkpoints; one is also written at each validation and at the end"""
     keep: int = key(2, NOTHING, COUNT)
     """number of newest checkpoints to keep; the best is always kept as well"""
-    resume: str = key("auto", NOTHING)
+    resume: str = key("auto", NOTHING, TEXT)
     """auto: resume the run in run.dir; never: start over, and rename run.dir; or a checkpoint"""
-    accept_changes: bool = key(False, NOTHING)
+    accept_changes: bool = key(False, NOTHING, BOOL)
     """resume although keys that affect the result have changed; the model, the optimiser and the
     batch size must stay the same"""
 
 
 @dataclass
 class Run:
-    name: str | None = key(None, NOTHING, RUN_NAME)
+    name: str | None = key(None, NOTHING, RUN_NAME | NULL)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
     dir: str = key("runs/${run.name}", NOTHING, Check(bool, "a path"))
     """output folder of the run; the same command with the same run.dir resumes"""
@@ -441,10 +428,10 @@ class Log:
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
-    values: list[str] = key([], NOTHING, TABLES)
+    values: list[str] = key([], NOTHING, each(CODE, 0))
     """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
     tables such as VALUES in engine/scores.py; train.best_by takes their names"""
-    observers: list[Any] = key([], NOTHING, ENTRIES)
+    observers: list[Any] = key([], NOTHING, each(ENTRY, 0))
     """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
     with parameters"""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.named import named
+from conf.named import import_object
 from conf.schema import Optim, UserError, show
 
 Groups = list[dict[str, Any]]
@@ -21,7 +21,7 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
 
     Raises UserError if `optim.name` names no function, or this one does not take `optim.args`.
     """
-    create = OPTIMIZERS.get(config.name) or named(config.name, "optim.name")
+    create = OPTIMIZERS.get(config.name) or import_object(config.name, "optim.name")
     try:
         optimizer: torch.optim.Optimizer = create(model, config, **config.args)
     except (TypeError, ValueError) as error:

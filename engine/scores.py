@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from conf.named import named
+from conf.named import import_object
 from conf.schema import UserError, did_you_mean
 
 
@@ -61,7 +61,7 @@ VALUES: dict[str, Value] = {
 def add_values(tables: Iterable[str]) -> None:
     """Add the tables that log.values names to VALUES."""
     for name in tables:
-        VALUES.update(named(name, "log.values"))
+        VALUES.update(import_object(name, "log.values"))
 
 
 def averaged(rows: Mapping[str, Tensor]) -> list[str]:

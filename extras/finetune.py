@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from conf.compose import load
+from conf.compose import from_words
 from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
 from engine import checkpoint
 from engine.distributed import World
@@ -45,7 +45,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
     """Return the config with what `decide` returns above its recipe, and notes that say so."""
     decided = decide(config, images, ranks)
     flat = {key: value for values in decided.values() for key, value in values.items()}
-    found = load(config.typed, decided=flat)
+    found = from_words(config.typed, decided=flat)
     used, notes = config_values(found), list(found.notes)
     for reason, values in decided.items():
         same = [f"{key}={show(used[key])}" for key in values if used[key] == values[key]]

@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from conf.compose import load
+from conf.compose import from_words
 from conf.schema import Config, UserError, show
 from engine.checkpoint import file_name
 from engine.distributed import World
@@ -41,7 +41,7 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
     end = min((first for first in starts if start < first < last), default=None)
     words = [f"data.image_size={starts[start]}", f"data.val_size={config.data.val_size}"]
     words += [] if end is None else [f"train.max_steps={end}"]
-    found = load([*config.typed, *words])
+    found = from_words([*config.typed, *words])
     if end is not None:
         found.notes.append(f"{starts[start]} px until step {end:,}, then the program starts again")
         path = Path(own.dir, "checkpoints", file_name(end))

@@ -28,9 +28,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from conf.compose import load, to_yaml
+from conf.compose import from_words, read_words, to_yaml
 from conf.named import ROOT
-from conf.overrides import read_override
 from conf.schema import NAMES, Config, UserError, group_names
 from conf.start import handle_stops, stop_with_parent
 
@@ -78,10 +77,9 @@ class Sweep:
             self.settings.append(f"++{swept}")
         if math.prod(map(len, self.columns)) > MAX_JOBS:
             raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
-        for override in itertools.chain(*self.columns):
-            read_override(override)
+        read_words(itertools.chain(*self.columns))
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
-        self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
+        self.jobs = {job: from_words([*self.fixed, *job], runnable=runnable) for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
             raise UserError(
                 "-m: some jobs have the same run directory; give each its own, for example "
@@ -127,7 +125,7 @@ class Sweep:
         """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
-            config = self.jobs.get(job) or load([*self.fixed, *job])
+            config = self.jobs.get(job) or from_words([*self.fixed, *job])
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
             rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
@@ -151,9 +149,9 @@ def _values(text: str) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
-        return []  # `load` says what is wrong
+        return []  # composing says what is wrong
     values: Any = override.value()
-    if not override.is_sweep_override() or _key(text) not in NAMES:  # `load` refuses such a key
+    if not override.is_sweep_override() or _key(text) not in NAMES:  # composing refuses such a key
         return []
     if override.is_interval_sweep():
         return [str(values.start)]
@@ -168,8 +166,8 @@ def _values(text: str) -> list[str]:
 def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     overrides = [word.lstrip("+") for word in overrides]
-    GlobalHydra.instance().clear()  # `load` uses Hydra, too
-    config = load(overrides)
+    GlobalHydra.instance().clear()  # composing uses Hydra, too
+    config = from_words(overrides)
     print(f"{name}: {' '.join(overrides)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)

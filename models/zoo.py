@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.named import is_name, named
+from conf.named import import_object, is_name
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
@@ -94,7 +94,7 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
         return partial(_of_timm, name.removeprefix("timm/"), pretrained)
     function: Callable[..., nn.Module] | None = OURS.get(name)
     if is_name(name):
-        function = named(name, "model.name")
+        function = import_object(name, "model.name")
     if function is not None and pretrained:
         raise UserError(f"model.weights=pretrained: {name} has no published weights; give a file")
     if function is None and name not in available():  # which imports torchvision

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.named import is_name, named, split_entry
+from conf.named import import_object, is_name, split_entry
 from conf.packages import import_torchvision
 from conf.schema import FRACTION, UserError, did_you_mean, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
@@ -263,7 +263,7 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
     """
     transforms = []
     for name, parameters in (split_entry(entry, key) for entry in entries):
-        make = named(name, key) if is_name(name) else table.get(name)
+        make = import_object(name, key) if is_name(name) else table.get(name)
         if make is None:
             raise UserError(
                 f"{key}: there is no transform {name}; choose from {', '.join(table)}"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.named import named, split_entry
+from conf.named import import_object, split_entry
 from conf.schema import Config, Data, UserError
 from pipeline import augment
 from pipeline.augment import Compose
@@ -62,7 +62,7 @@ def build_datasets(
         )
     for entry in data.on_device if device is not None else ():
         name, parameters = split_entry(entry, "data.on_device")
-        extend = named(name, "data.on_device")
+        extend = import_object(name, "data.on_device")
         train_split = extend(train_split, config, device, **parameters)
     check_channels(data, train_split.fields[IMAGE].on_device[-3])
     modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
@@ -143,7 +143,7 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
-    build = DATASETS.get(data.source) or named(data.source, "data.source")
+    build = DATASETS.get(data.source) or import_object(data.source, "data.source")
     splits: Splits = build(data, train, val, decoder, config.train.seed)
     return splits
 

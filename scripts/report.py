@@ -49,7 +49,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 
 from conf import cli
-from conf.overrides import read_yaml
+from conf.compose import read_yaml
 from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them

@@ -2,11 +2,11 @@
 
 from contextlib import suppress
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Optim, UserError, group_names
 
 OPTIMIZERS: dict[str, Optim] = {}
 """Choice of the group -> its values."""
 for choice in group_names("optim"):
     with suppress(UserError):  # a fork has deleted it
-        OPTIMIZERS[choice] = cli.load(["data=fake", f"optim={choice}"]).optim
+        OPTIMIZERS[choice] = from_words(["data=fake", f"optim={choice}"]).optim

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Config
 from tests import toy
 
@@ -32,7 +32,7 @@ def overrides_of(root: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
-    return cli.load(overrides_of(root, folder, *overrides))
+    return from_words(overrides_of(root, folder, *overrides))
 
 
 def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:

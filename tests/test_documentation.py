@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from conf import cli
-from conf.overrides import read_override
+from conf.compose import read_words
 from conf.schema import KEYS, NAMES
 from tests.processes import ROOT, needs_extras
 
@@ -179,4 +179,4 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
     for code in inline_of(page) if page.name not in OF_FORKS else ():
         words = shlex.split(code) if "=" in code else []
         for word in words if all(each.partition("=")[0] in NAMES for each in words) else ():
-            read_override(word)
+            read_words([word])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import train
-from conf import cli
+from conf.compose import from_words
 from engine import checkpoint
 from tests.results import stored
 from tests.small_run import SMALL_RUN
@@ -31,7 +31,7 @@ def program(
     monkeypatch.chdir(tmp_path)
 
     def program(*overrides: str) -> Answer:
-        status = train.main(cli.load([*BASE, f"data.root={image_root}", *overrides]))
+        status = train.main(from_words([*BASE, f"data.root={image_root}", *overrides]))
         return status, *capsys.readouterr()
 
     return program

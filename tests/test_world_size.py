@@ -74,7 +74,7 @@ def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
 
 VALIDATES = """
 import json, sys
-from conf import cli
+from conf.compose import from_words
 from engine.distributed import join_world
 from engine.validation import evaluate
 from engine.compute import choose_compute
@@ -86,7 +86,7 @@ from train import build_state
 found = []
 with join_world("cpu") as world:
     for words in json.loads(sys.argv[1]):
-        config = cli.load(words)
+        config = from_words(words)
         datasets = build_datasets(config)
         compute = choose_compute(config, datasets, world.device, 0)
         network = build_state(config, datasets, compute, world).model

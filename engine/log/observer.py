@@ -5,7 +5,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from conf.named import named, split_entry
+from conf.named import import_object, split_entry
 from conf.schema import Config, UserError
 from pipeline.dataset import Dataset
 
@@ -64,7 +64,7 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
     key, observers = "log.observers", []
     for entry in config.log.observers:
         name, parameters = split_entry(entry, key)
-        observer = named(name, key)
+        observer = import_object(name, key)
         try:
             signature(observer).bind(None, **parameters)
         except TypeError as error:

@@ -71,13 +71,12 @@ def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], l
     None lets a path be missing.
     """
     from conf import cli
-    from conf.overrides import read_override
+    from conf.compose import read_words
 
     words = cli.with_config_dir(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     overrides = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
-    for override in overrides:
-        read_override(override)
+    read_words(overrides)
     if what and (others := [word for word in words if word not in found + overrides]):
         raise UserError(f"{others[0]}: no such file or folder; give {what}")
     return [word for word in words if word not in overrides], overrides

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
-from conf.compose import load, load_stored
-from conf.named import named
-from conf.overrides import read_yaml
+from conf.compose import from_checkpoint, from_words, read_yaml
+from conf.named import import_object
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
@@ -105,7 +104,7 @@ class Trained:
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
         if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
-            named(rewrite, "model.rewrite")(model, channels_last=channels_last)
+            import_object(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
 
     def _model(self) -> nn.Module:
@@ -151,7 +150,7 @@ def open_trained(
         config, names = _config_of_run(content, overrides), plan.get("classes", ())
         count, shape = len(names) or None, plan.get("image_shape")
     elif stated := exported(path):
-        config, names = load_stored(stated.values, overrides), stated.classes
+        config, names = from_checkpoint(stated.values, overrides), stated.classes
         count, shape = stated.num_classes, stated.image_shape
     else:
         config, names = _config_of_foreign(path, content, overrides)
@@ -194,7 +193,7 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
     if file.is_file():  # earlier versions stored the name of the group
         values["data.source"] = read_yaml(file)["source"]
-    return load_stored(values, overrides)
+    return from_checkpoint(values, overrides)
 
 
 def _config_of_foreign(
@@ -207,12 +206,12 @@ def _config_of_foreign(
         says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
         cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
         raise UserError(f"{path}: is no checkpoint of this version of the program; {cure}")
-    config = load(overrides, runnable=False)
+    config = from_words(overrides, runnable=False)
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = published(config.model.name, path, val_size=val_size)
     if stated is None:
         return config, ()
-    return load(overrides, runnable=False, decided=stated.values), stated.classes
+    return from_words(overrides, runnable=False, decided=stated.values), stated.classes
 
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import pytest
 
 from conf import cli
+from conf.compose import from_words
 from conf.schema import Config, UserError
 
 DATA = "data.root=/nowhere"  # composing does not read it
@@ -22,7 +23,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def offered(words: list[str]) -> Config:
     """Compose a config; skip the test if this copy of the program lacks what it names."""
     try:
-        return cli.load(words)
+        return from_words(words)
     except UserError as error:
         if str(error).endswith("only its files are run"):
             pytest.skip(str(error))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from conf import cli
-from conf.compose import SECTIONS
+from conf.compose import SECTIONS, from_words
 from conf.schema import (
     FIELDS,
     RESULT,
@@ -34,7 +34,7 @@ def sections(config: Config) -> dict[str, object]:
 @needs_extras
 def test_help_shows_the_composed_defaults() -> None:
     """Except for these keys: tests/equal has their values."""
-    composed, declared = config_values(cli.load([DATA])), config_values(Config())
+    composed, declared = config_values(from_words([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
     differ |= {"data.on_device", "model.rewrite", "log.values", "log.observers"}  # in config.yaml
     assert {name for name in composed if declared[name] != composed[name]} == differ
@@ -53,7 +53,7 @@ def test_values_keep_their_types() -> None:
         "run.name": ("'yes'", "yes"),
     }
     words = [DATA, "optim.name=adamw", "optim.lr=7"]  # the last value of a key wins
-    config = cli.load([*words, *(f"{k}={text}" for k, (text, _) in typed.items())])
+    config = from_words([*words, *(f"{k}={text}" for k, (text, _) in typed.items())])
     for name, (_, value) in typed.items():
         found = config_values(config)[name.lstrip("+")]
         assert found == value and type(found) is type(value)
@@ -117,30 +117,18 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
-        expected = sections(cli.load(words[-1:], runnable=False))
+        expected = sections(from_words(words[-1:], runnable=False))
         assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
 
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
-PATHS += [
-    "1.10",
-    "1_2",
-    "1e5",
-    "007",
-    "true",
-    "2026_07_01",
-    "nan",
-    "/d/x\\",
-    "/d/\\'x",
-    "~/%$ x",
-    "/日本",
-    "/macOS 9.41\u202fAM\xa0(1)",
-]
+PATHS += ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan", "/d/x\\", "/d/\\'x", "~/%$ x"]
+PATHS += ["/日本", "/macOS 9.41\u202fAM\xa0(1)"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_taken_literally(path: str) -> None:
-    config = cli.load([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
+    config = from_words([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
 
 

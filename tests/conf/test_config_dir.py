@@ -8,7 +8,7 @@ import yaml
 
 import train
 from conf import cli
-from conf.compose import load, load_stored
+from conf.compose import from_checkpoint, from_words
 from conf.schema import config_values
 from scripts.lib.trained import open_trained
 from tests.conf.refused import DATA, refusal
@@ -54,12 +54,12 @@ def test_recipe_and_group(words: list[str], folder: Path, monkeypatch: pytest.Mo
     config = cli.parse(words, script="train.py", purpose="")
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
-    assert load(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
+    assert from_words(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
     own = [f"--config-dir={folder}", DATA, "model=wide", "optim=adamw", "optim.lr=1"]
     other = cli.parse(own, script="train.py", purpose="")
     assert (other.model.name, other.optim.name, other.optim.lr) == ("resnet50", "adamw", 1)
     monkeypatch.chdir("/")
-    assert cli.load(other.typed) == other
+    assert from_words(other.typed) == other
 
 
 @pytest.mark.usefixtures("toy_runs")
@@ -69,14 +69,14 @@ def test_a_run_needs_the_folder_only_for_its_command(
     (folder / "model" / "wide.yaml").write_text("name: resnet_tiny\n")
     run = tmp_path / "run"
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
-    config = cli.load([f"recipe={folder}/recipe/mine.yaml", *small])
+    config = from_words([f"recipe={folder}/recipe/mine.yaml", *small])
     train.train(config)
     assert yaml.safe_load((run / "overrides.yaml").read_text()) == config.typed
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 0.05
     assert train.train(config)["status"] == "finished"  # the same command again
     shutil.rmtree(folder)
     assert open_trained(run, []).config.model == config.model
-    assert load_stored(config_values(config)).model == config.model
+    assert from_checkpoint(config_values(config)).model == config.model
 
 
 MISTAKES = [  # a file of the folder, its content, the message
@@ -85,7 +85,7 @@ MISTAKES = [  # a file of the folder, its content, the message
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),
     ("recipe/mine", "defaults: foo", "defaults must be a list"),
-    ("model/wide", "model: {name: resnet18}", "wide.yaml: there is no key model.model; "),
+    ("model/wide", "model: {name: resnet18}", "there is no key model.model; "),
     ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
 ]
 

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from conf import start
-from tests.processes import ROOT, run_command, run_python
+from tests.processes import ROOT, run_command
 
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
@@ -48,26 +48,12 @@ def test_packages_are_the_required_ones() -> None:
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
 
 
-WINDOWS = """
-import os, runpy, signal, sys
-sys.platform = "win32"
-for name in ("SIGPIPE", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
-    delattr(signal, name)
-for name in ("fork", "getuid", "geteuid", "killpg", "setsid", "sched_getaffinity", "uname"):
-    delattr(os, name)
-sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_windows_is_refused(tmp_path: Path) -> None:
-    """On Linux, without what Windows lacks."""
-    line = ["-c", WINDOWS, ROOT / "train.py", "data=fake"]
-    done = run_python(*line, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "train.py: Windows is not supported; run `wsl --install` in PowerShell and restart: then "
-        "clone and run this program in that Linux (WSL 2), which sees the GPU\n"
-    )
-    assert list(tmp_path.iterdir()) == []
+def test_windows_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as stop:
+        start.set_up_process()
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and printed.count("\n") == 1
+    assert "Windows is not supported; run `wsl --install` in PowerShell" in printed

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import models
-from conf import cli
+from conf.compose import from_words
 from conf.schema import FOLDER, Config, Optim, group_names
 from engine.compute import count_flops
 from engine.optim import build_optimizer
@@ -128,7 +128,7 @@ def test_every_augment_choice_builds(choice: str) -> None:
 
 @pytest.mark.parametrize("choice", group_names("model"))
 def test_every_model_choice_builds(choice: str) -> None:
-    config = cli.load([f"model={choice}", DATA])
+    config = from_words([f"model={choice}", DATA])
     with torch.device("meta"):
         model = models.build(config.model.name, num_classes=7, image_size=224)
     assert model(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 7)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Train, UserError
 from engine.losses import LOSSES, Criterion, build_criterion, class_weights
 from pipeline.build import Datasets
@@ -86,7 +86,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
 def test_class_weights_by_name() -> None:
     """In any order; the name of a class may be a number."""
     for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
-        config = cli.load(["data=fake", f"train.class_weights={typed}"])
+        config = from_words(["data=fake", f"train.class_weights={typed}"])
         assert weights_of(config.train.class_weights, "a", "b", "7") == [1, 3, 0.5]
 
 

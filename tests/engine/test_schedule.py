@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from conf import cli, schema
+from conf import schema
+from conf.compose import from_words
 from conf.schema import Model, Train, UserError, group_names
 from engine.distributed import World
 from engine.log.introduction import setup_notes
@@ -162,7 +163,7 @@ def test_sync_bn_on_cpus_is_refused() -> None:
     ],
 )
 def test_batch_size_too_large_for_the_data(images: int, batch: int, advice: str | None) -> None:
-    given = cli.load(
+    given = from_words(
         ["data=fake", f"data.fake_images={images}", f"loader.batch_size={batch}", "optim.lr=0.1"]
     )
     found = setup_notes(given, build_datasets(given), ALONE)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import train
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Optim
 from engine import checkpoint
 from engine.compute import choose_compute, dtype_of
@@ -109,7 +109,7 @@ def test_average_by_hand() -> None:
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     """With average, clipping, label smoothing and mixed targets."""
     options = ["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", f"optim={name}"]
-    config = cli.load([*options, "data.image_size=32", "model.compile=off"])
+    config = from_words([*options, "data.image_size=32", "model.compile=off"])
     with join_world("cuda") as world:
         datasets = build_datasets(config)
         compute = choose_compute(config, datasets, world.device, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from conf import cli
+from conf.compose import from_words
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.log.meter import mark_parts
@@ -43,7 +43,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
-    config = cli.load([*OPTIONS, *overrides])
+    config = from_words([*OPTIONS, *overrides])
     datasets = build_datasets(config)
     compute = choose_compute(config, datasets, world.device, 0)
     set_up_kernels(deterministic=True, precision=compute.precision)

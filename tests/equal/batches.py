@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from conf.compose import load
+from conf.compose import from_words
 from engine.distributed import World
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
@@ -56,7 +56,7 @@ def digests(overrides: list[str], *, on_device: bool = False) -> dict[str, list[
     Fields are uint8 images and labels as the workers write them; with `on_device`, normalised
     and mixed float images, labels and targets.
     """
-    config = load(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
+    config = from_words(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     found: dict[str, list[str]] = {}
     with open_feed(config, build_datasets(config), world) as feed:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from conf.compose import load
+from conf.compose import from_words
 from conf.schema import UserError, config_values
 
 Values = dict[str, str]  # dotted key -> Python's repr of its value
@@ -13,7 +13,7 @@ def values_of(overrides: list[str]) -> dict[str, Any] | None:
     """Adapter: dotted key -> value of the composed config; None if it is refused."""
     try:
         # The default of this key depends on the system.
-        return config_values(load(["loader.start_method=spawn", *overrides], runnable=False))
+        return config_values(from_words(["loader.start_method=spawn", *overrides], runnable=False))
     except UserError:
         return None
 

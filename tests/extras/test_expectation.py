@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch import nn
 
-from conf import cli
+from conf.compose import from_words
 from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
 from engine.scores import BestBy
@@ -44,7 +44,7 @@ def expectation(
     **changes: Any,
 ) -> Expectation:
     """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
-    config = cli.load(["data.root=/imagenet", *overrides])
+    config = from_words(["data.root=/imagenet", *overrides])
     schedule = SimpleNamespace(
         fitted_batch=fitted,
         steps=3 * STEPS,
@@ -200,7 +200,7 @@ def test_the_curve_of_five_runs() -> None:
 @pytest.mark.parametrize("recipe", group_names("recipe"))
 def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
     """docs/accuracy.md has a row with these facts, README.md the rounded accuracy."""
-    config = cli.load([f"recipe={recipe}", "data.root=/data"])
+    config = from_words([f"recipe={recipe}", "data.root=/data"])
     expect = config.expect
     if expect is None:
         pytest.skip("the recipe states no accuracy")
@@ -213,7 +213,7 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         assert expect["status"] == "reproduced here"
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
-    assert cli.load(command.split()[2:]).recipe == recipe
+    assert from_words(command.split()[2:]).recipe == recipe
     data = f"{expect['train_images']:,} {expect['format']}, {expect['classes']:,} classes"
     runs, facts = expect["runs"], ("hardware", "time", "source", "status")
     spread = f" +/- {half_width(expect['std'], runs, GOOD_SIGMAS):.2g}" if runs else ""

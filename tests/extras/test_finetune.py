@@ -10,7 +10,7 @@ import torch
 
 import models
 import train
-from conf import cli
+from conf.compose import from_words
 from conf.schema import UserError, config_values
 from extras.finetune import completed
 from tests import small_run
@@ -47,7 +47,7 @@ def frozen_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     """Dotted key -> value of a config that has been completed."""
-    config = cli.load(["recipe=finetune", "data.root=/nowhere", *typed])
+    config = from_words(["recipe=finetune", "data.root=/nowhere", *typed])
     return config_values(completed(config, images, ranks))
 
 
@@ -71,12 +71,14 @@ def test_frozen_stages(
     options = [f"train.device={device}", f"model.compile={mode}", "train.ema_decay=0.9"]
     options += ["model.freeze=[conv1,bn1,layer1]", "train.epochs=4"]
     for name, more in (("whole", []), ("run", ["train.max_steps=3"]), ("run", [])):
-        train.train(cli.load(overrides(pretrained, image_root, tmp_path / name, *options, *more)))
+        train.train(from_words(overrides(pretrained, image_root, tmp_path / name, *options, *more)))
     state, before = stored(tmp_path / "run"), frozen_tensors(stored(pretrained)["model"])
     if device == "cpu":
         assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
         with pytest.raises(UserError, match=r"model.freeze cannot change within a run"):
-            train.train(cli.load(overrides(pretrained, image_root, tmp_path / "run", *options[:3])))
+            train.train(
+                from_words(overrides(pretrained, image_root, tmp_path / "run", *options[:3]))
+            )
     assert same(frozen_tensors(state["model"]), before)
     assert same(frozen_tensors(state["ema"]), before)
     trained = [v for k, v in state["model"].items() if k.startswith(("layer2", "layer3", "fc"))]
@@ -85,7 +87,7 @@ def test_frozen_stages(
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:
-    config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    config = from_words(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
     weights, images = completed(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
     assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, ")
@@ -159,7 +161,7 @@ def test_wrong_input_is_answered_in_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train.main(cli.load(overrides(pretrained, image_root, tmp_path / "run", typed))) == 2
+    assert train.main(from_words(overrides(pretrained, image_root, tmp_path / "run", typed))) == 2
     out, err = capsys.readouterr()
     assert re.match(rf"train\.py: {message}", err) and err.count("\n") == 1 and out == "", err
     assert not (tmp_path / "run").exists()

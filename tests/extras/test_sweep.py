@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from conf import cli
+from conf.compose import from_words
 from extras.sweep import MOST, WORST, Sweep
 from tests.conf.refused import refusal
 from tests.processes import ROOT, Started, needs_linux, wait_for
@@ -43,7 +44,7 @@ def test_jobs_are_the_combinations() -> None:
     jobs = Sweep(words).jobs
     pairs = [(lr, decay) for lr in ("0.1", "0.3") for decay in ("0", "0.0001")]
     assert list(jobs) == [(f"optim.lr={lr}", f"optim.weight_decay={d}") for lr, d in pairs]
-    last = cli.load([FAKE, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
+    last = from_words([FAKE, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
     assert list(jobs.values())[-1] == last
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.batch import Field
 from pipeline.build import Datasets, build_datasets
@@ -18,7 +18,7 @@ from scripts.evaluate import label_by_name
 def load_table(root: Path, **splits: str) -> Datasets:
     for name, text in splits.items():
         (root / f"{name}.csv").write_text(text)
-    return build_datasets(cli.load(["data=table", f"data.root={root}", "data.image_size=16"]))
+    return build_datasets(from_words(["data=table", f"data.root={root}", "data.image_size=16"]))
 
 
 def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
     with pytest.raises(OSError, match="No such file"):
         load_table(tmp_path / "none")
     with pytest.raises(UserError, match=r"^data\.root is missing: give a folder with train\.csv"):
-        build_datasets(cli.load(["data=table"]))
+        build_datasets(from_words(["data=table"]))
 
 
 def test_other_columns_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
-    config = cli.load(["data=table", f"data.root={tmp_path}"])
+    config = from_words(["data=table", f"data.root={tmp_path}"])
     trained = SimpleNamespace(classes=("a", "b"), config=config)
     text = "path,b,a\n1.jpg,1,2\n"
     with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, the .* on a, b"):

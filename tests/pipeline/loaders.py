@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf import cli
+from conf.compose import from_words
 from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch import Batch, DeviceSlot, Field
@@ -149,7 +149,7 @@ def opened(
     """
     fixed = [f"data.root={root}", "loader.batch_size=6", "loader.start_method=fork"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
-    config = cli.load([*fixed, *usual, f"loader.workers={workers}", *overrides])
+    config = from_words([*fixed, *usual, f"loader.workers={workers}", *overrides])
     datasets = build_datasets(config, device)
     if kind is not None:
         plain: Any = datasets.train

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.augment import build
 from pipeline.batch import Batch, Field, channels_first, image_field
@@ -82,7 +82,7 @@ def opened(
     """A feed of 20 and 11 samples in batches of 8."""
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
     options = ["loader.batch_size=8", "loader.start_method=fork", f"loader.workers={workers}"]
-    config = cli.load([*fixed, *options, *overrides])
+    config = from_words([*fixed, *options, *overrides])
     train, val = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE))
     datasets = Datasets(train, val, ("a", "b"), SIDE, SIDE)
     with open_feed(config, datasets, ALONE) as feed:

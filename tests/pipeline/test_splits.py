@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import Config, Data, UserError
 from pipeline.build import build_datasets, build_val
 from pipeline.index import Index, load_index
@@ -33,7 +33,7 @@ def refusal(root: object, **keys: object) -> str:
 
 
 def config(root: Path, *overrides: str) -> Config:
-    return cli.load([*SMALL, f"data.root={root}", *overrides])
+    return from_words([*SMALL, f"data.root={root}", *overrides])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from conf import cli
+from conf.compose import from_words
 from scripts import bench
 from tests.ranks import Ranks
 from tests.small_run import SMALL
@@ -25,5 +25,5 @@ def test_stages_on_a_cpu(ranks: Ranks, image_root: Path, tmp_path: Path) -> None
 
 
 def test_data_without_files() -> None:
-    config = cli.load([*BASE, "data=fake"])
+    config = from_words([*BASE, "data=fake"])
     assert [s.name for s in bench.run(config, only=("read", "train"), seconds=0.05)] == ["train"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conf import cli
+from conf.compose import from_words
 from pipeline import decode, machine
 from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
@@ -38,7 +38,7 @@ def root(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def case_of(root: Path, *overrides: str, **options: Any) -> Case:
     run = f"run.dir={root.parent / 'run'}"
-    return Case(cli.load([*SMALL, f"data.root={root}", run, *overrides]), **options)
+    return Case(from_words([*SMALL, f"data.root={root}", run, *overrides]), **options)
 
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from conf import cli
+from conf.compose import from_words
 from engine.log.console import header, outcome, train_line, val_line
 from engine.log.introduction import facts, setup_notes
 from engine.log.meter import Interval, Meter, train_row
@@ -102,7 +102,7 @@ def test_lines() -> None:
 
 def test_notes(image_root: Path, tmp_path: Path) -> None:
     def notes(*words: str) -> list[str]:
-        given = cli.load([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
+        given = from_words([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
         return setup_notes(given, build_datasets(given), ALONE)
 
     assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []

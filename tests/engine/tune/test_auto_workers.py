@@ -125,7 +125,7 @@ def test_without_a_measurement(
 CHOOSES = """
 import json, os, sys
 import train
-from conf import cli
+from conf.compose import from_words
 from engine.tune.tune import Tuner
 from tests.engine.tune.tuning import choose, measure_on_cpu
 from tests.toy import TASK
@@ -141,7 +141,7 @@ measure, Tuner.measure = Tuner.measure, recorded
 measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
 choose(setattr, "gpu")
 vars(train).update(TASK)
-sys.exit(train.main(cli.load(sys.argv[2:])))
+sys.exit(train.main(from_words(sys.argv[2:])))
 """
 
 

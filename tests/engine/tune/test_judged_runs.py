@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conf import cli
+from conf.compose import from_words
 from conf.schema import NAMES
 from engine.distributed import World
 from engine.tune.verdict import SHORT, Verdict, remedies
@@ -149,7 +149,7 @@ def test_remedies_that_apply(
 ) -> None:
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
-    config = cli.load([*auto, *overrides])
+    config = from_words([*auto, *overrides])
     device = torch.device("cpu" if "loader.decoder=region" in overrides else "cuda")
     computed = compute(device=device, compile=config.model.compile)
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
@@ -161,7 +161,7 @@ def test_remedies_that_apply(
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
     texts = " ".join(text for each in known.values() for text in each)
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
-    cli.load(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
+    from_words(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
 
 
 class TwoRanks(World):
