@@ -1,5 +1,6 @@
 """Small loaders and feeds for the tests of the input pipeline."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,12 +29,28 @@ SIZE = 32  # side of the images in pixels
 CPU = torch.device("cpu")
 
 
-class Blocking(FolderDataset):
-    """Also reads a FIFO in place of an image: it waits, as a network file system may."""
+class Stuck(FolderDataset):
+    """Stops at one sample, as at a network file system that does not respond."""
 
-    def read(self, index: int) -> bytes:
-        path = Path(self.name(index))
-        return path.read_bytes() if path.is_fifo() else super().read(index)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.place = SharedArray((3,), np.int64)  # epoch, index, whether a worker has stopped
+        self.go_on()
+
+    def stop_at(self, epoch: int, index: int) -> None:
+        self.place.array[:] = epoch, index, 0
+
+    def stopped(self) -> bool:
+        return bool(self.place.array[2])
+
+    def go_on(self) -> None:
+        self.place.array[:2] = -1
+
+    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
+        while self.place.array[:2].tolist() == [epoch, index]:
+            self.place.array[2] = 1
+            time.sleep(0.01)
+        return super().load(epoch, index, rng)
 
 
 class Files(FolderDataset):
@@ -89,7 +106,7 @@ class Late(FolderDataset):
         return super().on_device({"image": images, "label": fields["label"]}, slot)
 
 
-def crops(split: Path, kind: type[FolderDataset] = Blocking) -> FolderDataset:
+def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDataset:
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
     transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
     return kind(load_index(split, key="data.train"), transform, seed=7)
@@ -171,9 +188,14 @@ def validation(feed: Feed) -> list[Batch]:
     return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.val_batches)]
 
 
+def same(one: Batch, other: Batch) -> bool:
+    """Whether batches have the same fields of the same samples, bit for bit."""
+    ours, theirs = on_device(one, "cpu"), on_device(other, "cpu")
+    if ours.fields.keys() != theirs.fields.keys():
+        return False
+    equal = [torch.equal(ours[name], theirs[name]) for name in ours.fields]
+    return all(equal) and torch.equal(ours.samples.cpu(), theirs.samples.cpu())
+
+
 def assert_equal(ours: list[Batch], theirs: list[Batch]) -> None:
-    """Check that batches have the same fields of the same samples, bit for bit."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.fields.keys() == other.fields.keys()
-        assert torch.equal(one.samples, other.samples)
-        assert all(torch.equal(one[name], other[name]) for name in one.fields)
+    assert all(same(*pair) for pair in zip(ours, theirs, strict=True))

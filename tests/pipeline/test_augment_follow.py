@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.augment import TRANSFORMS, V2_NAMES, Compose, build, follow
+from pipeline.augment import TRANSFORMS, Compose, build, follow
 from pipeline.decode import JpegFile, Picture, open_picture
-from tests.pipeline.test_augment import PARAMETERS as V2
 from tests.reliability.odd_images import encoded, exif
 
 # An image that is its own mask: blocks of 20 px of two levels, without any symmetry.
@@ -31,16 +30,6 @@ def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
         np.testing.assert_array_equal(picture.pixels()[..., 0], follow(MASK, picture) * 100)
 
 
-def agreement(pixels: np.ndarray, mask: np.ndarray) -> float:
-    """Share of pixels that have the colour of their value; not of those near to an edge."""
-    assert pixels.shape[:2] == mask.shape
-    windows = np.lib.stride_tricks.sliding_window_view(mask, (5, 5))
-    inner = windows.min((2, 3)) == windows.max((2, 3))
-    colours, mask = pixels.astype(int).sum(axis=2)[2:-2, 2:-2][inner], mask[2:-2, 2:-2][inner]
-    wrong = [abs(c - np.median(c)) > 30 for c in (colours[mask == value] for value in set(mask))]
-    return 1 - float(np.concatenate(wrong).mean())
-
-
 @pytest.mark.parametrize(
     "entries",
     [
@@ -50,17 +39,18 @@ def agreement(pixels: np.ndarray, mask: np.ndarray) -> float:
     ],
 )
 def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
+    """Pixels near to an edge have a colour between those of both values."""
     for seed in range(4):
         picture = moved(entries, seed)
-        mask = follow(MASK, picture)
-        assert agreement(picture.pixels(), mask) > 0.95, seed
-        assert agreement(picture.pixels(), mask[::-1]) < 0.8  # the test has the power to tell
+        mask, colours = follow(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
+        assert np.median(abs(colours - mask)) < 5, seed
+        assert (abs(colours - mask) > 50).mean() < 0.05, seed
+        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test has the power to tell
 
 
-@pytest.mark.parametrize("name", V2_NAMES)
-def test_no_mask_follows_a_transform_of_torchvision(name: str) -> None:
+def test_no_mask_follows_a_transform_of_torchvision() -> None:
     """Nor what comes after it."""
-    picture = moved([{f"v2.{name}": V2.get(name, {})}, FLIP], 3)
+    picture = moved([{"v2.RandomRotation": {"degrees": 30}}, FLIP], 3)
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only; leave"):
         follow(MASK, picture)
 

