@@ -14,10 +14,10 @@ from torch import Tensor
 from conf import cli
 from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.batch import Batch, DeviceSlot, Field
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import Dataset, FolderDataset, RefusedError
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import Index, load_index
 from pipeline.ring import Loader, Pool, Ring
@@ -63,47 +63,6 @@ class Files(FolderDataset):
 
     def mean_bytes(self) -> float:
         return 1e3 * self.kilobytes
-
-
-class Late(FolderDataset):
-    """Stands in for a device that decodes: in the mode `late`, `on_device` loads the images.
-
-    Attributes:
-        refuses: whether `on_device` makes no image.
-        made: number of images that it has made.
-    """
-
-    modes = ("cpu", "late")
-    refuses, made, _all_here = False, 0, False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.mode = SharedArray((1,), np.int64)
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        found = dict(super().fields)
-        found["image"] = replace(found["image"], partial=True)
-        return {**found, "sample": Field(np.int64, (2,), partial=True)}
-
-    def set_mode(self, mode: str, **_: Any) -> None:
-        self.mode.array[0] = self.modes.index(mode)
-
-    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        if self.mode.array[0] and not self._all_here:
-            return {"sample": (epoch, index), "label": self.index.labels.array[index]}
-        return {**super().load(epoch, index, rng), "sample": (0, -1)}
-
-    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        images, samples = fields["image"].clone(), fields["sample"].tolist()
-        missing = [(row, *each) for row, each in enumerate(samples) if each[1] >= 0]
-        self._all_here = self.refuses and bool(missing)
-        if self._all_here:
-            raise RefusedError("the device is broken")
-        for row, epoch, index in missing:
-            images[row] = torch.from_numpy(super().load(epoch, index)["image"].copy())
-        self.made += len(missing)
-        return super().on_device({"image": images, "label": fields["label"]}, slot)
 
 
 def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDataset:
