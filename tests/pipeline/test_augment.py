@@ -67,22 +67,9 @@ def test_center_crop_pads_a_small_image_with_black() -> None:
     np.testing.assert_array_equal(pixels, np.pad(small, ((5, 5), (10, 10), (0, 0))))
 
 
-def test_horizontal_flip() -> None:
-    straight = np.asarray(PHOTO)
-    np.testing.assert_array_equal(made(one("horizontal_flip", p=0), PHOTO), straight)
-    np.testing.assert_array_equal(made(one("horizontal_flip", p=1), PHOTO), straight[:, ::-1])
-
-
-def test_random_crop_uses_every_position_and_pads_with_black() -> None:
-    small = PHOTO.resize((10, 12)).point(lambda value: max(value, 1))
-    padded = np.pad(np.asarray(small), ((2, 2), (2, 2), (0, 0)))
-    windows = {
-        padded[top : top + 9, left : left + 9].tobytes() for top in range(8) for left in range(6)
-    }
-    crop = one("random_crop", size=9, padding=2)
-    assert {made(crop, small, seed).tobytes() for seed in range(1000)} == windows
+def test_an_image_smaller_than_the_crop_is_refused() -> None:
     with pytest.raises(ValueError, match="smaller than size 11"):
-        made(one("random_crop", size=11), small)
+        made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
 
 # Transforms of torchvision v2: the sample's own draws, and a late import.

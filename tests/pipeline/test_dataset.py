@@ -1,4 +1,4 @@
-"""One sample: reproducible, and an error names its file."""
+"""Samples of a folder for other loops, their identity, and errors of the storage."""
 
 import errno
 import hashlib
@@ -9,42 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from conf.packages import import_torchvision
 from pipeline import index as module
-from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
+from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
 from pipeline.containers import Folder
 from pipeline.dataset import BadImageError, FolderDataset
-from pipeline.decode import open_picture
 from pipeline.index import load_index
+from tests.pipeline.loaders import crops
 from tests.stored import as_tar, as_tars
-
-
-def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
-    names = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
-    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
-    return FolderDataset(load_index(root, key="data.train"), transform, seed=seed)
-
-
-def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
-    dataset = open_dataset(image_root / "train", seed=5)
-    assert len(dataset) == 36
-    for index in range(0, 36, 5):
-        sample = dataset.load(3, index)
-        pixels = sample["image"]
-        assert (pixels.shape, pixels.dtype) == ((48, 48, 3), np.uint8)
-        path = Path(dataset.name(index))
-        assert path.parent.name == dataset.index.classes[sample["label"]]
-        with Image.open(path) as image:
-            rng = sample_rng(5, 3, index)
-            crop, flip = dataset.transform.transforms
-            box = crop.box(*image.size, rng)  # type: ignore[attr-defined]
-            expected = open_picture(path.read_bytes(), "pillow").resized((48, 48), box, quick=True)
-            if rng.random() < flip.p:  # type: ignore[attr-defined]
-                expected = expected.mirrored()
-        np.testing.assert_array_equal(pixels, expected.pixels())
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -52,11 +26,11 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) ->
     """A rank whose workers start with each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dataset: Any = open_dataset(image_root / "train", seed=5)
+    dataset: Any = crops(image_root / "train")
     sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
     workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(dataset, 5, sampler=sampler, **workers)
-    crops = set()
+    seen = set()
     for epoch in (0, 1, 7):
         dataset.epoch = epoch
         sampler.set_epoch(epoch)
@@ -65,26 +39,26 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) ->
             expected = dataset.load(epoch, index)
             np.testing.assert_array_equal(image.numpy(), expected["image"])
             assert label == expected["label"]
-            crops.add(expected["image"].tobytes())
-    assert len(crops) == 3 * 18  # never twice alike
+            seen.add(expected["image"].tobytes())
+    assert len(seen) == 3 * 18  # never twice alike
 
 
 def test_fingerprint_depends_on_the_sizes(changeable: Path, tmp_path: Path) -> None:
     """Not on the times of the files, and not on their storage."""
-    before = open_dataset(changeable).fingerprint()
-    path = Path(open_dataset(changeable).name(7))
+    before = crops(changeable).fingerprint()
+    path = Path(crops(changeable).name(7))
     good = path.read_bytes()
     for changed in (good + b"0", good[:-1], b""):
         path.write_bytes(changed)
-        assert open_dataset(changeable).fingerprint() != before
+        assert crops(changeable).fingerprint() != before
     path.unlink()
-    assert open_dataset(changeable).fingerprint() != before
+    assert crops(changeable).fingerprint() != before
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
-    assert open_dataset(changeable).fingerprint() == before
+    assert crops(changeable).fingerprint() == before
     for pack, name in ((as_tar, "a.tar"), (as_tars, "c")):
         pack(changeable, tmp_path / name)
-        assert open_dataset(tmp_path / name.split(".")[0]).fingerprint() == before
+        assert crops(tmp_path / name.split(".")[0]).fingerprint() == before
 
 
 def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
@@ -101,7 +75,7 @@ def test_transient_read_errors_are_retried(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
-    dataset = open_dataset(image_root / "train")
+    dataset = crops(image_root / "train")
     good, read = dataset.read(0), Folder.read
     failures: list[int] = []
 
@@ -125,7 +99,7 @@ def test_stale_container_is_opened_anew(
 ) -> None:
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
-    dataset, pread = open_dataset(tmp_path / "packed"), os.pread
+    dataset, pread = crops(tmp_path / "packed"), os.pread
     good = dataset.read(0)
     failures = itertools.chain([errno.ESTALE], itertools.repeat(0))
 

@@ -128,6 +128,9 @@ class Event:
     def record(self) -> None:
         self.time = Stream.current.now
 
+    def synchronize(self) -> None:
+        pass
+
     def query(self) -> bool:
         return False  # the host is always ahead
 

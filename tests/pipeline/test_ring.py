@@ -16,6 +16,7 @@ import torch
 
 from pipeline.augment import Compose
 from pipeline.batch import HostBatch
+from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
@@ -131,12 +132,14 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         assert np.array_equal(image, plain.load(5, index)["image"])
 
 
-def test_what_is_read_ahead_is_read_once(changeable: Path) -> None:
-    dataset = crops(changeable)
+def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, read, places = crops(changeable), Folder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
+    monkeypatch.setattr(Folder, "read", lambda *place: places.append(place) or read(*place))
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
+    assert len(places) == 3
     with pytest.raises(BadImageError, match=rf"^{dataset.name(2)}: "):
         dataset.read(2)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,19 +74,14 @@ def test_all_buffers_or_none_are_page_locked(
     """Each is unlocked once: a second time is an error that a later CUDA call would report."""
     locked: list[int] = []
 
-    class Runtime:
-        """CUDA's runtime for page-locking: takes at most `most` addresses."""
+    def register(pointer: int, size: int, flags: int) -> int:
+        if len(locked) == most:
+            return 2
+        locked.append(pointer)
+        return 0
 
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
-            if len(locked) == most:
-                return 2
-            locked.append(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
-            locked.remove(pointer)
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    names = {"cudaHostRegister": register, "cudaHostUnregister": locked.remove}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
