@@ -25,6 +25,15 @@ def test_decoding_waits_until_pixels_are_needed() -> None:
         picture.pixels()
 
 
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
+def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
+    decoder: str, kind: str
+) -> None:
+    with pytest.raises(decode.UnreadableError, match="truncated"):
+        opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
+
+
 def photo(width: int, height: int) -> Image.Image:
     """Draw an image of a given size; odd sizes end in the middle of a block."""
     return draw_image("plaid", np.random.default_rng(3)).resize(
