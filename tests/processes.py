@@ -5,7 +5,6 @@ the end, and no wait is endless.
 """
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -211,13 +210,3 @@ def marked(mark: str) -> set[int]:
             if mark.encode() in path.read_bytes():
                 found.add(int(path.parent.name))
     return found
-
-
-def writers_to(fifo: Path) -> list[int]:
-    """Open the writing end of a FIFO if a process has opened the other one, and then waits."""
-    try:
-        return [os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)]
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        return []

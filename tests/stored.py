@@ -4,6 +4,8 @@ import csv
 import tarfile
 from pathlib import Path
 
+from pipeline.index import Index
+
 
 def images_of(split: Path) -> list[Path]:
     return sorted(split.rglob("*.jpg"))
@@ -32,3 +34,9 @@ def as_list(split: Path, target: Path) -> None:
         rows = csv.writer(file)
         rows.writerow(["path", "label"])
         rows.writerows([path, path.parent.name] for path in images_of(split))
+
+
+def samples(index: Index) -> list[tuple[str, str]]:
+    """Return class and name of every sample."""
+    labels = index.labels.array.tolist()
+    return [(index.classes[labels[i]], index.name(i)) for i in range(len(index))]

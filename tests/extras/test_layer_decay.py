@@ -1,7 +1,5 @@
 """Layer-wise learning rates compared with values by hand, and with timm's where it is installed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,8 +10,6 @@ from engine.optim import build_optimizer
 from extras.layer_decay import blocks
 from models.vit import vit_s16
 from tests.libraries import timm_module
-from tests.results import stored
-from tests.small_run import run
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
@@ -33,6 +29,10 @@ def test_by_the_formula() -> None:
     assert found["blocks.11.mlp.fc2.weight"] == found["norm.weight"] == 0.5
     assert found["blocks.0.norm1.bias"] == 0.5**12
     assert found["patch_embed.proj.weight"] == 0.5**13
+    with torch.device("meta"):  # norms and positions belong to the block before them
+        found = rates_of(models.build("vit_b_16", num_classes=10, image_size=32), "adamw", 0.5)
+    assert found["class_token"] == found["encoder.pos_embedding"] == 0.5**13
+    assert found["encoder.ln.weight"] == 0.5
     model = models.build("resnet18", num_classes=10, image_size=32)
     model.get_submodule("layer1").requires_grad_(False)
     found = rates_of(model, "sgd", 0.5)
@@ -50,37 +50,17 @@ def test_it_is_timms(name: str) -> None:
     assert rates_of(model, "adamw", 0.7) == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet50", "vit_b_16", "densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"]
-)
+@pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
 def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=64)
     found = blocks(model)
-    names = [parameter for block in found for parameter in block]
-    assert sorted(names) == sorted(key for key, _ in model.named_parameters())
     shapes = {key: value.shape for key, value in model.named_parameters()}
+    assert sorted(key for block in found for key in block) == sorted(shapes)
     assert {shapes[key][0] for key in found[-1]} == {7}
-    first, before_last = map(set, (found[0], found[-2]))
-    if name == "resnet50":
-        assert {"conv1.weight", "bn1.weight"} < first and "layer1.0.bn3.bias" in found[1]
-    if name == "vit_b_16":  # norms and positions belong to the block before them
-        assert {"class_token", "encoder.pos_embedding"} < first
-        assert {"encoder.ln.weight", "encoder.ln.bias"} < before_last
 
 
-@pytest.mark.parametrize("layer_decay", [0, 1.5])
-def test_a_factor_that_is_not_one(layer_decay: float) -> None:
-    config = Optim("extras.layer_decay:sgd", {"layer_decay": layer_decay})
+def test_a_factor_that_is_not_one() -> None:
+    config = Optim("extras.layer_decay:sgd", {"layer_decay": 1.5})
     with pytest.raises(UserError, match=r"^optim.args={layer_decay: .*}: layer_decay must be > 0"):
         build_optimizer(nn.Linear(2, 2), config)
-
-
-def test_a_resumed_run_has_the_same_weights(image_root: Path, tmp_path: Path) -> None:
-    options = ["optim.name=extras.layer_decay:sgd", "optim.args={layer_decay: 0.5}"]
-    whole = run(image_root, tmp_path / "whole", *options)
-    run(image_root, tmp_path / "part", *options, "train.max_steps=3")
-    rest = run(image_root, tmp_path / "part", *options)
-    assert rest["params_sha256"] == whole["params_sha256"]
-    groups = stored(tmp_path / "part")["optimizer"]["param_groups"]
-    assert {group["lr_scale"] for group in groups} >= {1, 0.5, 0.25}

@@ -21,11 +21,8 @@ from tests.small_run import run
 SHARES = {
     "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
     "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
-    "a class without images": ([3, 0, 1, 1], [1, 1, 1, 1]),
-    "a class that is never predicted": ([3, 1, 1, 1], [1, 0, 1, 1]),
     "a class without either": ([3, 0, 1, 1], [1, 0, 1, 1]),
     "one class of two": ([1, 0], [1, 1]),
-    "one class": ([1], [1]),
 }
 
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,36 +11,6 @@ import train
 from tests.small_run import compose
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
-Call = dict[str, Any]
-
-
-class Fake:
-    """Stands in for wandb: it notes each call."""
-
-    Settings = dict
-
-    def __init__(self) -> None:
-        self.calls, self.url = list[Call](), None
-
-    def note(self, name: str, /, **content: Any) -> None:
-        self.calls.append({"call": name, **content})
-
-    def setup(self, settings: Any) -> None:
-        pass
-
-    def init(self, dir: str, **options: Any) -> "Fake":
-        self.dir = f"{dir}/wandb/offline-run/files"
-        self.note("init", **options)
-        return self
-
-    def define_metric(self, name: str, **options: Any) -> None:
-        self.note("define_metric", name=name, **options)
-
-    def log(self, row: Any) -> None:
-        self.note("log", row=row)
-
-    def finish(self) -> None:
-        self.note("finish")
 
 
 def start(root: Path, folder: Path, steps: int) -> None:
@@ -52,10 +22,10 @@ def test_the_rows_of_two_starts(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one continues the run, also in another place; another directory is another."""
-    fake = Fake()
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    wandb = MagicMock(Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     start(image_root, tmp_path / ("run" * 60), 2)
-    init, _, axis, one, two, val, finish = fake.calls
+    init, run = wandb.init.call_args.kwargs, wandb.init.return_value
     settings = init["settings"]
     assert settings["silent"] is True  # wandb asks nothing on the terminal
     assert 0 < settings["init_timeout"] <= 60 and 0 < settings["finish_timeout"] <= 60
@@ -63,14 +33,16 @@ def test_the_rows_of_two_starts(
     config = init["config"]  # what affects the result
     assert config["recipe"] == "demo" and config["loader.batch_size"] == 8
     assert not config.keys() & {"loader.workers", "run.dir", "optim.betas"}
-    assert axis == {"call": "define_metric", "name": "*", "step_metric": "step"}
-    assert [row["row"]["step"] for row in (one, two, val)] == [1, 2, 2]
-    assert {"train/loss", "lr", "throughput/images_per_second"} <= two["row"].keys()
-    assert {"val/loss", "val/top1"} <= val["row"].keys() and finish["call"] == "finish"
+    run.define_metric.assert_called_with("*", step_metric="step")
+    one, two, val = (call.args[0] for call in run.log.call_args_list)
+    assert [one["step"], two["step"], val["step"]] == [1, 2, 2]
+    assert {"train/loss", "lr", "throughput/images_per_second"} <= two.keys()
+    assert {"val/loss", "val/top1"} <= val.keys()
+    run.finish.assert_called_once_with()
     (tmp_path / ("run" * 60)).rename(tmp_path / "moved")
     start(image_root, tmp_path / "moved", 3)
     start(image_root, tmp_path / "run", 1)
-    first, second, other = (call["id"] for call in fake.calls if call["call"] == "init")
+    first, second, other = (call.kwargs["id"] for call in wandb.init.call_args_list)
     assert first == second != other
 
 

@@ -1,5 +1,6 @@
 """Small loaders and feeds for the tests of the input pipeline."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,10 +14,10 @@ from torch import Tensor
 from conf.compose import from_words
 from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.batch import Batch, DeviceSlot, Field
+from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.containers import Folder
-from pipeline.dataset import Dataset, FolderDataset, RefusedError
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import Index, load_index
 from pipeline.ring import Loader, Pool, Ring
@@ -28,12 +29,28 @@ SIZE = 32  # side of the images in pixels
 CPU = torch.device("cpu")
 
 
-class Blocking(FolderDataset):
-    """Also reads a FIFO in place of an image: it waits, as a network file system may."""
+class Stuck(FolderDataset):
+    """Stops at one sample, as at a network file system that does not respond."""
 
-    def read(self, index: int) -> bytes:
-        path = Path(self.name(index))
-        return path.read_bytes() if path.is_fifo() else super().read(index)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.place = SharedArray((3,), np.int64)  # epoch, index, whether a worker has stopped
+        self.go_on()
+
+    def stop_at(self, epoch: int, index: int) -> None:
+        self.place.array[:] = epoch, index, 0
+
+    def stopped(self) -> bool:
+        return bool(self.place.array[2])
+
+    def go_on(self) -> None:
+        self.place.array[:2] = -1
+
+    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
+        while self.place.array[:2].tolist() == [epoch, index]:
+            self.place.array[2] = 1
+            time.sleep(0.01)
+        return super().load(epoch, index, rng)
 
 
 class Files(FolderDataset):
@@ -48,48 +65,7 @@ class Files(FolderDataset):
         return 1e3 * self.kilobytes
 
 
-class Late(FolderDataset):
-    """Stands in for a device that decodes: in the mode `late`, `on_device` loads the images.
-
-    Attributes:
-        refuses: whether `on_device` makes no image.
-        made: number of images that it has made.
-    """
-
-    modes = ("cpu", "late")
-    refuses, made, _all_here = False, 0, False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.mode = SharedArray((1,), np.int64)
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        found = dict(super().fields)
-        found["image"] = replace(found["image"], partial=True)
-        return {**found, "sample": Field(np.int64, (2,), partial=True)}
-
-    def set_mode(self, mode: str, **_: Any) -> None:
-        self.mode.array[0] = self.modes.index(mode)
-
-    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        if self.mode.array[0] and not self._all_here:
-            return {"sample": (epoch, index), "label": self.index.labels.array[index]}
-        return {**super().load(epoch, index, rng), "sample": (0, -1)}
-
-    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        images, samples = fields["image"].clone(), fields["sample"].tolist()
-        missing = [(row, *each) for row, each in enumerate(samples) if each[1] >= 0]
-        self._all_here = self.refuses and bool(missing)
-        if self._all_here:
-            raise RefusedError("the device is broken")
-        for row, epoch, index in missing:
-            images[row] = torch.from_numpy(super().load(epoch, index)["image"].copy())
-        self.made += len(missing)
-        return super().on_device({"image": images, "label": fields["label"]}, slot)
-
-
-def crops(split: Path, kind: type[FolderDataset] = Blocking) -> FolderDataset:
+def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDataset:
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
     transform = Compose(build(names, TRANSFORMS, key="augment.train"), SIZE)
     return kind(load_index(split, key="data.train"), transform, seed=7)
@@ -171,9 +147,14 @@ def validation(feed: Feed) -> list[Batch]:
     return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.val_batches)]
 
 
+def same(one: Batch, other: Batch) -> bool:
+    """Whether batches have the same fields of the same samples, bit for bit."""
+    ours, theirs = on_device(one, "cpu"), on_device(other, "cpu")
+    if ours.fields.keys() != theirs.fields.keys():
+        return False
+    equal = [torch.equal(ours[name], theirs[name]) for name in ours.fields]
+    return all(equal) and torch.equal(ours.samples.cpu(), theirs.samples.cpu())
+
+
 def assert_equal(ours: list[Batch], theirs: list[Batch]) -> None:
-    """Check that batches have the same fields of the same samples, bit for bit."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.fields.keys() == other.fields.keys()
-        assert torch.equal(one.samples, other.samples)
-        assert all(torch.equal(one[name], other[name]) for name in one.fields)
+    assert all(same(*pair) for pair in zip(ours, theirs, strict=True))

@@ -1,68 +1,36 @@
-"""One sample: reproducible, and an error names its file."""
+"""Samples of a folder for other loops, their identity, and errors of the storage."""
 
-import contextlib
 import errno
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from conf.packages import import_torchvision
 from pipeline import index as module
-from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.build import DATASETS
+from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
 from pipeline.containers import Folder
 from pipeline.dataset import BadImageError, FolderDataset
-from pipeline.decode import open_picture
 from pipeline.index import load_index
+from tests.pipeline.loaders import crops
 from tests.stored import as_tar, as_tars
-
-ROOT = Path(__file__).parents[2]
-
-
-def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
-    names = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
-    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
-    return FolderDataset(load_index(root, key="data.train"), transform, seed=seed)
-
-
-def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
-    dataset = open_dataset(image_root / "train", seed=5)
-    assert len(dataset) == 36
-    for index in range(0, 36, 5):
-        sample = dataset.load(3, index)
-        pixels = sample["image"]
-        assert (pixels.shape, pixels.dtype) == ((48, 48, 3), np.uint8)
-        path = Path(dataset.name(index))
-        assert path.parent.name == dataset.index.classes[sample["label"]]
-        with Image.open(path) as image:
-            rng = sample_rng(5, 3, index)
-            crop, flip = dataset.transform.transforms
-            box = crop.box(*image.size, rng)  # type: ignore[attr-defined]
-            expected = open_picture(path.read_bytes(), "pillow").resized((48, 48), box, quick=True)
-            if rng.random() < flip.p:  # type: ignore[attr-defined]
-                expected = expected.mirrored()
-        np.testing.assert_array_equal(pixels, expected.pixels())
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:
+def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) -> None:
     """A rank whose workers start with each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dataset: Any = open_dataset(image_root / "train", seed=5)
-    context = {"multiprocessing_context": "fork"} if workers else {}
+    dataset: Any = crops(image_root / "train")
     sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
-    loader = DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
-    crops = set()
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(dataset, 5, sampler=sampler, **workers)
+    seen = set()
     for epoch in (0, 1, 7):
         dataset.epoch = epoch
         sampler.set_epoch(epoch)
@@ -71,26 +39,26 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
             expected = dataset.load(epoch, index)
             np.testing.assert_array_equal(image.numpy(), expected["image"])
             assert label == expected["label"]
-            crops.add(expected["image"].tobytes())
-    assert len(crops) == 3 * 18  # never twice alike
+            seen.add(expected["image"].tobytes())
+    assert len(seen) == 3 * 18  # never twice alike
 
 
 def test_fingerprint_depends_on_the_sizes(changeable: Path, tmp_path: Path) -> None:
     """Not on the times of the files, and not on their storage."""
-    before = open_dataset(changeable).fingerprint()
-    path = Path(open_dataset(changeable).name(7))
+    before = crops(changeable).fingerprint()
+    path = Path(crops(changeable).name(7))
     good = path.read_bytes()
     for changed in (good + b"0", good[:-1], b""):
         path.write_bytes(changed)
-        assert open_dataset(changeable).fingerprint() != before
+        assert crops(changeable).fingerprint() != before
     path.unlink()
-    assert open_dataset(changeable).fingerprint() != before
+    assert crops(changeable).fingerprint() != before
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
-    assert open_dataset(changeable).fingerprint() == before
+    assert crops(changeable).fingerprint() == before
     for pack, name in ((as_tar, "a.tar"), (as_tars, "c")):
         pack(changeable, tmp_path / name)
-        assert open_dataset(tmp_path / name.split(".")[0]).fingerprint() == before
+        assert crops(tmp_path / name.split(".")[0]).fingerprint() == before
 
 
 def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
@@ -103,35 +71,27 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
     assert FolderDataset(index, Compose([])).fingerprint() == expected
 
 
-@contextlib.contextmanager
-def failing_reads(number: int, count: int) -> Iterator[None]:
-    """Let the first `count` reads of images fail with an error."""
-    left = itertools.count(count, -1)
-    read = Folder.read
-
-    def fails(folder: Folder, name: str, start: int, length: int) -> bytes:
-        if next(left) > 0:
-            raise OSError(number, os.strerror(number))
-        return read(folder, name, start, length)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Folder, "read", fails)
-        yield
-
-
 def test_transient_read_errors_are_retried(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
-    dataset = open_dataset(image_root / "train")
-    good = dataset.read(0)
+    dataset = crops(image_root / "train")
+    good, read = dataset.read(0), Folder.read
+    failures: list[int] = []
+
+    def fails(*place: Any) -> bytes:
+        if failures:
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        return read(*place)
+
+    monkeypatch.setattr(Folder, "read", fails)
     for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
-        with failing_reads(number, 3):
-            assert dataset.read(0) == good
-        with failing_reads(number, 4), pytest.raises(BadImageError, match=os.strerror(number)):
+        failures += [number] * 3
+        assert dataset.read(0) == good
+    for failures in ([errno.EIO] * 4, [errno.EACCES]):
+        with pytest.raises(BadImageError, match=os.strerror(failures[0])):
             dataset.read(0)
-    with failing_reads(errno.EACCES, 1), pytest.raises(BadImageError):
-        dataset.read(0)
 
 
 def test_stale_container_is_opened_anew(
@@ -139,7 +99,7 @@ def test_stale_container_is_opened_anew(
 ) -> None:
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
-    dataset, pread = open_dataset(tmp_path / "packed"), os.pread
+    dataset, pread = crops(tmp_path / "packed"), os.pread
     good = dataset.read(0)
     failures = itertools.chain([errno.ESTALE], itertools.repeat(0))
 
@@ -154,29 +114,13 @@ def test_stale_container_is_opened_anew(
     assert dataset.index.sources[0]._file is not first  # type: ignore[union-attr]
 
 
-# The table of datasets, and what a dataset of somebody's own must define.
-
-
-def test_every_dataset_of_the_table_has_a_group() -> None:
-    assert set(DATASETS) <= {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
-
-
-# The table of ImageNet's classes.
-
-
 def test_table_of_imagenet() -> None:
     """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
     names = imagenet_names()
     ids = list(names)
-    assert len(ids) == 1000 and ids == sorted(ids)
+    assert len(ids) == len(set(names.values())) == 1000 and ids == sorted(ids)
     digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
     weights = import_torchvision().models.ResNet18_Weights.IMAGENET1K_V1
     assert list(names.values()) == weights.meta["categories"]
-
-
-def test_readable() -> None:
-    assert readable("n01443537") == "goldfish" and readable("n02510455") == "giant panda"
-    for other in ("", "cat", "n00000000", "n0144353"):
-        assert readable(other) == other
-    assert len(set(imagenet_names().values())) == 1000  # a name stands for one class
+    assert readable("n02510455") == "giant panda" and readable("n0144353") == "n0144353"

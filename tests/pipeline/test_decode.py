@@ -1,4 +1,4 @@
-"""Bytes to pixels: equal to Pillow's conversion for every kind of file in a dataset."""
+"""Bytes to pixels. Every kind of file: tests/reliability/test_odd_images.py."""
 
 import io
 from typing import Any
@@ -34,43 +34,11 @@ def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
         opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
 
-JPEGS = {
-    "4:2:0": lambda image: encoded(image, quality=90),
-    "4:2:2": lambda image: encoded(image, subsampling=1),
-    "4:4:4": lambda image: encoded(image, subsampling=0),
-    "progressive": lambda image: encoded(image, progressive=True),
-    "restart markers": lambda image: encoded(image, restart_marker_blocks=3),
-    "grey": lambda image: encoded(image.convert("L")),
-    "CMYK": lambda image: encoded(image.convert("CMYK")),
-}
-
-
 def photo(width: int, height: int) -> Image.Image:
     """Draw an image of a given size; odd sizes end in the middle of a block."""
     return draw_image("plaid", np.random.default_rng(3)).resize(
         (width, height), Image.Resampling.BICUBIC
     )
-
-
-@pytest.mark.parametrize("decoder", decode.installed())
-@pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize("size", [(333, 251), (17, 9)])
-def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple[int, int]) -> None:
-    """The whole image and every region: the choice of decoder affects the speed only."""
-    data = JPEGS[kind](photo(*size))
-    whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    picture = opened(data, decoder)
-    assert picture.size == size
-    np.testing.assert_array_equal(picture.pixels(), whole)
-    width, height = size
-    for left, top, right, bottom in [
-        (1, 2, width, height),
-        (width // 3, 1, width // 3 + 5, 8),
-        (width - 9, height - 7, width, height),
-        (0, height // 2, 16, height // 2 + 1),
-    ]:
-        region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
-        np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
 
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
@@ -125,22 +93,12 @@ def test_decoding_at_a_fraction_is_close(
 ) -> None:
     """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
-    data, whole = encoded(image, quality=95), decode.Picture(np.asarray(image))
     assert decode.reduction(box, (224, 224)) == scale
     shifted: Any = tuple(v + 2 * scale for v in box[:2]) + box[2:]
-    made = []
-    for interpolation in decode.INTERPOLATIONS:
-        how: dict[str, Any] = {"interpolation": interpolation}
-        ours = opened(data, decoder).resized((224, 224), box, quick=True, **how).pixels()
-        pillows = opened(data).resized((224, 224), box, quick=True, **how).pixels()
-        np.testing.assert_array_equal(ours, pillows)
-        exact = whole.resized((224, 224), box, **how).pixels().astype(float)
-        assert abs(ours - exact).mean() < 2.5
-        moved = whole.resized((224, 224), shifted, **how).pixels()
-        # Detects a region that is slightly off.
-        assert abs(ours - exact).mean() < abs(ours - moved.astype(float)).mean()
-        made.append(ours)
-    assert not np.array_equal(*made)
+    picture, whole = opened(encoded(image, quality=95), decoder), decode.Picture(np.asarray(image))
+    quick = picture.resized((224, 224), box, quick=True).pixels().astype(float)
+    exact, moved = (whole.resized((224, 224), place).pixels() for place in (box, shifted))
+    assert abs(quick - exact).mean() < min(2.5, abs(quick - moved).mean())
 
 
 def test_reduced_image_is_never_smaller_than_the_result() -> None:

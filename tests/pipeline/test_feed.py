@@ -11,7 +11,7 @@ from pipeline import feed, machine
 from pipeline.build import choose_modes
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.feed import is_measured
-from tests.pipeline.loaders import Files, Late, assert_equal, opened, training, validation
+from tests.pipeline.loaders import Files, opened
 from tests.pipeline.test_fields import Noise, only
 
 
@@ -94,30 +94,12 @@ def test_decoder_and_modes() -> None:
         choose_modes(small("loader.decoder=gpu"), plain)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_modes_change_between_iterations(image_root: Path, workers: int) -> None:
-    """Also after one that ended early. Every mode makes the same training batches here.
-
-    Validation uses all workers; no process is started or ended for it.
-    """
-    with opened(image_root, workers=workers) as plain:
-        expected, validated = training(plain), validation(plain)
-    with opened(image_root, kind=Late, modes=("late", "cpu"), workers=workers) as feed:
-        dataset = feed.train.loader.dataset
-        assert isinstance(dataset, Late) and feed.mode == "late"
+def test_validation_uses_all_workers(image_root: Path) -> None:
+    """No process is started or ended for it. The modes of a dataset: tests/extras/gpu_decode."""
+    with opened(image_root, workers=2) as feed:
         pool = feed.train.loader.pool
         pool.activate(1)
         pids = pool.pids
-        for mode in ("late", "cpu", "late"):
-            next(feed.train.batches(0, 9))
-            feed.set_mode(mode)
-            before = dataset.made
-            assert_equal(training(feed), expected)
-            assert dataset.made - before == (9 * 6 if mode == "late" else 0)
-            with feed.for_validation():
-                assert pool.active == max(1, workers)
-                assert_equal(validation(feed), validated)
-            assert pool.active == 1 and pool.pids == pids
-        before, dataset.refuses = dataset.made, True  # then this process loads the images
-        assert_equal(training(feed), expected)
-        assert dataset.made == before
+        with feed.for_validation():
+            assert pool.active == 2 and len(pids) == 2
+        assert pool.active == 1 and pool.pids == pids

@@ -1,25 +1,11 @@
-"""Resources of this process: control groups, cores, memory, open files."""
+"""Cores for this process: control groups, ranks of a node."""
 
 import math
-import resource
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline import machine
-from tests.processes import run_command
-
-
-@pytest.fixture(autouse=True)
-def machine_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the program read these files, which do not exist yet, instead of those of the machine."""
-    for name in ("GROUPS", "MOUNT"):
-        monkeypatch.setattr(machine, name, tmp_path / name)
-
-
-# Cores.
 
 V2 = "1:cpu:/old\n0::/a/b\n"
 
@@ -36,7 +22,15 @@ V2 = "1:cpu:/old\n0::/a/b\n"
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
     ],
 )
-def test_quota(lines: str, files: dict[str, str], cores: float) -> None:
+def test_quota(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: str,
+    files: dict[str, str],
+    cores: float,
+) -> None:
+    for name in ("GROUPS", "MOUNT"):
+        monkeypatch.setattr(machine, name, tmp_path / name)
     assert machine.cpu_quota() == math.inf  # without control groups
     machine.GROUPS.write_text(lines)
     for name, text in files.items():
@@ -48,34 +42,15 @@ def test_quota(lines: str, files: dict[str, str], cores: float) -> None:
 @pytest.mark.parametrize(
     ("found", "ranks", "workers"),
     [
-        ({"cores": 1}, 1, 1),
-        ({"cores": 16}, 1, 15),
-        ({"cores": 16, "cpu_quota": 4.9}, 1, 3),
-        ({"cores": 16, "cpu_quota": 0.5}, 1, 1),
-        ({"cores": 128}, 8, 15),
-        ({"cores": 4}, 8, 1),
+        ((1, math.inf), 1, 1),
+        ((16, 4.9), 1, 3),
+        ((128, math.inf), 8, 15),
+        ((4, math.inf), 8, 1),
     ],
 )
 def test_cores_for_workers(
-    monkeypatch: pytest.MonkeyPatch, found: dict[str, float], ranks: int, workers: int
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, float], ranks: int, workers: int
 ) -> None:
-    for name, value in found.items():
-        monkeypatch.setattr(machine, name, lambda value=value: value)
+    monkeypatch.setattr(machine, "cores", lambda: found[0])
+    monkeypatch.setattr(machine, "cpu_quota", lambda: found[1])
     assert machine.cores_for_workers(ranks) == workers
-
-
-# Open files.
-
-LIMITS = """
-import resource
-from pipeline.machine import raise_file_limit
-raise_file_limit()
-print(*resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-
-
-@pytest.mark.parametrize("hard", [64, 300])
-def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(hard: int) -> None:
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, hard))
-    done = run_command([sys.executable, "-c", LIMITS], preexec_fn=limit)
-    assert done.stdout.split() == [str(hard)] * 2

@@ -4,11 +4,10 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,12 @@ import torch
 
 from pipeline.augment import Compose
 from pipeline.batch import HostBatch
+from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.ring import (
-    EMPTY_ROW,
-    Loader,
-    LoaderError,
-    Pool,
-    Ring,
-    Task,
-)
-from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
-from tests.processes import (
-    Started,
-    descendants,
-    is_running,
-    needs_linux,
-    wait_for,
-    writers_to,
-)
+from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
+from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
+from tests.processes import Started, descendants, is_running, needs_linux, wait_for
 
 START_METHODS = [
     "forkserver",
@@ -59,35 +45,6 @@ def begun(loader: Loader) -> list[Task]:
 def drain(batches: Iterator[HostBatch]) -> None:
     for batch in batches:
         batch.release(None)
-
-
-class Trap:
-    """A FIFO in place of the image in a row of a batch: the worker that reads it blocks."""
-
-    def __init__(self, loader: Loader, step: int, row: int = 5) -> None:
-        needs_linux()
-        self.path = Path(loader.dataset.name(int(loader.samples(step)[row, 1])))
-        self.image = self.path.rename(f"{self.path}.kept")
-        os.mkfifo(self.path)
-
-    def catch(self) -> None:
-        """Wait until a worker is reading the FIFO."""
-        writers: list[int] = []  # kept open, or the worker would read an empty file
-        wait_for("a read", lambda: writers.extend(writers_to(self.path)) or writers)
-        self.writer = writers[0]
-
-    def replace(self) -> None:
-        """Put the image back; the blocked worker still reads the FIFO."""
-        self.image.replace(self.path)
-
-    def release(self) -> None:
-        """Let the blocked worker read the image."""
-        os.set_blocking(self.writer, True)
-        with open(self.writer, "wb") as writer:
-            writer.write(self.path.read_bytes())
-
-
-# Equal batches.
 
 
 @pytest.mark.parametrize(
@@ -123,23 +80,16 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     assert not any(map(is_running, seen))
 
 
-def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
+def test_iteration_waits_for_tasks_of_the_one_before(image_root: Path) -> None:
     """A late worker would overwrite the next batch in its slot."""
-    dataset = crops(changeable)
-    with open_loader(dataset, slots=4) as loader, ThreadPoolExecutor(1) as thread:
-        trap = Trap(loader, step=1)
+    dataset: Any = crops(image_root / "train", Stuck)
+    with open_loader(dataset, slots=4) as loader:
+        dataset.stop_at(*loader.samples(1)[5])
         next(loader.batches(0, 100)).release(None)
-        trap.catch()  # in slot 1
+        wait_for("a worker stops in slot 1", dataset.stopped)
         tasks = begun(loader)
-        trap.replace()
-
-        def release_late() -> None:
-            time.sleep(0.3)  # an iteration that does not wait would continue in this time
-            trap.release()
-
-        released = thread.submit(release_late)
+        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
         batch = next(loader.batches(5, 6))  # in slot 1 again
-        released.result()
         wait_for("the late worker", lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
@@ -182,14 +132,16 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         assert np.array_equal(image, plain.load(5, index)["image"])
 
 
-def test_what_is_read_ahead_is_read_once(changeable: Path) -> None:
-    dataset = crops(changeable)
+def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, read, places = crops(changeable), Folder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
+    monkeypatch.setattr(Folder, "read", lambda *place: places.append(place) or read(*place))
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
     with pytest.raises(BadImageError, match=rf"^{dataset.name(2)}: "):
         dataset.read(2)
+    assert len(places) == 3
 
 
 # Buffers.
@@ -238,33 +190,34 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
-    changeable: Path, start_method: str, killed: bool
+    image_root: Path, start_method: str, killed: bool
 ) -> None:
     """As on a network file system that does not respond. None is left."""
-    with open_loader(crops(changeable), workers=1, start_method=start_method) as loader:
-        trap, (pid,) = Trap(loader, step=1), loader.pool.pids
-        batches = loader.batches(0, 12)
+    dataset: Any = crops(image_root / "train", Stuck)
+    with open_loader(dataset, workers=1, start_method=start_method) as loader:
+        sample, (pid,) = loader.samples(1)[5], loader.pool.pids
+        dataset.stop_at(*sample)
+        batches, path = loader.batches(0, 12), dataset.name(sample[1])
         next(batches).release(None)
-        trap.catch()
-        message = rf"^loader\.timeout_seconds=0\.5: no .* {trap.path} \(worker {pid}\); check the"
+        wait_for("the worker stops", dataset.stopped)
+        message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
             os.kill(pid, signal.SIGKILL)
-            message = rf"^loader worker {pid} died \(SIGKILL: .*made {trap.path}; the same command"
+            message = rf"^loader worker {pid} died \(SIGKILL: .*made {path}; the same command"
         else:
             loader.pool.timeout_seconds = 0.5
         with pytest.raises(LoaderError, match=message):
             drain(batches)
-    os.close(trap.writer)
     assert not is_running(pid)
 
 
-# Signals by the hundred from before the first worker starts; then a worker that reads a FIFO.
+# Signals by the hundred from before the first worker starts; then a worker that hangs.
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np
 from pathlib import Path
 from pipeline.ring import Pool, Ring, Task
-from tests.pipeline.loaders import crops
+from tests.pipeline.loaders import Stuck, crops
 from tests.processes import descendants, is_running
 
 def send_all():
@@ -277,10 +230,8 @@ received, finished = set(), threading.Event()
 numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 for number in numbers:
     signal.signal(number, lambda number, frame: received.add(number))
-dataset = crops(Path(sys.argv[1]))
-fifo = dataset.name(0)
-os.remove(fifo)
-os.mkfifo(fifo)
+dataset = crops(Path(sys.argv[1]), Stuck)
+dataset.stop_at(0, 0)
 ring = Ring(dataset, batch_size=32, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
@@ -296,31 +247,31 @@ assert received == set(numbers), received
 assert all(map(is_running, started))
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 blocked = pool.submit(Task(0, 1, 0, np.zeros((1, 2), np.int64)))
-print(fifo, flush=True)
+while not dataset.stopped():
+    time.sleep(0.01)
+print("stopped", flush=True)
 pool.wait([blocked])
 """
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
-    changeable: Path, start_method: str
+    image_root: Path, start_method: str
 ) -> None:
     """Ctrl-C and the signals of a scheduler reach every process; the training process handles them.
 
     After SIGKILL to the training process, a worker ends even during a read that never returns.
     """
     needs_linux()
-    command = [sys.executable, "-c", PROGRAM, changeable, start_method]
+    command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
         assert process.stdout is not None
-        fifo = process.stdout.readline().strip()
-        assert fifo, "it ended early"
-        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it blocked
-            family = descendants(process.pid)
-            assert len(family) >= 2 and all(is_running(pid) for pid in family)
-            process.kill()
-            process.wait()
-            wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
+        assert process.stdout.readline() == "stopped\n", "it ended early"
+        family = descendants(process.pid)
+        assert len(family) >= 2 and all(is_running(pid) for pid in family)
+        process.kill()
+        process.wait()
+        wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
 
 
 # Files that cannot be read.

@@ -1,7 +1,5 @@
 """The order of samples is a function of (seed, step, world size)."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -12,13 +10,7 @@ def rows(sampler: TrainSampler | ValSampler, steps: range) -> list[tuple[int, in
     return [tuple(row) for step in steps for row in sampler.samples(step).tolist()]
 
 
-def test_order_is_the_same_on_every_machine() -> None:
-    """A run that resumes elsewhere, or with another numpy, must continue in the same order."""
-    epochs, indices = TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).T
-    assert (epochs.tolist(), indices.tolist()) == ([0] * 5, [5, 9, 0, 8, 1])
-
-
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (1, 4), (7, 7)])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (7, 7)])
 def test_every_sample_once_an_epoch_though_batches_straddle(
     num_samples: int, batch_size: int
 ) -> None:
@@ -50,25 +42,6 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
     assert epochs.dtype == indices.dtype == np.int64
     assert set(epochs.tolist()) == {450_000 * 256 // 1_281_167}
     assert len(set(indices.tolist())) == 256
-
-
-@pytest.mark.parametrize("repeats", [2, 3])
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16)])
-def test_repeated_augmentation(num_samples: int, batch_size: int, repeats: int) -> None:
-    """As timm's: the first images of an epoch's order, and no augmentation comes twice.
-
-    The last image may have fewer repetitions.
-    """
-    sampler = TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1, repeats=repeats)
-    once = TrainSampler(num_samples=num_samples, batch_size=num_samples, seed=1)
-    epochs = 6
-    stream = rows(sampler, range(-(-epochs * num_samples // batch_size)))
-    assert len(set(stream)) == len(stream)
-    for epoch in range(epochs):
-        first = epoch * repeats
-        found = Counter(index for e, index in stream if first <= e < first + repeats)
-        order = once.samples(epoch)[:, 1]
-        assert found == Counter(np.repeat(order, repeats)[:num_samples].tolist())
 
 
 def test_repetitions_are_not_neighbours() -> None:

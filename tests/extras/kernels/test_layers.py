@@ -159,22 +159,6 @@ def test_convolution_over_blocks_is_exact(
     check(plain, images, bound=1e-12)
 
 
-def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors relative to float64 with momentum 1: variance (relative), mean, output (absolute)."""
-    exact = images.double()
-    variance, mean = torch.var_mean(exact, (0, 2, 3), correction=0)
-    out = module(images)
-    assert out.dtype == images.dtype and out.shape == images.shape
-    perfect = (exact - mean[:, None, None]) * torch.rsqrt(variance + 1e-5)[:, None, None]
-    count = images.numel() // images.shape[1]
-    found = module.get_buffer("running_var").double() * (count - 1) / count
-    return (
-        (found / variance - 1).abs().max(),
-        (module.get_buffer("running_mean").double() - mean).abs().max(),
-        (out.double() - perfect).abs().max(),
-    )
-
-
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
@@ -194,11 +178,16 @@ def test_variance_of_values_far_from_zero(device: str, dtype: torch.dtype) -> No
     images = 100 + torch.randn(32, 64, 14, 14, generator=generator, device=device)
     images = images.to(dtype).to(memory_format=torch.channels_last)
     plain = nn.BatchNorm2d(64, momentum=1.0).to(device)
-    ours = exchanged(plain)
+    ours, exact = exchanged(plain), copy.deepcopy(plain).double()
     if device == "cuda":
         ours.compile(dynamic=False)
-    found, theirs = normalised(ours, images), normalised(plain, images)
-    assert found[0] < 1e-4 and found[1] < 1e-4 and found[2] < theirs[2] + 1e-3
+    found, expected = ours(images), exact(images.double())
+    assert found.dtype == dtype
+    # with the rounding of bf16
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=1e-3)
+    for name in ("running_mean", "running_var"):
+        buffers = ours.get_buffer(name).double(), exact.get_buffer(name)
+        torch.testing.assert_close(*buffers, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,7 +214,7 @@ VALUES = {
     "few": lambda images: (images * 2).round(),
     "nan": lambda images: torch.where(images > 1.28, torch.nan, images),  # one in ten
 }
-SHAPES = [(3, 5, 14, 22), (2, 48, 30, 6), (1, 1, 2, 2), (5, 3, 2, 64), (2, 100, 18, 2)]
+SHAPES = [(3, 5, 14, 22), (1, 1, 2, 2), (2, 100, 18, 2)]
 ODD_SHAPES = [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)]  # for which the plain layer is used
 
 
@@ -280,21 +269,21 @@ def test_pooling_takes_any_layout_of_the_gradient(layout: str) -> None:
     assert torch.equal(*found)
 
 
-def objective(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(images), labels)
-
-
 def train_two_steps(
-    model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool = False, compiled: bool = True
+    model: nn.Module, images: Tensor, *, compiled: bool = True
 ) -> tuple[list[float], Tensor]:
-    """Losses before and after one step of SGD, first gradients; compiled as in train.py."""
+    """Losses before and after a step of SGD, and the first gradients; in bf16 if not in float64."""
+
+    def objective(images: Tensor) -> Tensor:
+        return F.cross_entropy(model(images), torch.arange(len(images), device="cuda") % 10)
+
     function = torch.compile(objective, dynamic=False) if compiled else objective
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, grads = [], []
     for _ in range(2):
         optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-            loss = function(model, images, labels)
+        with torch.autocast("cuda", torch.bfloat16, enabled=images.dtype != torch.float64):
+            loss = function(images)
         loss.backward()
         grads.append(torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]))
         optimizer.step()
@@ -302,29 +291,18 @@ def train_two_steps(
     return losses, grads[0]
 
 
-def statistics_differ(a: nn.Module, b: nn.Module) -> float:
-    """Largest relative difference of a layer's running mean or variance."""
-    pairs = [(a.get_buffer(name), value) for name, value in b.named_buffers() if "running" in name]
-    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
-
-
-def batch_on_gpu() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(1)
-    images = torch.randn(32, 3, 64, 64, generator=generator, device="cuda")
-    return images.to(memory_format=torch.channels_last), torch.arange(32, device="cuda") % 10
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float64() -> None:
     """Up to rounding: no error is hidden by a tolerance for low precision."""
     plain, rewritten = (model.double() for model in pair(torch.float32, "cuda"))
-    images, labels = batch_on_gpu()
-    losses, grads = train_two_steps(plain, images.double(), labels, compiled=False)
-    our_losses, our_grads = train_two_steps(rewritten, images.double(), labels)
+    images = torch.randn(32, 3, 64, 64, device="cuda", dtype=torch.float64)
+    images = images.to(memory_format=torch.channels_last)
+    losses, grads = train_two_steps(plain, images, compiled=False)
+    our_losses, our_grads = train_two_steps(rewritten, images)
     assert our_losses == pytest.approx(losses, rel=1e-9)
     assert (our_grads - grads).norm() < 1e-9 * grads.norm()
-    assert statistics_differ(rewritten, plain) < 1e-9
+    torch.testing.assert_close(rewritten.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.gpu
@@ -336,11 +314,10 @@ def test_compiled_vit_learns_the_same_in_bf16() -> None:
     nn.init.normal_(plain.head.weight, std=0.05)
     rewritten, precise = copy.deepcopy(plain), copy.deepcopy(plain).double()
     rewrite(rewritten, channels_last=False)
-    images, labels = batch_on_gpu()
-    images = images.contiguous()
-    _, exact = train_two_steps(precise, images.double(), labels, compiled=False)
-    losses, grads = train_two_steps(plain, images, labels, bf16=True)
-    our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
+    images = torch.randn(32, 3, 64, 64, device="cuda")
+    _, exact = train_two_steps(precise, images.double(), compiled=False)
+    losses, grads = train_two_steps(plain, images)
+    our_losses, our_grads = train_two_steps(rewritten, images)
     assert our_losses == pytest.approx(losses, rel=0.01)
     error, plain_error = (our_grads - exact).norm(), (grads - exact).norm()
     assert error < 1.2 * plain_error < 0.1 * exact.norm()

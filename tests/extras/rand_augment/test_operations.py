@@ -1,15 +1,12 @@
 """RandAugment and TrivialAugment in a worker: the operations of torchvision and of timm."""
 
 import itertools
-import math
 import random
-from collections import Counter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from conf.packages import import_torchvision
@@ -48,12 +45,6 @@ def applied(name: str, value: float, interpolation: str = "nearest", fill: int =
     return np.asarray(apply(IMAGE, operation), int)
 
 
-def their_space(transforms: ModuleType, operations: str) -> dict[str, tuple[torch.Tensor, bool]]:
-    """torchvision's name of an operation -> (magnitude of each strength, whether it is signed)."""
-    space = getattr(transforms.autoaugment, FAMILIES[operations])()._augmentation_space
-    return space(31, IMAGE.size[::-1]) if operations == "torchvision" else space(31)
-
-
 @pytest.mark.parametrize(
     ("name", "interpolation"),
     [(name, "nearest") for name in LISTS["torchvision"]]
@@ -67,7 +58,10 @@ def test_operation_of_every_strength_is_torchvisions(
 
     It also decides whether a point on the very border is inside the image.
     """
-    magnitudes, signed = their_space(transforms, operations)[THEIRS[name]]
+    space = getattr(transforms.autoaugment, FAMILIES[operations])()._augmentation_space
+    space = space(31, IMAGE.size[::-1]) if operations == "torchvision" else space(31)
+    assert {THEIRS[name] for name in LISTS[operations]} == space.keys()
+    magnitudes, signed = space[THEIRS[name]]  # of each strength; whether it has a sign
     mode = transforms.InterpolationMode[interpolation.upper()]
     changed = 0
     strengths = range(0, STRENGTHS + 1, 1 if interpolation == "nearest" else 3)
@@ -84,29 +78,6 @@ def test_operation_of_every_strength_is_torchvisions(
         assert (difference > 1).mean() < 0.001, (sign, strength)
         changed += not np.array_equal(found, IMAGE)
     assert changed > max(strengths) / strengths.step or magnitudes.ndim == 0
-
-
-@pytest.mark.parametrize("operations", FAMILIES)
-def test_operations_signs_and_strengths_are_equally_likely(
-    transforms: ModuleType, operations: str
-) -> None:
-    """As in torchvision, whose RandAugment has one strength."""
-    space, draws = their_space(transforms, operations), 20_000
-    assert {THEIRS[name] for name in LISTS[operations]} == space.keys()
-    wide = operations == "wide"
-    transform = TrivialAugment() if wide else RandAugment(count=1, magnitude=9)
-    samples = (transform.sample(IMAGE.size, random.Random(seed))[0] for seed in range(draws))
-    drawn = Counter((each.name, round(each.number, 4)) for each in samples)
-    expected = Counter[tuple[str, float]]()
-    for name in LISTS[operations]:
-        signs = (1, -1) if space[THEIRS[name]][1] else (1,)
-        pairs = list(itertools.product(range(STRENGTHS + 1) if wide else [9], signs))
-        for strength, sign in pairs:
-            number = number_of(name, sign * strength / STRENGTHS, IMAGE.size, operations)
-            expected[name, round(number, 4)] += draws / len(LISTS[operations]) / len(pairs)  # type: ignore[assignment]
-    assert drawn.keys() == expected.keys()
-    for each, count in expected.items():
-        assert abs(drawn[each] - count) < 5 * math.sqrt(count), each
 
 
 # Numbers of timm's increasing list for magnitude 7, computed with timm 1.0.31 (auto_augment.py).
