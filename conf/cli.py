@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
@@ -31,7 +30,6 @@ from conf.start import complain, fail
 OPTIONS = """\
 options:
   -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
-  --config-dir DIR  recipe=mine and other choices may also be files in DIR: DIR/recipe/mine.yaml
   --cfg job         print the composed config and exit; -p optim prints one section
   --help            print this text"""
 
@@ -49,7 +47,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     if any(word.startswith("--cfg") for word in arguments):  # else -p is pytorch/examples' flag
         parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
     try:
-        options, words = parser.parse_known_args(with_config_dir(arguments))
+        options, words = parser.parse_known_args(list(arguments))
         if options.help:
             about = (purpose or script).splitlines()[0]
             _show(help_text(script, about) + "\n")
@@ -72,20 +70,6 @@ def _show(text: str) -> NoReturn:
         complain(described(error))
         sys.exit(1)
     sys.exit(0)
-
-
-def with_config_dir(arguments: Sequence[str]) -> list[str]:
-    """Take `--config-dir DIR` away; a choice that is a file there becomes the path of this file."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-dir", type=Path)
-    options, words = parser.parse_known_args(list(arguments))
-    if options.config_dir is None:
-        return words
-    folder = options.config_dir.expanduser().absolute()
-    if not folder.is_dir():
-        raise UserError(f"--config-dir={folder}: no such folder")
-    files = {f"{file.parent.name}={file.stem}": file for file in folder.glob("*/*.yaml")}
-    return [f"{files[w].parent.name}={files[w]}" if w in files else w for w in words]
 
 
 def log_to_stderr(*, force: bool = False) -> None:

@@ -70,10 +70,8 @@ def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], l
     and a link to nowhere, which cannot be read. `what`: the kind of path, for the message;
     None lets a path be missing.
     """
-    from conf import cli
     from conf.compose import read_words
 
-    words = cli.with_config_dir(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     overrides = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
     read_words(overrides)

@@ -1,4 +1,4 @@
-"""Recipes and groups in files of the user: by their path, or by name with --config-dir."""
+"""Recipes and groups in files of the user, by their path."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 import train
-from conf import cli
 from conf.compose import from_checkpoint, from_words
 from conf.schema import config_values
 from scripts.lib.trained import open_trained
@@ -38,28 +37,15 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--config-dir", "{}", "recipe=mine"],
-        ["recipe=mine", "--config-dir=~/{}"],
-        ["recipe={}/recipe/mine.yaml"],
-    ],
-)
-def test_recipe_and_group(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The absolute path is among the words of the config, which also work in another folder."""
-    monkeypatch.chdir(folder.parent)
+def test_recipe_and_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The absolute path is among the values, which hold in another folder too."""
     monkeypatch.setenv("HOME", str(folder.parent))
-    words = [word.format(folder.name) for word in words]
-    config = cli.parse(words, script="train.py", purpose="")
+    config = from_words([f"recipe=~/{folder.name}/recipe/mine.yaml"])
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
     assert from_words(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
-    own = [f"--config-dir={folder}", DATA, "model=wide", "optim=adamw", "optim.lr=1"]
-    other = cli.parse(own, script="train.py", purpose="")
+    other = from_words([DATA, f"model={folder}/model/wide.yaml", "optim=adamw", "optim.lr=1"])
     assert (other.model.name, other.optim.name, other.optim.lr) == ("resnet50", "adamw", 1)
-    monkeypatch.chdir("/")
-    assert from_words(other.typed) == other
 
 
 @pytest.mark.usefixtures("toy_runs")
@@ -95,5 +81,5 @@ def test_mistakes_in_a_file(
     name: str, content: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    words = [f"--config-dir={folder}", f"{name.replace('/', '=')}", DATA]
+    words = [f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA]
     assert says in refusal(words, capsys)
