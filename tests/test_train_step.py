@@ -20,17 +20,16 @@ LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
 CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.25
 
 
-def drawn(step: int, mixed: bool) -> Batch:
-    """Images [B, 3, 2, 2]; with `mixed`, soft targets as from mixup, float32 [B, classes]."""
+def drawn(step: int) -> Batch:
+    """Images [B, 3, 2, 2], and soft targets as from mixup, float32 [B, classes]."""
     rng = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 2, 2, generator=rng)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=rng)
     targets = torch.softmax(torch.randn(BATCH, CLASSES, generator=rng), 1)
-    return batch_of(step, image=images, label=labels, **({"target": targets} if mixed else {}))
+    return batch_of(step, image=images, label=labels, target=targets)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_five_steps_equal_numpy(mixed: bool) -> None:
+def test_five_steps_equal_numpy() -> None:
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
@@ -43,10 +42,10 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
     averages = weights
     clipped = []
     for step, lr in enumerate(LEARNING_RATES):
-        batch = drawn(step, mixed)
+        batch = drawn(step)
         x = batch["image"].double().numpy().reshape(BATCH, FEATURES)
         labels = batch["label"].numpy()
-        targets = batch["target"].double().numpy() if mixed else np.eye(CLASSES)[labels]
+        targets = batch["target"].double().numpy()
 
         # Cross entropy with targets mixed with the uniform distribution (arXiv 1512.00567,
         # section 7).
@@ -88,18 +87,17 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_training_loss(mixed: bool) -> None:
+def test_training_loss() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
     onehot = nn.functional.one_hot(labels, 7).float()
-    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0) if mixed else labels
+    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
     criterion = build_criterion(Train(label_smoothing=0.1))
-    batch = batch_of(image=images, label=labels, **({"target": targets} if mixed else {}))
+    batch = batch_of(image=images, label=labels, target=targets)
     loss, values = train.training_loss(network, batch, criterion)
     # A tenth is distributed over all classes.
-    smooth = 0.9 * (targets if mixed else onehot) + 0.1 / 7
+    smooth = 0.9 * targets + 0.1 / 7
     torch.testing.assert_close(loss, -(smooth * network(images).log_softmax(1)).sum(1).mean())
     for name, k in (("top1", 1), ("top5", 5)):  # of the image's own label
         hits = (network(images).topk(k).indices == labels[:, None]).any(1)
@@ -115,7 +113,7 @@ def test_loss_is_computed_in_float32() -> None:
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
-def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[dict[str, float]]]:
+def after_five_steps(accumulate: int) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Train without BatchNorm: weights, and what each step logs."""
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
@@ -123,7 +121,7 @@ def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[d
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
     logged = []
     for step, lr in enumerate(LEARNING_RATES):
-        batch = drawn(step, mixed)
+        batch = drawn(step)
         batch.fields["image"] = batch["image"].double()
         options = {"lr": lr, "clip_norm": CLIP_NORM, "accumulate": accumulate}
         values = train.train_step(state, model, toy_loss, batch, **options)
@@ -131,11 +129,10 @@ def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[d
     return [parameter.detach() for parameter in model.parameters()], logged
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) -> None:
-    weights, logged = after_five_steps(accumulate, mixed)
-    expected, rows = after_five_steps(1, mixed)
+def test_micro_batches_train_as_the_whole_batch(accumulate: int) -> None:
+    weights, logged = after_five_steps(accumulate)
+    expected, rows = after_five_steps(1)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
     for found, row in zip(logged, rows, strict=True):
         assert found == pytest.approx(row, rel=1e-5)
@@ -144,5 +141,5 @@ def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) ->
 def test_batchnorm_sees_micro_batches() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.train_step(state, model, toy_loss, drawn(0, False), lr=0.1, accumulate=2)
+    train.train_step(state, model, toy_loss, drawn(0), lr=0.1, accumulate=2)
     assert model[0].num_batches_tracked == 2
