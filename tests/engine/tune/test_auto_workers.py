@@ -1,13 +1,11 @@
-"""train.py with loader.workers=auto: the measurement changes no weights and leaves no process.
+"""train.py with loader.workers=auto: the measurement changes no weights.
 
 On a CPU, train.py does not measure. These tests force it to, with four simulated cores and short
 measurements.
 """
 
 import json
-import os
 import sys
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from engine.tune import tune
 from pipeline import decode
 from tests import small_run
 from tests.engine.tune.tuning import measure_on_cpu
-from tests.processes import family, wait_for
 from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
@@ -43,16 +40,6 @@ def answer_of(folder: Path) -> dict[str, Any]:
     return answer
 
 
-def no_process_is_left(before: set[int]) -> None:
-    """Wait until only the forkserver and the resource tracker have been added since `before`."""
-    stay: set[Any] = {
-        os.getpid(),
-        forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
-        resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
-    }
-    wait_for("the others end", lambda: family(os.getpid()) - before == stay - before)
-
-
 def tuning(console: str) -> list[str]:
     """Return the lines about the measurement; they must come before the first step."""
     before, header, _ = console.partition(f"{'epoch':>10} {'step':>9}")
@@ -66,7 +53,7 @@ def test_the_measurement_does_not_change_the_result(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run keeps the answer until autotune.refresh."""
-    before, folder, answers = family(os.getpid()), tmp_path / "parts", []
+    folder, answers = tmp_path / "parts", []
     train.train(compose(image_root, tmp_path / "1", "loader.workers=1"))
     for option, last_line in (
         ("train.max_steps=2", "measured in "),
@@ -75,7 +62,6 @@ def test_the_measurement_does_not_change_the_result(
     ):
         capfd.readouterr()
         train.train(compose(image_root, folder, option))
-        no_process_is_left(before)
         answers.append(answer := answer_of(folder))
         assert 1 <= answer["workers"] <= MOST
         _, worker, found, *others = tuning(capfd.readouterr().out)
