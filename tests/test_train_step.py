@@ -1,5 +1,8 @@
 """train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
 
+import copy
+import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,9 +14,11 @@ import train
 from conf.schema import Optim, Train
 from engine.losses import build_criterion
 from engine.optim import build_optimizer
-from engine.state import MovingAverage, TrainState
+from engine.state import MovingAverage, TrainingError, TrainState, check_loss, untouched
+from engine.step_graph import Values
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
+from tests.optimizers import OPTIMIZERS
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
@@ -113,11 +118,16 @@ def test_loss_is_computed_in_float32() -> None:
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
-def after_five_steps(accumulate: int) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """Train without BatchNorm: weights, and what each step logs."""
+def classifier() -> nn.Module:
+    """Without BatchNorm."""
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
-    model = nn.Sequential(nn.Flatten(), *layers).double()
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def after_five_steps(accumulate: int) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Return the weights, and what each step logs."""
+    model = classifier().double()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
     logged = []
     for step, lr in enumerate(LEARNING_RATES):
@@ -143,3 +153,89 @@ def test_batchnorm_sees_micro_batches() -> None:
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train.train_step(state, model, toy_loss, drawn(0), lr=0.1, accumulate=2)
     assert model[0].num_batches_tracked == 2
+
+
+# fp16: the loss is scaled, and a step that overflows is skipped.
+
+
+FIRST_SCALE = 65536.0  # of torch.amp.GradScaler
+
+
+def new_state(name: str, *, fused: bool = False, fp16: bool = True) -> TrainState:
+    model = classifier()
+    args = {"fused": True} if fused and name in ("sgd", "adamw") else {}
+    optimizer = build_optimizer(model, replace(OPTIMIZERS[name], args=args, weight_decay=0.1))
+    scaler = torch.amp.GradScaler("cpu", enabled=fp16)
+    return TrainState(model, optimizer, MovingAverage(model, 0.5), scaler=scaler)
+
+
+def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+    """The gradients are finite, those of the scaled loss are not."""
+    loss, values = toy_loss(network, batch)
+    return loss * 1e36, values
+
+
+def test_a_scaled_loss_changes_nothing() -> None:
+    """Its gradients are divided by the scale, a power of 2, before they are clipped."""
+    states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
+    for step in range(3):
+        for state in states:
+            batch = drawn(step)
+            train.train_step(state, state.model, toy_loss, batch, lr=0.1, clip_norm=0.1)
+    assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
+    """The scale is halved, and later steps update."""
+    state = new_state(name, fused=fused)
+    train.train_step(state, state.model, toy_loss, drawn(1), lr=0.1)
+    before = [p.clone() for p in state.model.parameters()]
+    values = train.train_step(state, state.model, overflow, drawn(2), lr=0.1)
+    assert all(map(torch.equal, state.model.parameters(), before))
+    assert values["loss_scale"] == FIRST_SCALE / 2
+    train.train_step(state, state.model, toy_loss, drawn(3), lr=0.1)
+    assert not any(map(torch.equal, state.model.parameters(), before))
+    assert all(value.isfinite().all() for value in state.tensors())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_overflow_in_the_first_step_leaves_no_trace(name: str, fused: bool) -> None:
+    """A ResNet-50 overflows there. New memory holds NaN here."""
+    states = [new_state(name, fused=fused) for _ in range(2)]
+    torch.use_deterministic_algorithms(True)  # new memory is filled
+    try:
+        train.train_step(states[0], states[0].model, overflow, drawn(1), lr=0.1)
+        for state in states:
+            train.train_step(state, state.model, toy_loss, drawn(2), lr=0.1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *(state.model.parameters() for state in states)))
+
+
+def test_the_scale_is_stored() -> None:
+    state = new_state("sgd")
+    train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+    stored = copy.deepcopy(state.state_dict())
+    with untouched(state):  # for example the steps of loader.workers=auto
+        train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+    resumed = new_state("sgd")
+    resumed.load_state_dict(stored)
+    for each in (state, resumed):
+        values = train.train_step(each, each.model, toy_loss, drawn(1), lr=0.1)
+        assert values["loss_scale"] == FIRST_SCALE / 2
+    new_state("sgd").load_state_dict({**stored, "loss_scale": {}})  # of a run in bf16
+    new_state("sgd", fp16=False).load_state_dict(stored)
+
+
+def test_which_rows_end_a_run() -> None:
+    row = {"step": 7, "lr": 0.1, "loss": math.nan}
+    with pytest.raises(TrainingError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
+        check_loss(row)
+    with pytest.raises(TrainingError, match="not finite at any loss scale, step 7; these weights"):
+        check_loss({**row, "loss": 1.0, "loss_scale": 0.5})
+    check_loss({**row, "loss_scale": 1.0})
+    check_loss({**row, "loss": 1.0})
+    check_loss({})
