@@ -59,12 +59,12 @@ def go(image_root: Path, folder: Path) -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def status(
     image_root: Path, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Return a function that runs train.py's main; it returns the exit status and stderr."""
+) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs train.py's main; it returns the exit status and what is said."""
 
-    def main(*overrides: str, root: Path = image_root) -> tuple[int, str]:
+    def main(*overrides: str, root: Path = image_root) -> tuple[int, str, str]:
         capfd.readouterr()
-        return train.main(compose(root, folder, *overrides)), capfd.readouterr().err
+        return train.main(compose(root, folder, *overrides)), *capfd.readouterr()
 
     return main
 
@@ -208,8 +208,9 @@ def test_signal_while_validating(
     batches = train.validation_batches
 
     def interrupted(*arguments: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        return batches(*arguments)
+        for batch in batches(*arguments):
+            signal.raise_signal(signal.SIGTERM)
+            yield batch
 
     def interrupted_at(step: int, *overrides: str) -> None:
         with monkeypatch.context() as patch:
@@ -262,6 +263,46 @@ def test_resume_from_a_path(go: Any, folder: Path, short: Ended) -> None:
     assert tree(short[0]) == before
 
 
+# The effect of a second command with other keys.
+
+
+def test_accepted_changes_are_reported_by_every_start(status: Any, folder: Path) -> None:
+    assert status("train.max_steps=5")[0] == 0
+    history = "accepted at step 5: optim.lr was 0.2, is 0.4"
+    number, out, _ = status("optim.lr=0.4", ACCEPT, "train.max_steps=7")
+    assert number == 0 and "resumed from step-00000005.pt" in out
+    assert f"history  {history}\n" in out
+    # The run has the new values from then on: only a command with them resumes.
+    for steps in (8, 8):  # also the start of a finished run
+        number, out, _ = status("optim.lr=0.4", f"train.max_steps={steps}")
+        assert number == 0 and f"history  {history}\n" in out
+    assert json.loads((folder / "summary.json").read_text())["history"] == [history]
+    assert status()[0] == 2
+
+
+def test_best_on_other_validation_images_is_dropped(go: Any, folder: Path) -> None:
+    go("train.max_steps=5")
+    path = folder / "checkpoints" / "step-00000005.pt"
+    content = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
+    content["state"]["best"]["top1"] = 100.0  # nothing later is better
+    checkpoint.save(path.parent, content, keep=2, best_step=5)
+    go("optim.lr=0.1", ACCEPT, "train.max_steps=6")
+    assert stored(folder)["best"]["step"] == 5, "the same images: still the best"
+    go("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")
+    assert checkpoint.load(folder / "checkpoints" / "best.pt")["step"] == 7
+    assert stored(folder)["best"]["step"] == 7
+
+
+def test_weights_are_identified_by_their_content(status: Any, short: Ended, tmp_path: Path) -> None:
+    five, nine = checkpoint.files(short[0] / "checkpoints")
+    first, other = (shutil.copy(five, tmp_path / name) for name in ("first.pt", "other.pt"))
+    assert status(f"model.weights={first}", "train.max_steps=1")[0] == 0
+    assert status(f"model.weights={other}", "train.max_steps=2")[0] == 0
+    shutil.copy(nine, first)
+    number, _, error = status(f"model.weights={first}", "train.max_steps=3")
+    assert number == 2 and "model.weights was SHA-256 " in error
+
+
 # Faults.
 
 
@@ -271,7 +312,7 @@ def test_corrupt_validation_image(
     """data.on_error=skip is for training images only."""
     broken = shutil.copytree(image_root, tmp_path / "images") / "val/checks/02.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
-    number, error = status("data.on_error=skip", root=tmp_path / "images")
+    number, _, error = status("data.on_error=skip", root=tmp_path / "images")
     assert number == 1 and error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
     assert not (folder / "summary.json").exists()
 
@@ -308,7 +349,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     monkeypatch.setattr(train, "train_step", diverge)
     options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
     options += ["log.every_steps=7", "loader.workers=0"]
-    number, error = status(*options)
+    number, _, error = status(*options)
     assert number == 1 and error.startswith("train.py: the loss is nan at step 7 (lr ")
     assert error.count("\n") == 1 and "lower optim.lr" in error
     assert [path.name for path in (folder / "checkpoints").glob("*.pt")] == ["step-00000004.pt"]
@@ -335,7 +376,7 @@ def test_disk_full(go: Any, status: Any, folder: Path, short: Ended) -> None:
     """A failed checkpoint ends the run at the next one; the next start resumes before it."""
     go("train.max_steps=3")
     with file_size_limit(2**19):  # a checkpoint has 2.5 MB
-        number, error = status("checkpoint.every_steps=6")
+        number, _, error = status("checkpoint.every_steps=6")
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
     assert rows(folder, "train")[-1]["step"] == 6 and not (folder / "summary.json").exists()
