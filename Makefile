@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick gpu equal soak lint size mutants bench clean lock
+.PHONY: help env demo test quick gpu soak lint size mutants bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -34,9 +34,6 @@ quick: env  ## the test files that start no process and run no training: 1 minut
 
 gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an H100
 	@$(RUN) -m pytest -q -m "gpu and not slow" --durations=10 $(ARGS)
-
-equal: env  ## compare trainings with those of an earlier revision, bit for bit: 3 minutes
-	@$(RUN) -m tests.equal.compare $(ARGS)
 
 soak: env  ## the tests that `make test` leaves out, to stay short
 	@$(PYTEST) -m slow $(ARGS)

@@ -11,11 +11,13 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from conf import cli
@@ -180,3 +182,11 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
         words = shlex.split(code) if "=" in code else []
         for word in words if all(each.partition("=")[0] in NAMES for each in words) else ():
             read_words([word])
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    assert newest == (version, str(citation["date-released"]))
+    assert citation["version"] == version

@@ -37,18 +37,6 @@ def test_imports_have_one_direction() -> None:
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
 
 
-def test_no_circular_imports() -> None:
-    modules = {name: imports(path) for name, path in SOURCES.items() if path.name != "__init__.py"}
-    graph = {
-        name: {o for o in modules if o != name and any(within(i, [o]) for i in imported)}
-        for name, imported in modules.items()
-    }
-    while graph:
-        leaves = {name for name, found in graph.items() if not found & graph.keys()}
-        assert leaves, f"circular imports: {sorted(graph)}"
-        graph = {name: found for name, found in graph.items() if name not in leaves}
-
-
 def test_the_core_does_not_know_the_extras() -> None:
     """An extra is reached by a name in YAML."""
     names = {name.split(".")[1] for name in SOURCES if name.startswith("extras.")}

@@ -1,4 +1,4 @@
-"""mistakes.csv: commands that must be refused in one line, and leave no file.
+"""Commands that must be refused in one line, and leave no file: mistakes.csv, and several ranks.
 
 A row has the words after `train.py`, the exit status and the message; `...` stands for any text.
 """
@@ -19,7 +19,9 @@ import torch
 import train
 from conf import cli
 from tests.processes import ROOT, descendants, needs_linux
+from tests.ranks import Ranks
 from tests.results import tree
+from tests.small_run import SMALL_RUN
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
@@ -104,3 +106,42 @@ def test_an_output_that_is_closed_or_full(
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (status, int(bool(says)))
     assert says in done.stderr
+
+
+RUN = [*SMALL_RUN, "loader.workers=0", "data.root=images", "run.dir=../run"]
+# Each rank has a folder of its own, like a node without a shared disk. Rank 1 executes some code.
+SCRIPT = """
+import os, runpy, sys
+code, *sys.argv = sys.argv[1:]
+os.chdir(os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    exec(code)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+SAME = "; give every rank the same command and data"
+RANK_MISTAKES = {
+    "sys.argv.append('optim.lr=0.3')": rf"optim\.lr: is 0\.3 on rank 1 and 0\.2 on rank 0{SAME}",
+    "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
+        rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
+    ),
+    "import shutil; shutil.rmtree('images')": r"data\.root=images: .*",
+}
+"""What is wrong on rank 1, and the message."""
+
+
+@pytest.mark.parametrize(("code", "message"), RANK_MISTAKES.items())
+def test_ranks_that_do_not_match(
+    code: str, message: str, image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """One line says why, all of them exit, and nothing is created."""
+    for rank in range(2):
+        shutil.copytree(image_root, tmp_path / str(rank) / "images")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script), code, train.__file__, *RUN]
+    done = ranks.run([sys.executable, *arguments], 2, cwd=tmp_path)
+    assert re.fullmatch(rf"train\.py: {message}\n", done.stderr), done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (tmp_path / "run").exists()

@@ -1,5 +1,8 @@
 """train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
 
+import copy
+import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,26 +14,27 @@ import train
 from conf.schema import Optim, Train
 from engine.losses import build_criterion
 from engine.optim import build_optimizer
-from engine.state import MovingAverage, TrainState
+from engine.state import MovingAverage, TrainingError, TrainState, check_loss, untouched
+from engine.step_graph import Values
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
+from tests.optimizers import OPTIMIZERS
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
 CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.25
 
 
-def drawn(step: int, mixed: bool) -> Batch:
-    """Images [B, 3, 2, 2]; with `mixed`, soft targets as from mixup, float32 [B, classes]."""
+def drawn(step: int) -> Batch:
+    """Images [B, 3, 2, 2], and soft targets as from mixup, float32 [B, classes]."""
     rng = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 2, 2, generator=rng)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=rng)
     targets = torch.softmax(torch.randn(BATCH, CLASSES, generator=rng), 1)
-    return batch_of(step, image=images, label=labels, **({"target": targets} if mixed else {}))
+    return batch_of(step, image=images, label=labels, target=targets)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_five_steps_equal_numpy(mixed: bool) -> None:
+def test_five_steps_equal_numpy() -> None:
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
@@ -43,10 +47,10 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
     averages = weights
     clipped = []
     for step, lr in enumerate(LEARNING_RATES):
-        batch = drawn(step, mixed)
+        batch = drawn(step)
         x = batch["image"].double().numpy().reshape(BATCH, FEATURES)
         labels = batch["label"].numpy()
-        targets = batch["target"].double().numpy() if mixed else np.eye(CLASSES)[labels]
+        targets = batch["target"].double().numpy()
 
         # Cross entropy with targets mixed with the uniform distribution (arXiv 1512.00567,
         # section 7).
@@ -88,18 +92,17 @@ def test_five_steps_equal_numpy(mixed: bool) -> None:
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_training_loss(mixed: bool) -> None:
+def test_training_loss() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
     onehot = nn.functional.one_hot(labels, 7).float()
-    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0) if mixed else labels
+    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
     criterion = build_criterion(Train(label_smoothing=0.1))
-    batch = batch_of(image=images, label=labels, **({"target": targets} if mixed else {}))
+    batch = batch_of(image=images, label=labels, target=targets)
     loss, values = train.training_loss(network, batch, criterion)
     # A tenth is distributed over all classes.
-    smooth = 0.9 * (targets if mixed else onehot) + 0.1 / 7
+    smooth = 0.9 * targets + 0.1 / 7
     torch.testing.assert_close(loss, -(smooth * network(images).log_softmax(1)).sum(1).mean())
     for name, k in (("top1", 1), ("top5", 5)):  # of the image's own label
         hits = (network(images).topk(k).indices == labels[:, None]).any(1)
@@ -115,15 +118,20 @@ def test_loss_is_computed_in_float32() -> None:
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
-def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """Train without BatchNorm: weights, and what each step logs."""
+def classifier() -> nn.Module:
+    """Without BatchNorm."""
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
-    model = nn.Sequential(nn.Flatten(), *layers).double()
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def after_five_steps(accumulate: int) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Return the weights, and what each step logs."""
+    model = classifier().double()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
     logged = []
     for step, lr in enumerate(LEARNING_RATES):
-        batch = drawn(step, mixed)
+        batch = drawn(step)
         batch.fields["image"] = batch["image"].double()
         options = {"lr": lr, "clip_norm": CLIP_NORM, "accumulate": accumulate}
         values = train.train_step(state, model, toy_loss, batch, **options)
@@ -131,11 +139,10 @@ def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[d
     return [parameter.detach() for parameter in model.parameters()], logged
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) -> None:
-    weights, logged = after_five_steps(accumulate, mixed)
-    expected, rows = after_five_steps(1, mixed)
+def test_micro_batches_train_as_the_whole_batch(accumulate: int) -> None:
+    weights, logged = after_five_steps(accumulate)
+    expected, rows = after_five_steps(1)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
     for found, row in zip(logged, rows, strict=True):
         assert found == pytest.approx(row, rel=1e-5)
@@ -144,5 +151,91 @@ def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) ->
 def test_batchnorm_sees_micro_batches() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.train_step(state, model, toy_loss, drawn(0, False), lr=0.1, accumulate=2)
+    train.train_step(state, model, toy_loss, drawn(0), lr=0.1, accumulate=2)
     assert model[0].num_batches_tracked == 2
+
+
+# fp16: the loss is scaled, and a step that overflows is skipped.
+
+
+FIRST_SCALE = 65536.0  # of torch.amp.GradScaler
+
+
+def new_state(name: str, *, fused: bool = False, fp16: bool = True) -> TrainState:
+    model = classifier()
+    args = {"fused": True} if fused and name in ("sgd", "adamw") else {}
+    optimizer = build_optimizer(model, replace(OPTIMIZERS[name], args=args, weight_decay=0.1))
+    scaler = torch.amp.GradScaler("cpu", enabled=fp16)
+    return TrainState(model, optimizer, MovingAverage(model, 0.5), scaler=scaler)
+
+
+def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+    """The gradients are finite, those of the scaled loss are not."""
+    loss, values = toy_loss(network, batch)
+    return loss * 1e36, values
+
+
+def test_a_scaled_loss_changes_nothing() -> None:
+    """Its gradients are divided by the scale, a power of 2, before they are clipped."""
+    states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
+    for step in range(3):
+        for state in states:
+            batch = drawn(step)
+            train.train_step(state, state.model, toy_loss, batch, lr=0.1, clip_norm=0.1)
+    assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
+    """The scale is halved, and later steps update."""
+    state = new_state(name, fused=fused)
+    train.train_step(state, state.model, toy_loss, drawn(1), lr=0.1)
+    before = [p.clone() for p in state.model.parameters()]
+    values = train.train_step(state, state.model, overflow, drawn(2), lr=0.1)
+    assert all(map(torch.equal, state.model.parameters(), before))
+    assert values["loss_scale"] == FIRST_SCALE / 2
+    train.train_step(state, state.model, toy_loss, drawn(3), lr=0.1)
+    assert not any(map(torch.equal, state.model.parameters(), before))
+    assert all(value.isfinite().all() for value in state.tensors())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_overflow_in_the_first_step_leaves_no_trace(name: str, fused: bool) -> None:
+    """A ResNet-50 overflows there. New memory holds NaN here."""
+    states = [new_state(name, fused=fused) for _ in range(2)]
+    torch.use_deterministic_algorithms(True)  # new memory is filled
+    try:
+        train.train_step(states[0], states[0].model, overflow, drawn(1), lr=0.1)
+        for state in states:
+            train.train_step(state, state.model, toy_loss, drawn(2), lr=0.1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *(state.model.parameters() for state in states)))
+
+
+def test_the_scale_is_stored() -> None:
+    state = new_state("sgd")
+    train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+    stored = copy.deepcopy(state.state_dict())
+    with untouched(state):  # for example the steps of loader.workers=auto
+        train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+    resumed = new_state("sgd")
+    resumed.load_state_dict(stored)
+    for each in (state, resumed):
+        values = train.train_step(each, each.model, toy_loss, drawn(1), lr=0.1)
+        assert values["loss_scale"] == FIRST_SCALE / 2
+    new_state("sgd").load_state_dict({**stored, "loss_scale": {}})  # of a run in bf16
+    new_state("sgd", fp16=False).load_state_dict(stored)
+
+
+def test_which_rows_end_a_run() -> None:
+    row = {"step": 7, "lr": 0.1, "loss": math.nan}
+    with pytest.raises(TrainingError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
+        check_loss(row)
+    with pytest.raises(TrainingError, match="not finite at any loss scale, step 7; these weights"):
+        check_loss({**row, "loss": 1.0, "loss_scale": 0.5})
+    check_loss({**row, "loss_scale": 1.0})
+    check_loss({**row, "loss": 1.0})
+    check_loss({})

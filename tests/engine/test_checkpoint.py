@@ -1,25 +1,27 @@
-"""Checkpoints after flipped bits, files of other formats, the order of writes, strict JSON."""
+"""Which checkpoints are kept, the order of writes, strict JSON, and the thread that writes."""
 
 import errno
 import json
 import math
 import os
-import re
 import stat
-import sys
+import threading
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, load, load_newest, save
-from engine.files import json_text
-from tests.engine.run_dirs import content_of, open_run
-from tests.processes import needs_linux
+from engine.checkpoint import host_copy, json_text, load, load_newest, save
+from engine.run import Run
+from engine.state import TrainingError, TrainState
+from tests.engine.run_dirs import content_of, directory, open_run, resume_with
+from tests.processes import HANGS_SECONDS, needs_linux
 from tests.results import strictly_parsed
 
 
@@ -28,26 +30,8 @@ def content(step: int, size: int = 1000) -> dict[str, Any]:
     return content_of(step, {"weights": torch.full((size,), float(step))})
 
 
-def newest(folder: Path) -> int:
-    """Return the step of the newest intact checkpoint, after checking its content."""
-    path, stored = load_newest(checkpoint.files(folder)[::-1])
-    step = int(stored["step"])
-    assert (
-        path == folder / checkpoint.file_name(step) and (stored["state"]["weights"] == step).all()
-    )
-    return step
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Checkpoints of steps 10 and 20."""
-    for step in (10, 20):
-        save(tmp_path / "checkpoints", content(step), keep=2)
-    return tmp_path / "checkpoints"
 
 
 def test_keep_and_best(tmp_path: Path) -> None:
@@ -81,48 +65,16 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load(tmp_path / "best.pt")["step"] == 2
 
 
-def test_damage_is_detected_and_the_previous_checkpoint_used(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """tests/reliability/test_checkpoints.py has random damages."""
-    twenty = folder / "step-00000020.pt"
-    data = bytearray(twenty.read_bytes())
-    before = torch.load(twenty)["state"]["weights"]
-    data[data.index(before.numpy().tobytes()) + 2] ^= 1
-    twenty.write_bytes(data)
-    assert not torch.equal(torch.load(twenty)["state"]["weights"], before)  # no error of torch
-    assert newest(folder) == 10
-    (record,) = caplog.records
-    message = "step-00000020.pt: damaged; continuing from step-00000010.pt instead"
-    assert record.getMessage() == f"{folder}/{message}"
-    with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged: its CRC-32"):
-        load(twenty)
-    os.truncate(folder / "step-00000010.pt", 500)
-    with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged, and .*resume=never$"):
-        newest(folder)
-    save(folder, content(20), keep=2)  # when training reaches the step again
-    assert newest(folder) == 20
-
-
-def test_older_format_is_not_resumed(folder: Path) -> None:
-    old = folder / "step-00000020.pt"
+def test_older_format_is_not_resumed(tmp_path: Path) -> None:
+    old = save(tmp_path, content(20), keep=2)
     stored = {**torch.load(old), "format": 2}
     torch.save(stored, old)
     assert checkpoint.is_ours(stored)  # its weights and config can be read
     with pytest.raises(UserError) as error:
-        newest(folder)
+        load_newest([old])
     message = str(error.value)
     assert message.startswith(f"{old}: written by another version of this program, which trains ")
     assert f"model.weights={old} " in message
-
-
-def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = checkpoint.provenance()
-    assert versions["torch"] == str(torch.__version__)
-    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", versions["git_commit"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert checkpoint.provenance()["git_commit"] == "unknown"
 
 
 Calls = list[tuple[str, ...]]
@@ -190,3 +142,93 @@ def test_numbers_that_are_not_finite_become_null(value: float) -> None:
 
     finite = {"x": [0.1, -0.0, 3e38, None, "ä", {"y": ()}], "z": 7}
     assert json_text(finite) == json.dumps(finite)
+
+
+# Checkpoints are written in a thread.
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_kind_of_tensor_is_copied(device: str, tmp_path: Path) -> None:
+    """The next step does not change the copy."""
+    tied = torch.randn(7, device=device)
+    tensors = {
+        "channels_last": torch.randn(4, 3, 5, 5).to(device, memory_format=torch.channels_last),
+        "transposed": torch.randn(2, 3, device=device).t(),
+        "bfloat16": torch.randn(5, device=device).bfloat16(),
+        "bool": torch.tensor([True, False], device=device),
+        "scalar": torch.tensor(7, device=device),
+        "on the host": torch.tensor(3.5),
+        "empty": torch.empty(0, 3, device=device),
+        "slice": torch.arange(2_000_000.0, device=device)[::1000],
+        "tied": tied,
+        "tied again": tied,
+    }
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    model = nn.BatchNorm1d(3).to(device)
+    state = {"tensors": tensors, "model": model.state_dict(), "best": {"step": 7}}
+    copied = host_copy(content_of(1, state))
+    state["best"]["step"] = -1
+    for tensor in tensors.values():
+        tensor.zero_()
+    path = checkpoint.save(tmp_path / "copy", copied, keep=1)
+    stored = checkpoint.load(path)["state"]
+    for name, tensor in tensors.items():
+        assert stored["tensors"][name].dtype == tensor.dtype
+        if name != "slice":
+            assert stored["tensors"][name].stride() == tensor.stride(), name
+        assert torch.equal(stored["tensors"][name], expected[name]), name
+    assert stored["best"] == {"step": 7}
+    assert stored["model"]._metadata == model.state_dict()._metadata
+    assert path.stat().st_size < 30_000  # neither ties are stored twice nor a slice's neighbours
+
+
+def state_of(value: float = 1.0, step: int = 5) -> TrainState:
+    """Return a state whose weights have a value."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    nn.init.constant_(model[0].weight, value)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
+
+
+def opened(path: Path) -> Run:
+    run = directory(path)
+    resume_with(run, state_of(), {})
+    return run
+
+
+def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy begins when the first one is written."""
+    waits, save, order = futures.wait, checkpoint.save, list[str]()
+    release = threading.Event()
+
+    def slow_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
+        order.append(f"begins {content['step']}")
+        assert release.wait(HANGS_SECONDS)
+        path = save(folder, content, **options)
+        order.append(f"has written {content['state']['model']['0.weight'][0, 0]:g}")
+        return path
+
+    def wait(these: Any) -> Any:
+        release.set()
+        return waits(these)
+
+    monkeypatch.setattr(checkpoint, "save", slow_save)
+    with opened(tmp_path) as run:
+        state = state_of(1.0, step=6)
+        run.save(state)
+        assert run.last_saved_step == 6 and order == ["begins 6"][: len(order)]
+        monkeypatch.setattr(futures, "wait", wait)
+        nn.init.constant_(state.model[0].weight, 2.0)
+        state.step = 7
+        run.save(state)
+        assert run.last_saved_step == 7
+        run.wait()
+    assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.save(state_of(3e38))  # large weights are finite
+        run.save(state_of(-float("inf"), step=6))
+        with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
+            run.wait()
+    assert names(tmp_path / "checkpoints") == {"step-00000005.pt"}

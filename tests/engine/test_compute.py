@@ -60,16 +60,6 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("tf32", torch.float32)]
-)
-def test_dtype_of_a_precision(precision: str, dtype: torch.dtype) -> None:
-    given = compute(precision=precision)
-    assert given.dtype == dtype
-    with given.autocast():
-        assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
-
-
 def test_peak_rate() -> None:
     """Not that of a GPU whose name begins alike."""
     names = ("H100 80GB HBM3", "A100-SXM4-80GB", "L40", "A10G", "H100 NVL")

@@ -31,8 +31,6 @@ def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> T
     ("key", "value", "loss", "unset"),
     [
         ("label_smoothing", 0.1, "focal", "0"),
-        ("bce_threshold", 0.2, "focal", "null"),
-        ("bce_threshold", 0.2, "cross_entropy", "null"),
         ("class_weights", "balanced", "bce", "null"),
     ],
 )
@@ -59,9 +57,8 @@ def check_halves(criterion: Criterion) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_equal_one_hot_targets(name: str, smoothing: float) -> None:
-    criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
+def test_labels_equal_one_hot_targets(name: str) -> None:
+    criterion = build_criterion(Train(loss=name, label_smoothing=0.1))
     torch.testing.assert_close(criterion(LOGITS, LABELS), criterion(LOGITS, ONE_HOT))
     check_halves(criterion)
 
@@ -114,7 +111,7 @@ def test_class_weights(smoothing: float) -> None:
     check_halves(criterion)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+@pytest.mark.parametrize("threshold", [None, 0.2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_bce_by_its_formula(smoothing: float, threshold: float | None) -> None:
     """That of timm: the threshold comes after smoothing and mixing."""

@@ -64,9 +64,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
     return toy_loss(network, batch, **options)
 
 
-@pytest.mark.parametrize(
-    ("most", "images", "found"), [(64, 64, None), (63, 64, 32), (9, 64, 8), (3, 60, 3), (9, 17, 1)]
-)
+@pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (9, 17, 1)])
 def test_micro_batches_halve_until_they_fit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -27,11 +27,8 @@ def steps_where(schedule: Schedule, test: str) -> list[int]:
     ("epochs", "images", "batch", "steps"),
     [
         (90, 1_281_167, 256, 450_411),  # 450,410.3
-        (1, 100, 50, 2),
-        (1, 101, 50, 3),
         (0.001, 100, 50, 1),
         (1.1, 100, 10, 11),  # 11.000000000000002 in floating point
-        (2.2, 50_000, 8, 13_750),
     ],
 )
 def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:
@@ -44,7 +41,6 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
         ("validate", 5, None, 2, [20, 40, 50]),
         ("validate", 1.5, None, 1, [10, 15]),
         ("validate", 5, 33, 1, [10, 20, 30, 33]),
-        ("validate", 2, None, 50, [20]),
         ("log", 1.2, None, 1, [5, 10, 12]),
         ("save", 1.5, None, 1, [4, 8, 10, 12, 15]),
         ("epoch", 1.5, None, 50, [10]),
@@ -92,10 +88,6 @@ def curve(
         (curve("constant"), {0: 2, 99: 2, 1000: 2}),
         (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 5: 2}),
         (curve("linear", warmup=4, total=14), {3: 2, 4: 2, 5: 1.8}),
-        (
-            curve("step", total=90, step_epochs=3, step_gamma=0.1),
-            {0: 2, 29: 2, 30: 0.2, 59: 0.2, 60: 0.02, 89: 0.02},
-        ),
         # 1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0.
         (
             curve("step", images=1_281_167, batch=256, total=450_411, step_epochs=30),
@@ -103,14 +95,12 @@ def curve(
         ),
         # 55 / (50 * 1.1) is 0.9999999999999999 in floating point.
         (curve("step", images=50, step_epochs=1.1), {54: 2, 55: 0.2, 109: 0.2, 110: 0.02}),
-        (curve("step", images=100, batch=3, step_epochs=0.1), {9: 0.02, 10: 0.002}),
         (
             curve("cosine", warmup=20, total=100),
             {19: 2, 20: 2, 40: 1 + 0.5**0.5, 60: 1, 80: 1 - 0.5**0.5, 100: 0},
         ),
         # The rate does not rise again if a run has more steps than its schedule.
         (curve("cosine", final_lr=0.5), {0: 2, 50: 1.25, 100: 0.5, 150: 0.5, 10_000: 0.5}),
-        (curve("linear"), {0: 2, 25: 1.5, 50: 1, 99: 0.02, 100: 0}),
         (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
     ],
 )
@@ -130,10 +120,7 @@ def test_every_schedule_has_a_group() -> None:
         (2, None, 5, r"loader\.batch_size=2: .* set it to 5$"),
         (100, None, 4, 1),
         (96, 7, 2, 8),  # of 6 images
-        (96, 48, 2, 1),
-        (64, 8, 2, 4),
         (64, 8, 16, 1),  # of 4 images
-        (64, 1, 1, 64),
     ],
 )
 def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | int) -> None:
@@ -155,11 +142,8 @@ def test_sync_bn_on_cpus_is_refused() -> None:
     ("images", "batch", "advice"),
     [
         (280, 256, "loader.batch_size=16 optim.lr=0.00625"),
-        (2_000, 256, "loader.batch_size=64 optim.lr=0.025"),
-        (100, 64, "loader.batch_size=8 optim.lr=0.0125"),
         (2_560, 256, None),  # ten steps
         (36, 8, None),  # no smaller batch is advised
-        (1_281_167, 1024, None),
     ],
 )
 def test_batch_size_too_large_for_the_data(images: int, batch: int, advice: str | None) -> None:

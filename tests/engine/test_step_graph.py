@@ -218,7 +218,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
 
 @pytest.mark.parametrize("where", ["backward", "optimiser"])
 def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
-    """As a capture that fails: on a GPU, its gradients were never computed."""
+    """As a capture that fails: on a GPU, its gradients were never computed. The next step works."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -228,7 +228,8 @@ def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
         torch.manual_seed(0)
         layers = torch.nn.Linear(12, 4), torch.nn.Linear(4, 3)
         model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
-        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
         batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
         if fails:
             if where == "backward":  # after the gradients of the second layer

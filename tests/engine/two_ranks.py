@@ -6,7 +6,7 @@ Each function checks what its own rank finds.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,36 +32,19 @@ from tests.engine.plans import schedule
 from train import train_step
 
 
+def refuse() -> Path:
+    raise UserError("no memory")
+
+
 def check_objects(world: World) -> None:
-    decided = []
-
-    def decide(answer: Any) -> Callable[[], Any]:
-        def inner() -> Any:
-            decided.append(answer)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return inner
-
-    for value in (Path("runs/a"), None, {"x": 1}):
-        assert world.on_rank_0(decide(value)) == value
-    for error in (UserError("run.dir=x: is a file"), OSError(28, "No space left on device")):
-        with pytest.raises(type(error)) as caught:
-            world.on_rank_0(decide(error))
-        assert str(caught.value) == str(error)
-    assert len(decided) == (5 if world.rank == 0 else 0)
-    values = world.all_gather({"path": Path(f"runs/{world.rank}"), "none": None})
-    assert values == [{"path": Path(f"runs/{rank}"), "none": None} for rank in (0, 1)]
-
-    def below(limit: int) -> int:
-        if world.rank >= limit:
-            raise UserError(f"rank {world.rank} has no memory")
-        return 10 * world.rank
-
-    assert world.on_all_ranks(lambda: below(2)) == 10 * world.rank
-    with pytest.raises(UserError, match="rank 1 has no memory"):
-        world.on_all_ranks(lambda: below(1))
+    """Results of a rank, or its error on both."""
+    own = Path(f"runs/{world.rank}")
+    assert world.on_rank_0(lambda: own) == Path("runs/0")
+    assert world.on_all_ranks(lambda: own) == own
+    assert world.all_gather({"path": own}) == [{"path": Path(f"runs/{rank}")} for rank in (0, 1)]
+    for call, rank in ((world.on_rank_0, 0), (world.on_all_ranks, 1)):
+        with pytest.raises(UserError, match="no memory"):
+            call(refuse if world.rank == rank else lambda: own)
 
 
 def check_tensors(world: World) -> None:
@@ -105,7 +88,7 @@ def classifier() -> TrainState:
 
 
 def check_accumulation(world: World) -> None:
-    """Each rank trains on its half of a batch, in micro-batches; gradients are exchanged once.
+    """Each rank trains on its half of a batch, in micro-batches; DDP exchanges gradients once.
 
     Its own weights at first are replaced by those of rank 0.
     """
@@ -114,27 +97,20 @@ def check_accumulation(world: World) -> None:
         nn.init.zeros_(state.model[0].weight)
     images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
     rows = slice(4 * world.rank, 4 * world.rank + 4)
-    all_reduce, exchanged = dist.all_reduce, []
+    exchanged = []
 
     def in_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         exchanged.append(bucket.index())
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    def counted(tensor: Tensor, **options: Any) -> Any:
-        exchanged.append(len(tensor))
-        return all_reduce(tensor, **options)
-
     network = world.wrap(state.model, (3, 2, 2))
     assert (network is state.model) == (world.local_size == 2)
-    with pytest.MonkeyPatch.context() as patch:
-        if isinstance(network, nn.parallel.DistributedDataParallel):
-            network.register_comm_hook(None, in_bucket)
-        else:
-            patch.setattr(dist, "all_reduce", counted)
-        for step in range(3):
-            batch = batch_of(step, image=images[rows], label=labels[rows])
-            train_step(state, network, toy_loss, batch, lr=0.5, accumulate=2)
-    assert len(exchanged) == 3
+    if isinstance(network, nn.parallel.DistributedDataParallel):
+        network.register_comm_hook(None, in_bucket)
+    for step in range(3):
+        batch = batch_of(step, image=images[rows], label=labels[rows])
+        train_step(state, network, toy_loss, batch, lr=0.5, accumulate=2)
+    assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
@@ -151,34 +127,26 @@ def check_accumulation(world: World) -> None:
 
 def check_memory(world: World) -> None:
     """Rank 1 has memory for 3 of the 8 images of each rank. Rank 0, which has more, follows."""
-    images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
-    batch = batch_of(image=images, label=labels)
-    found = []
-    for tries in (True, False):
-        state = classifier()
-        network = world.wrap(state.model, (3, 2, 2))
+    batch = batch_of(image=torch.randn(8, 3, 2, 2), label=torch.randint(0, 3, (8,)))
+    state = classifier()
+    network = world.wrap(state.model, (3, 2, 2))
 
-        def loss(network: nn.Module, batch: Batch, tries: bool = tries) -> tuple[Tensor, Values]:
-            if tries and world.rank == 1 and len(batch.samples) > 3:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return toy_loss(network, batch)
+    def loss(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+        if world.rank == 1 and len(batch.samples) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return toy_loss(network, batch)
 
-        take = partial(train_step, state, network, loss, lr=0.5)
-        graph = StepGraph(take, begin=lambda step: None, network=network, disabled_reason="CPU")
-        if tries:
-            before = params_sha256(state.model)
-            given = schedule(batch=16, ranks=2)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(memory, "TRIED_ON", ("cpu",))
-                fitted = memory.fit_memory(given, state, world, graph, [batch])
-            assert (fitted.micro_batches, fitted.fitted_batch) == (4, 2)
-            assert params_sha256(state.model) == before and not state.optimizer.state
-        else:
-            graph.launch = partial(take, accumulate=4)
-        for _ in range(3):
-            graph(batch)
-        found.append(params_sha256(state.model))
-    assert {*world.all_gather(found[0])} == {found[1]}
+    take = partial(train_step, state, network, loss, lr=0.5)
+    graph = StepGraph(take, begin=lambda step: None, network=network, disabled_reason="CPU")
+    before = params_sha256(state.model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "TRIED_ON", ("cpu",))
+        fitted = memory.fit_memory(schedule(batch=16, ranks=2), state, world, graph, [batch])
+    assert (fitted.micro_batches, fitted.fitted_batch) == (4, 2)
+    assert params_sha256(state.model) == before and not state.optimizer.state
+    graph(batch)
+    after = params_sha256(state.model)
+    assert {*world.all_gather(after)} == {after} != {before}
 
 
 def check_stops(world: World) -> None:

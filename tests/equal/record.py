@@ -13,8 +13,7 @@ its own that says so: this command asks the code again, and writes the file of a
 
     python -m tests.equal.record KIND ...
 
-What depends on the arithmetic of a machine is not stored. `make equal` compares it with 71e3027:
-see compare.py.
+What depends on the arithmetic of a machine is not stored: CONTRIBUTING.md has the command for it.
 """
 
 import json

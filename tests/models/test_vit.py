@@ -29,9 +29,6 @@ def test_positions_by_hand() -> None:
     by_hand = [f(frequency * place) for f, place in angles for frequency in (1, 1e-4)]
     assert found[5].tolist() == pytest.approx(by_hand, abs=1e-6)
     assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    frequencies = positions(1, 2, 384)[1, :96].asin()
-    ratios = frequencies[1:] / frequencies[:-1]
-    assert ratios.tolist() == pytest.approx([10_000 ** (-1 / 95)] * 95, rel=1e-4)
 
 
 def test_blocks_compute_the_same_as_torch() -> None:

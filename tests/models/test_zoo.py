@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 from conf.schema import Model, UserError
-from models.resnet import resnet18_cifar, resnet_tiny
+from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
 from models.zoo import import_torchvision
 from scripts.lib.trained import sizes_in
@@ -58,16 +58,12 @@ def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         models.build("timm/resnet18", num_classes=10, image_size=32)
 
 
-@pytest.mark.parametrize(("name", "last"), [("resnet50", "bn3"), ("resnet_tiny", "bn2")])
-def test_zero_init_residual_makes_each_block_the_identity(name: str, last: str) -> None:
-    """Only the scales of the last norms change, as in torchvision."""
-    built = []
-    for args in ({}, {"zero_init_residual": True}):
-        torch.manual_seed(0)
-        built.append(models.build(name, num_classes=10, image_size=32, args=args).state_dict())
-    changed = {key for key in built[0] if not torch.equal(built[0][key], built[1][key])}
-    assert changed == {key for key in built[0] if re.search(rf"layer.*{last}\.weight", key)}
-    assert not any(built[1][key].any() for key in changed)
+def test_zero_init_residual_makes_each_block_the_identity() -> None:
+    """Only the scales of the last norms are zero."""
+    args = {"zero_init_residual": True}
+    state = models.build("resnet_tiny", num_classes=10, image_size=32, args=args).state_dict()
+    zero = {key for key in state if key.endswith("weight") and not state[key].any()}
+    assert zero == {key for key in state if re.search(r"layer.*bn2\.weight", key)}
 
 
 def test_published_weights_without_a_network(
@@ -78,12 +74,7 @@ def test_published_weights_without_a_network(
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(UserError) as error:
         models.build("resnet18", num_classes=2, image_size=32, pretrained=True)
-    assert re.fullmatch(
-        r"model\.weights=pretrained: the weights of resnet18 cannot be loaded \(URLError: "
-        r".*refused>\); copy https://download\.pytorch\.org/models/resnet18-f37072fd\.pth to this "
-        r"machine and give model\.weights=FILE",
-        str(error.value),
-    )
+    assert "copy https://download.pytorch.org/models/resnet18-f37072fd.pth to " in str(error.value)
 
 
 def test_timm_model_for_another_image_size() -> None:
@@ -137,8 +128,6 @@ def test_head_that_does_not_fit_starts_at_zero(
     assert caplog.messages == [
         "test: fc.weight, fc.bias are new: the file has no head for these 3 classes"
     ]
-    with pytest.raises(UserError, match=r"such as fc.weight; check"):
-        fit_weights(model, dict(stored), origin="test")
 
 
 def test_a_new_head_before_a_relu_learns() -> None:
@@ -152,20 +141,10 @@ def test_a_new_head_before_a_relu_learns() -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        (["cat", "dog"], None),
-        (["car", "cup"], "WARNING .*: the file has no head for these 2 classes"),
-        (["dog", "cat"], "WARNING .* are new"),
-        ([], None),
-    ],
+    ("named", "kept"), [(["cat", "dog"], True), (["dog", "cat"], False), ([], True)]
 )
 def test_the_head_of_other_classes_is_not_kept(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    suffix: str,
-    named: list[str],
-    message: str | None,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, named: list[str], kept: bool
 ) -> None:
     """Also if their number is that of the training: its logits would be of other classes."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
@@ -173,13 +152,10 @@ def test_the_head_of_other_classes_is_not_kept(
         torch.save({"state": {"model": stored, "ema": None}, "plan": {"classes": named}}, path)
     else:
         save_file(stored, path, {"classes": json.dumps(named)})
-    with caplog.at_level("INFO"):
-        load_weights(model, path, ("cat", "dog"))
-    kept = 0 if "WARNING" in (message or "") else 1
+    load_weights(model, path, ("cat", "dog"))
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
-    said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
-    assert bool(said) == (message is not None) and all(re.match(message or "", x) for x in said)
+    assert bool(caplog.messages) != kept
 
 
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
@@ -215,10 +191,8 @@ def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
     ("key", "value", "message"),
     [
         ("fc.bias", None, "keys 1 missing, such as fc.bias; check model.name"),
-        ("bn1.weight", None, "keys 1 missing, such as bn1.weight"),
         ("layer9.weight", torch.zeros(3), "keys 1 unknown, such as layer9.weight"),
         ("bn1.weight", torch.zeros(3), "keys 1 of another shape, such as bn1.weight"),
-        ("fc.weight", torch.zeros(10, 5), "keys 1 of another shape, such as fc.weight"),
     ],
 )
 def test_refused_weights_do_not_change_the_model(
@@ -232,17 +206,7 @@ def test_refused_weights_do_not_change_the_model(
     assert same(model.state_dict(), before)
 
 
-WEIGHTS = {"conv1.weight": torch.zeros(3)}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *([1, 2], torch.zeros(3), {"conv1.weight": 5}, {"state": 5}, {"state": {}}, {}, None),
-        {"state": {"model": {}, "ema": None}},
-        {"state": {"model": WEIGHTS, "ema": {}}},
-    ],
-)
+@pytest.mark.parametrize("content", [[1, 2], {"conv1.weight": 5}, {"state": {}}])
 def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "weights.pt"
     torch.save(content, path)
@@ -291,29 +255,14 @@ def torchvision_resnet18(num_classes: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_resnet18_cifar_computes_the_same_as_torchvision(training: bool) -> None:
+def test_resnet18_cifar_computes_the_same_as_torchvision() -> None:
     torch.manual_seed(0)
     ours, theirs = resnet18_cifar(10, 32), torchvision_resnet18(10)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    for module in ours.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.1, 0.1)
-            nn.init.uniform_(module.bias, -0.1, 0.1)
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 32, 32)
-    torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
-
-
-def test_resolution_of_the_stages() -> None:
-    """The stem of resnet_tiny and each stage after the first halve the resolution."""
-    model, sides = resnet_tiny(10, 64).eval(), {}
-    for name in ("conv1", "layer1", "layer2", "layer3"):
-        model.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: sides.update({name: out.shape[-1]})
-        )
-    model(torch.zeros(1, 3, 64, 64))
-    assert sides == {"conv1": 32, "layer1": 32, "layer2": 16, "layer3": 8}
+    for training in (True, False):  # the first one changes the running statistics
+        torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
 
 
 def test_initial_convolutions_keep_the_variance() -> None:

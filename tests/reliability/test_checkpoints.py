@@ -1,6 +1,5 @@
 """Foreign, hostile and damaged checkpoints: refused in one line, and no code in them runs."""
 
-import copy
 import os
 import random
 import zipfile
@@ -54,30 +53,6 @@ FILES: dict[str, Callable[[Content, Path], object]] = {
     "zip cut off": cut_off,
     "os.system": lambda _, path: torch.save(Touch(), path),
 }
-# The place of a value in a checkpoint, and another one; None removes it. The model is resnet_tiny.
-GROUPS = ("state", "optimizer", "param_groups")
-CONTENTS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "no format": (("format",), None),
-    "no identity": (("identity",), None),
-    "identity with a tensor": (("identity", "model.name"), torch.zeros(3)),
-    "no optimizer": (("state", "optimizer"), None),
-    "optimizer with a short group": ((*GROUPS, 0, "params"), [1]),
-    "no averaged weights": (("state", "ema"), {}),
-    "no first layer": (("state", "model", "conv1.weight"), None),
-    "layer of another shape": (("state", "model", "conv1.weight"), torch.zeros(3)),
-    "history as a number": (("state", "history"), 3),
-    "best as a number": (("state", "best"), 3),
-}
-
-
-def changed(content: Content, place: tuple[Any, ...], value: Any) -> Content:
-    content = target = copy.deepcopy(content)
-    for name in place[:-1]:
-        target = target[name]
-    target[place[-1]] = value
-    if value is None:
-        del target[place[-1]]
-    return content
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +119,11 @@ def test_file_that_is_no_checkpoint(
         refused(reader, path)
 
 
-@pytest.mark.parametrize("kind", CONTENTS)
+@pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
 def test_checkpoint_of_something_else(
-    kind: str, content: Content, readers: list[Reader], path: Path
+    changed: Content, content: Content, readers: list[Reader], path: Path
 ) -> None:
-    torch.save(changed(content, *CONTENTS[kind]), path)
+    torch.save(content | changed, path)
     refused(readers[0], path)
 
 

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.compose import from_words
-from engine.log.console import header, outcome, train_line, val_line
-from engine.log.introduction import facts, setup_notes
+from engine.distributed import join_world
+from engine.log.console import header, train_line, val_line
+from engine.log.introduction import setup_notes
 from engine.log.meter import Interval, Meter, train_row
-from engine.schedule import Schedule
 from engine.scores import BestBy
-from pipeline.build import Datasets, build_datasets
+from pipeline.build import build_datasets
 from pipeline.clock import Shares
-from pipeline.dataset import FakeDataset
 from tests.engine.plans import ALONE, WAITED, compute, schedule
 
 TOP1 = BestBy.of("top1")
@@ -25,23 +24,6 @@ TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "second
 TRAIN |= {"images_per_second": 1234.5678, "data_wait_fraction": 0.25}
 VAL = {"step": 20, "epoch": 2.0, "loss": 0.5, "top1": 60.0, "top5": 95.0}
 VAL |= {"images": 500, "seconds": 2.0}
-SUMMARY: dict[str, Any] = {
-    "status": "finished",
-    "signal": 0,
-    "unreadable_images": 3,
-    "step": 1500,
-    "epoch": 10.0,
-    "top1": 71.25,
-    "top5": 90.5,
-    "values": ["loss", "top1", "top5"],
-    "best_by": "top1",
-    "best_top1": 72.5,
-    "best_epoch": 9.0,
-    "best_checkpoint": "step-00001350.pt",
-    "images_per_second": 2950.4,
-    "seconds": 65.4,
-    "verdict": ["compute-bound"],
-}
 
 
 def test_table() -> None:
@@ -61,43 +43,6 @@ def test_table() -> None:
     assert val_line(VAL, names, TOP1, 10, best=True) == f"{text}  best so far"
     other = val_line({**VAL, "top1_raw": 59.0, "top5_raw": 94.0}, names, TOP1, 10, best=False)
     assert other == f"{text}; raw model: top1 59.00 %, top5 94.00 %"
-
-
-def test_outcome(tmp_path: Path) -> None:
-    assert outcome(tmp_path, SUMMARY, resumes=True) == [
-        "",
-        "status    finished after 1,500 steps, 10 epochs, in 1:05",
-        "result    top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-        "speed     2,950 images/s",
-        f"run       {tmp_path}",
-        f"best      {tmp_path}/checkpoints/step-00001350.pt",
-        "skipped   3 unreadable images: scripts/doctor.py --all lists them",
-        "verdict   compute-bound",
-    ]
-
-
-# The lines before the first step.
-
-
-def lines(given: Schedule, model: nn.Module | None = None, **changes: Any) -> list[str]:
-    splits = FakeDataset(given.images, 10, 224), FakeDataset(20, 10, 256)
-    datasets = Datasets(*splits, tuple("abcdefghij"), 224, 256)
-    return list(facts(datasets, given, compute(**changes), model or nn.BatchNorm2d(1)))
-
-
-def test_lines() -> None:
-    text = "\n".join(lines(schedule(1_281_167, 256, 90)))
-    for part in (
-        "1,281,167 training and 20 validation images, 10 classes",
-        "450,411 of 256 images, 5,004.6 per epoch, 90 epochs",
-        "25.56 M parameters, 8.18 GFLOP forward per 224 px image; validated at 256 px",
-        "cpu, fp32, compile off",
-    ):
-        assert part in text
-    early = lines(schedule(100, 10, 5, 33, ranks=2), channels_last=True)
-    steps = "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch, 5 epochs are 50 steps: stops"
-    assert f"steps    {steps} early" in early
-    assert "device   cpu, fp32, channels_last, compile off" in early
 
 
 def test_notes(image_root: Path, tmp_path: Path) -> None:
@@ -144,6 +89,18 @@ def test_an_interval_is_read_one_step_late() -> None:
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
     assert meter.read() == Interval(3, 1, {"loss": 1000.0, "top1": 0.0})
+
+
+@pytest.mark.gpu
+def test_values_are_added_without_waiting_for_the_gpu() -> None:
+    with join_world("cuda") as world:
+        meter, loss = Meter(world), torch.ones((), device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                meter.add({"loss": loss})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:

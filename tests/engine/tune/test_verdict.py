@@ -1,12 +1,27 @@
-"""The sentences for the figures of a run: tests/equal has the cause for many more of them."""
+"""The sentences for the figures of a run, which rows are judged, and the remedies.
 
+tests/equal has the cause for many more figures.
+"""
+
+import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from engine.tune.verdict import verdict
+from conf.compose import from_words
+from conf.schema import NAMES
+from engine.distributed import World
+from engine.tune.verdict import Verdict, remedies, verdict
 from pipeline.clock import Shares
+from tests.engine.plans import ALONE, WAITED, compute
+from tests.equal.record import stored
+from tests.pipeline.loaders import opened
 
 RUNS_WELL = Shares(
     rate=6600,
@@ -25,9 +40,7 @@ RUNS_WELL = Shares(
     name="rank 0 on node0",
 )
 WAITS = {"wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
-SLOWER = {"alone": 7500}
 NOT_ALONE = {"alone": 0}
-LACKS_CORE = {"core": 0.4, "late": 0.2, **NOT_ALONE}
 CPU = {"on_gpu": False, **NOT_ALONE}
 HOT = {"slowdowns": "board limit"}
 KNOWN = defaultdict(lambda: ["a remedy"])
@@ -35,11 +48,11 @@ KNOWN = defaultdict(lambda: ["a remedy"])
 # What differs from RUNS_WELL, and what the verdict says, in parts.
 ONE_RANK: list[tuple[dict[str, Any], str]] = [
     (
-        {},
+        HOT,
         "compute-bound: the GPU waited 0.4% of the time for images; the step can process 6,627 "
-        "img/s and got 6,600; faster data loading would not help. Remedies: a remedy.",
+        "img/s and got 6,600; faster data loading would not help; rank 0 on node0 has lowered the "
+        "clock of its GPU (board limit): check its cooling. Remedies: a remedy.",
     ),
-    (HOT, "rank 0 on node0 has lowered the clock of its GPU (board limit): check its cooling"),
     (
         WAITS,
         "input-bound by decode: the GPU waited 38.0% of the time for images; the step can process "
@@ -47,28 +60,14 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "ms for storage and 0.1 ms for a core. Remedies: a remedy.",
     ),
     ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... the training process computes 3.6"),
-    (
-        {"wait": 0.6, "rate": 2000, "storage_ms": 5.7},
-        "input-bound by storage: the GPU waited 60.0% ... waits 5.7 ms for storage and 0.1 ms for",
-    ),
-    ({**CPU, "wait": 0.6, "rate": 46, "cpu_ms": 20.0, "workers": 1}, "the CPU waited 60.0%"),
     ({"wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
     (
         {"drained": 0.9, "graph_refused": "two shapes"},
         "launch-bound: ... the GPU was idle 0% of the time, and before 90% of the steps, although "
         "the images were ready; the step is not one CUDA graph: two shapes. R",
     ),
-    (
-        {**SLOWER, "drained": 0.6},
-        "core-bound: the GPU waited 0.4% of the time for images; the step can process 6,627 img/s, "
-        "88% of the 7,500 that it processed alone, and got 6,600; rank 0 on node0 waited 0% of the",
-    ),
     ({"alone": 7500, "core": 0.4}, "compute-bound: ... , 88% of the 7,500 that it processed alone"),
-    (
-        LACKS_CORE,
-        "core-bound: ... rank 0 on node0 waited 40% of the time for a core. R",
-    ),
-    ({**CPU, "core": 0.4}, "core-bound: ... rank 0 on node0 waited 40% of the time for a core. R"),
+    ({**CPU, "core": 0.4}, "the CPU waited ... rank 0 on node0 waited 40% of the time for a core"),
 ]
 
 
@@ -82,7 +81,6 @@ def ranks_of(*changes: dict[str, Any], **both: Any) -> list[Shares]:
 
 
 OWN_50, OWN_60 = {"own_ms": 50.0}, {"own_ms": 60.0}
-STALLS = {"ranks": 0.38, "wait": 0.02, "late": 0.005}  # both have images, and wait for each other
 SEVERAL: list[tuple[list[Shares], str]] = [
     (
         ranks_of(OWN_50, {"own_ms": 52.0}, {"own_ms": 80.0}, {"own_ms": 49.0}, on_gpu=False),
@@ -95,7 +93,6 @@ SEVERAL: list[tuple[list[Shares], str]] = [
         "communication-bound: ... averaging the gradients over the ranks takes 40.0 of the 100.0 "
         "ms of a step, and no rank computes then",
     ),
-    (ranks_of({"core": 0.3}, {}, **STALLS), "core-bound: ... 30% of the time for a core"),
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"wait": 0.4, "cpu_ms": 29.0}),
@@ -112,3 +109,113 @@ def test_sentences(ranks: list[Shares], says: str) -> None:
     for order in (ranks, ranks[::-1]):
         text = " ".join(verdict(order, KNOWN))
         assert all(part in text for part in says.split(" ... ")), text
+
+
+@contextmanager
+def open_run(image_root: Path, world: World = ALONE, *, alone: float = 0.0) -> Iterator[Verdict]:
+    step: Any = SimpleNamespace(disabled_reason=None)
+    small = ["loader.batch_size=16", "data.image_size=32"]
+    with opened(image_root, *small, workers=0) as feed:
+        yield Verdict(compute(), feed, step, world, alone=alone)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
+    """The shares that are judged."""
+    found: list[Shares] = []
+
+    def judge(ranks: list[Shares], known: object) -> list[str]:
+        found.extend(ranks)
+        return ["a sentence."]
+
+    monkeypatch.setattr("engine.tune.verdict.verdict", judge)
+    return found
+
+
+def lasting(seconds: float, **values: Any) -> Shares:
+    return WAITED._replace(seconds=seconds, rate=4 * 16 / seconds, **values)
+
+
+def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Shares]) -> None:
+    none = ["none: less than 3 s of steps after the first ones, too few to judge"]
+    with open_run(image_root) as verdict:
+        assert verdict.sentences("epoch") == [] and verdict.sentences("run") == none
+        for seconds, epoch, run in ((1.0, 0, 0), (18.0, 0, 1), (1.0, 1, 1)):
+            verdict.add(lasting(seconds))
+            assert verdict.sentences("run") == (["a sentence."] if run else none)
+            if seconds == 1.0 and run:
+                assert verdict.sentences("epoch") == ["a sentence."] * epoch
+                assert verdict.sentences("epoch") == []
+    assert judged[-1].rate == pytest.approx(3 * 4 * 16 / 20)
+
+
+def test_means_are_over_time(image_root: Path, judged: list[Shares]) -> None:
+    """A row of 30 s counts three times one of 10 s; the newest has the parts of a step."""
+    with open_run(image_root, alone=50.0) as verdict:
+        for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
+            shares = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
+            verdict.add(lasting(seconds, wait=share, own_ms=seconds, on_gpu=True, **shares))
+        verdict.sentences("run", slowdowns="board limit")
+        verdict.step = SimpleNamespace(disabled_reason="no graph")  # type: ignore[assignment]
+        verdict.sentences("run")
+    found, without_graph = judged
+    figures = [found.wait, found.late, found.copy, found.copy_ms]
+    assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
+    assert (found.rate, found.period_ms, found.own_ms) == pytest.approx((128 / 40, 5000, 10))
+    assert (found.slowdowns, found.alone, found.workers) == ("board limit", 50.0, 0)
+    assert without_graph.own_ms == 0  # it would include waiting for the host
+
+
+AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
+
+
+STORAGE, DECODE = "input-bound by storage", "input-bound by decode"
+RE_ENCODE, CORES = "re-encode the images once with scr", "use a machine with more CPU cores"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kilobytes", "cause", "expected"),
+    [
+        ([], 100, DECODE, [AUTO, RE_ENCODE, CORES]),
+        (["loader.decoder=auto"], 10, DECODE, ["install a C compiler", CORES]),
+        (["loader.workers=4", "loader.decoder=region"], 10, STORAGE, ["move"]),  # as auto
+        (["loader.workers=3", "loader.decoder=region"], 10, STORAGE, ["move", AUTO]),
+        ([], 10, "compute-bound", []),
+        (["model.compile=default"], 10, "compute-bound", ["set model.compile=tuned"]),
+    ],
+)
+def test_remedies_that_apply(
+    overrides: list[str], kilobytes: int, cause: str, expected: list[str]
+) -> None:
+    """To the config and the files of this run."""
+    auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow", "model.compile=off"]
+    config = from_words([*auto, *overrides])
+    device = torch.device("cpu" if "loader.decoder=region" in overrides else "cuda")
+    computed = compute(device=device, compile=config.model.compile)
+    dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
+    train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
+    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
+    known = remedies(computed, feed)
+    assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
+    found = known[cause]
+    assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
+    texts = " ".join(text for each in known.values() for text in each)
+    assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
+    from_words(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
+
+
+class TwoRanks(World):
+    """The other rank waits longer, or has too few steps."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, value._replace(wait=0.4) if value.rate > 2 else None]
+
+
+def test_all_ranks_have_the_same_verdict(image_root: Path, judged: list[Shares]) -> None:
+    world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    with open_run(image_root, world) as verdict:
+        verdict.add(lasting(22.0, wait=0.1))
+        assert verdict.sentences("epoch") == verdict.sentences("run") == ["a sentence."]
+        assert [rank.wait for rank in judged] == pytest.approx([0.1, 0.4] * 2)
+        verdict.add(lasting(900.0))
+        assert verdict.sentences("run")[0].startswith("none: less than 3 s")

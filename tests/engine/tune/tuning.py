@@ -1,15 +1,11 @@
-"""Measuring on a CPU as on a GPU, with simulated cores and modes; a result to remember."""
+"""Measuring on a CPU as on a GPU, with simulated cores."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from engine.tune import tune
 from pipeline import feed, machine
-from pipeline.batch import DeviceSlot
-from pipeline.dataset import FolderDataset
 
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
 
@@ -35,29 +31,3 @@ def compare_always(patch: Patch) -> None:
 
     patch(tune, "is_enough", lambda trials: False)
     patch(tune.Tuner, "search_mode", try_once)
-
-
-def choose(patch: Patch, mode: str) -> None:
-    """Find this mode to be the fastest."""
-    compare_always(patch)
-    patch(tune, "best_setting", lambda trials: (mode, min(trials[mode])))
-
-
-class WithModes(FolderDataset):
-    """In the modes of a device, the images are negatives."""
-
-    modes = ("cpu", "gpu", "hybrid")
-    mode, device_rate = "cpu", 1e4
-
-    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        self.mode = mode
-
-    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        found = super().on_device(fields, slot)
-        return found if self.mode == "cpu" else {**found, "image": -found["image"]}
-
-
-def with_modes(dataset: FolderDataset, *_: object) -> FolderDataset:
-    """For data.on_device."""
-    dataset.__class__ = WithModes
-    return dataset
