@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_tags_and_values(tmp_path: Path) -> None:
     assert (picture.step, picture.width, picture.height) == (3, 64, 64)
     shown = np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)), np.float32)
     assert np.abs(shown - NOISE).mean() < 20  # JPEG
+
+
+def test_nothing_is_written_through_links_or_into_pipes(tmp_path: Path) -> None:
+    """The folder may be that of a stranger's run."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    for name in ("metrics.jsonl", "per_class.json", "per_class.json.tmp"):
+        (run / name).symlink_to(outside)
+    start(run, 0, [10, 20])
+    assert not outside.exists() and len(rows(run)) == 3
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    start(run, 0, [10, 20])
+    assert len(rows(run)) == 3
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "TensorBoard", "per_class.json"])
