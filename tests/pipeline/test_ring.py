@@ -19,14 +19,8 @@ from pipeline.augment import Compose
 from pipeline.batch import HostBatch
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.ring import (
-    EMPTY_ROW,
-    Loader,
-    LoaderError,
-    Pool,
-    Ring,
-    Task,
-)
+from pipeline.pool import Loader, LoaderError, Pool
+from pipeline.ring import EMPTY_ROW, Ring, Task
 from tests.pipeline.loaders import SIZE, crops, loaded, open_loader
 from tests.processes import (
     Started,
@@ -263,7 +257,8 @@ PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
 from pathlib import Path
-from pipeline.ring import Pool, Ring, Task
+from pipeline.pool import Pool
+from pipeline.ring import Ring, Task
 from tests.pipeline.loaders import crops
 from tests.processes import descendants, is_running
 

@@ -20,7 +20,8 @@ from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.feed import Feed
-from pipeline.ring import Pool, Reply, Ring
+from pipeline.pool import Pool
+from pipeline.ring import Reply, Ring
 from tests.conftest import Clock
 from tests.engine.plans import ALONE, compute
 from tests.pipeline.loaders import opened
