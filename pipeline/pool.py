@@ -29,7 +29,6 @@ from pipeline.ring import (
     CHECK,
     EMPTY_ROW,
     IGNORED_SIGNALS,
-    TASK_ROWS,
     Reply,
     Ring,
     Task,
@@ -39,6 +38,9 @@ from pipeline.ring import (
 
 logger = logging.getLogger(__name__)
 
+# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
+# at 17,000 images/s the training process handles 530 replies per second.
+TASK_ROWS = 32
 PRELOAD = [worker_main.__module__]  # what the forkserver imports once for all workers
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
