@@ -5,13 +5,14 @@ Its generator is a pure function of (seed, epoch, index), so the result depends 
 worker nor on restarts.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config.
+as module:name in the config. A dataclass of `parameter`s checks their values.
 """
 
 import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +21,17 @@ import torch
 
 from conf.named import import_object, is_name, split_entry
 from conf.packages import import_torchvision
-from conf.schema import FRACTION, UserError, did_you_mean, number, one_of, span, whole
+from conf.schema import (
+    FRACTION,
+    Check,
+    UserError,
+    did_you_mean,
+    each,
+    number,
+    one_of,
+    span,
+    whole,
+)
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 
 Transform = Callable[[Picture, random.Random], Picture]
@@ -59,30 +70,33 @@ class Compose:
         return picture
 
 
-class RandomResizedCrop:
+def parameter(check: Check, default: Any = MISSING) -> Any:
+    """A parameter of a transform: its allowed values, and its default if it has one."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass
+class Checked:
+    """Base of transforms with `parameter`s. Raises ValueError if a value is not allowed."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            one.metadata["check"].require(one.name, getattr(self, one.name))
+
+
+@dataclass(kw_only=True)
+class RandomResizedCrop(Checked):
     """Scale a region of random area and aspect ratio to size x size (Inception, arXiv 1409.4842).
 
-    Args:
-        size: side of the result in pixels.
-        scale: range of the region's area as a fraction of the image's area.
-        ratio: range of the region's width / height.
-        interpolation: bilinear, bicubic, or random to draw one of them for each image, as timm's
-            RandomResizedCropAndInterpolation.
+    With the interpolation `random`, each image draws one, as timm's
+    RandomResizedCropAndInterpolation.
     """
 
-    def __init__(
-        self,
-        *,
-        size: int,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: str = "bilinear",
-    ) -> None:
-        self.size = PIXELS.require("size", size)
-        self.scale = span(1).require("scale", scale)
-        self.ratio = span(1000).require("ratio", ratio)
-        allowed = one_of(*INTERPOLATIONS, "random")
-        self.interpolation = allowed.require("interpolation", interpolation)
+    size: int = parameter(PIXELS)  # side of the result in pixels
+    # range of the region's area as a fraction of the image's area
+    scale: Sequence[float] = parameter(span(1), (0.08, 1.0))
+    ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # of its width / height
+    interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         box, interpolation = self.box(*picture.size, rng), self.interpolation
@@ -108,25 +122,25 @@ class RandomResizedCrop:
         return left, top, left + w, top + h
 
 
-class Resize:
+@dataclass(kw_only=True)
+class Resize(Checked):
     """Scale the image so that its shorter side is `size / crop_ratio` pixels, or to a fixed size.
 
-    Args:
-        size: side of the following crop in pixels; with the default ratio, the shorter side itself.
-            [height, width] scales both sides, whatever the image's aspect ratio.
-        crop_ratio: 0.875 is usual for ImageNet: 256 px before a crop of 224 px.
-        interpolation: bilinear or bicubic, with antialiasing.
+    [height, width] as the size scales both sides, whatever the image's aspect ratio.
     """
 
-    def __init__(
-        self, *, size: int | Sequence[int], crop_ratio: float = 1.0, interpolation: str = "bilinear"
-    ) -> None:
-        ratio = number(0.01, 1).require("crop_ratio", crop_ratio)
-        sides = size if isinstance(size, list | tuple) else [size]
-        if sides is size and (len(sides) != 2 or ratio != 1):
-            raise ValueError(f"size={size}: give [height, width] without crop_ratio")
-        self.sides = [round(PIXELS.require("size", side) / ratio) for side in sides]
-        self.interpolation = one_of(*INTERPOLATIONS).require("interpolation", interpolation)
+    # side of the following crop in pixels; with the default ratio, the shorter side itself
+    size: int | Sequence[int] = parameter(PIXELS | each(PIXELS, 2, 2))
+    # 0.875 is usual for ImageNet: 256 px before a crop of 224 px
+    crop_ratio: float = parameter(number(0.01, 1), 1.0)
+    interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sides = [self.size] if isinstance(self.size, int) else self.size
+        if sides is self.size and self.crop_ratio != 1:
+            raise ValueError(f"size={self.size}: give [height, width] without crop_ratio")
+        self.sides = [round(side / self.crop_ratio) for side in sides]
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -138,11 +152,11 @@ class Resize:
         return picture.resized(size, interpolation=self.interpolation)
 
 
-class CenterCrop:
+@dataclass(kw_only=True)
+class CenterCrop(Checked):
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
-    def __init__(self, *, size: int) -> None:
-        self.size = PIXELS.require("size", size)
+    size: int = parameter(PIXELS)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, (width, height) = self.size, picture.size
@@ -150,15 +164,13 @@ class CenterCrop:
         return picture.cropped((left, top, left + size, top + size))
 
 
-class RandomCrop:
-    """Crop a random region of size x size pixels.
+@dataclass(kw_only=True)
+class RandomCrop(Checked):
+    """Crop a random region of size x size pixels."""
 
-    `padding`: width of the black border that is added on every side first, in pixels.
-    """
-
-    def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.size = PIXELS.require("size", size)
-        self.padding = whole(0, LARGEST).require("padding", padding)
+    size: int = parameter(PIXELS)
+    # width of the black border that is added on every side first, in pixels
+    padding: int = parameter(whole(0, LARGEST), 0)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.size, self.padding, picture.size
@@ -171,11 +183,11 @@ class RandomCrop:
         return picture.cropped((left, top, left + size, top + size))
 
 
-class HorizontalFlip:
+@dataclass(kw_only=True)
+class HorizontalFlip(Checked):
     """Flip left to right with probability p."""
 
-    def __init__(self, *, p: float = 0.5) -> None:
-        self.p = FRACTION.require("p", p)
+    p: float = parameter(FRACTION, 0.5)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import FRACTION, number, span, whole
+from pipeline.augment import Checked, parameter
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
@@ -60,17 +61,13 @@ def batch_part(seed: int, step: int, *, total: int, rank: int = 0, world_size: i
 BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
 
 
-class Mixup:
-    """Blend each image and its target with another one of the batch (arXiv 1710.09412).
+@dataclass(kw_only=True)
+class Mixup(Checked):
+    """Blend each image and its target with another one of the batch (arXiv 1710.09412)."""
 
-    Args:
-        alpha: the weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
-        p: probability for an image to be blended.
-    """
-
-    def __init__(self, *, alpha: float = 0.2, p: float = 1.0) -> None:
-        self.alpha = ALPHA.require("alpha", alpha)
-        self.p = FRACTION.require("p", p)
+    # The weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
+    alpha: float = parameter(ALPHA, 0.2)
+    p: float = parameter(FRACTION, 1.0)  # probability for an image to be blended
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, count = part.rng, part.total
@@ -80,19 +77,15 @@ class Mixup:
         return images, torch.lerp(part.partners(targets), targets, weight)
 
 
-class Cutmix:
+@dataclass(kw_only=True)
+class Cutmix(Checked):
     """Paste a random box of another image of the batch into each image (arXiv 1905.04899).
 
     The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
-
-    Args:
-        alpha: the box's fraction of the area is 1 - Beta(alpha, alpha).
-        p: probability for an image to get a box.
     """
 
-    def __init__(self, *, alpha: float = 1.0, p: float = 1.0) -> None:
-        self.alpha = ALPHA.require("alpha", alpha)
-        self.p = FRACTION.require("p", p)
+    alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
+    p: float = parameter(FRACTION, 1.0)  # probability for an image to get a box
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, count = part.rng, part.total
@@ -104,43 +97,29 @@ class Cutmix:
         return images, torch.lerp(targets, part.partners(targets), weight)
 
 
-class MixupOrCutmix:
+@dataclass(kw_only=True)
+class MixupOrCutmix(Checked):
     """Apply mixup or cutmix: one of them, with one weight or box, to each group of images.
 
     torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU: with p=1 and
     switch_p=0.5 this is torchvision's, where `group` is the number of images on a GPU. timm mixes
     the image i with the last but i, and its boxes may be one pixel larger.
-
-    Args:
-        mixup_alpha: the weight of an image in mixup is drawn from Beta(mixup_alpha, mixup_alpha).
-        cutmix_alpha: the box's fraction of the area is 1 - Beta(cutmix_alpha, cutmix_alpha).
-        p: probability of either.
-        switch_p: probability of cutmix instead of mixup.
-        group: images of the global batch that share the draws: 1 draws for each image, the batch
-            size once for all. The last group is smaller if the batch is no multiple of it.
     """
 
-    def __init__(
-        self,
-        *,
-        mixup_alpha: float = 0.2,
-        cutmix_alpha: float = 1.0,
-        p: float = 1.0,
-        switch_p: float = 0.5,
-        group: int = 128,
-    ) -> None:
-        both = {"cutmix_alpha": cutmix_alpha, "mixup_alpha": mixup_alpha}
-        self.alphas = [ALPHA.require(name, alpha) for name, alpha in both.items()]
-        self.p = FRACTION.require("p", p)
-        self.switch_p = FRACTION.require("switch_p", switch_p)
-        self.group = whole(1, 10**6).require("group", group)
+    mixup_alpha: float = parameter(ALPHA, 0.2)  # as alpha of Mixup
+    cutmix_alpha: float = parameter(ALPHA, 1.0)  # as alpha of Cutmix
+    p: float = parameter(FRACTION, 1.0)  # probability of either
+    switch_p: float = parameter(FRACTION, 0.5)  # probability of cutmix instead of mixup
+    # Images of the global batch that share the draws: 1 draws for each image, the batch size once
+    # for all. The last group is smaller if the batch is no multiple of it.
+    group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, groups = part.rng, part.own(np.arange(part.total) // self.group)  # [B]
         count = math.ceil(part.total / self.group)
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
-        alpha = np.where(cut, *self.alphas)
+        alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
         weight = to_device(np.where(cut, 1.0, keep)[groups], images)[:, None, None, None]
@@ -150,27 +129,17 @@ class MixupOrCutmix:
         return images, torch.lerp(part.partners(targets), targets, weight)
 
 
-class RandomErasing:
+@dataclass(kw_only=True)
+class RandomErasing(Checked):
     """Set a random box of an image to the mean colour, as torchvision's RandomErasing.
 
     Source: arXiv 1708.04896.
-
-    Args:
-        p: probability for an image to lose a box.
-        scale: range of the box's area as a fraction of the image's area.
-        ratio: range of the box's height / width.
     """
 
-    def __init__(
-        self,
-        *,
-        p: float = 0.25,
-        scale: Sequence[float] = (0.02, 0.33),
-        ratio: Sequence[float] = (0.3, 3.3),
-    ) -> None:
-        self.p = FRACTION.require("p", p)
-        self.scale = span(1).require("scale", scale)
-        self.ratio = span(1000).require("ratio", ratio)
+    p: float = parameter(FRACTION, 0.25)  # probability for an image to lose a box
+    # range of the box's area as a fraction of the image's area
+    scale: Sequence[float] = parameter(span(1), (0.02, 0.33))
+    ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         boxes = part.own(self.boxes(part.total, images.shape[-1], part.rng))

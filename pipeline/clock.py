@@ -135,9 +135,8 @@ class StepClock:
         self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
         # Times of the newest measured steps in ms: (computing gradients, exchanging them).
         self.parts: deque[tuple[float, float]] = deque(maxlen=MAX_PARTS)
-        self._measures = False  # the current step
+        self._measures = False  # whether the host waits for the end of the newest step
         self._measured = -math.inf  # when the last such step began
-        self._waited = False  # for the end of the newest step
         self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
     def now(self) -> Any:
@@ -160,10 +159,10 @@ class StepClock:
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        events.drained = self.cuda and not self._waited and self._idle.query()
+        events.drained = self.cuda and not self._measures and self._idle.query()
         events.idle = self._idle
         events.begin = events.ready = self.now()
-        self._current, self._waited = events, False
+        self._current = events
         # Decided now: if it depended on the step's duration, slow steps would be measured more.
         now = time.monotonic()
         self._measures = not self.cuda or now - self._measured >= SAMPLE_SECONDS
@@ -190,8 +189,8 @@ class StepClock:
         events, self._current = self._current, None
         self._idle = events.end = self.now()
         self._unread.append(events)
-        if self._measures and len(self._points) == 2:
-            self._waited = self.cuda
+        self._measures = self._measures and len(self._points) == 2
+        if self._measures:
             events.end.synchronize()  # the next replay of a CUDA graph records the points again
             computed, averaged = self._points["computed"], self._points["averaged"]
             own = events.ready.elapsed_time(computed)

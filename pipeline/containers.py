@@ -5,7 +5,6 @@ file system then opens a few large files instead of 1.28 million small ones.
 """
 
 import csv
-import io
 import os
 import posixpath
 import tarfile
@@ -109,9 +108,8 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
-    with open(path, "rb") as file:
-        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(text)
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file)
         try:
             for cells in rows:
                 if "\0" in "".join(cells):

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -170,31 +171,22 @@ class DatasetWrapper:
         return len(self.dataset)
 
 
+@dataclass(eq=False)
 class FolderDataset(Dataset):
     """JPEG and other image files in class folders, containers or lists.
 
     Raises UserError if the decoder is not installed.
-
-    Args:
-        transform: from `augment.build`.
-        decoder: a name in `decode.DECODERS`, or auto.
-        exif_orientation: turn the images upright.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        transform: Compose,
-        *,
-        decoder: str = "pillow",
-        seed: int = 0,
-        exif_orientation: bool = False,
-    ) -> None:
-        self.index = index
-        self.transform = transform
-        self.decoder = decode.resolve(decoder)
-        self.seed = seed
-        self.exif_orientation = exif_orientation
+    index: Index
+    transform: Compose
+    _: KW_ONLY
+    decoder: str = "pillow"  # a name in `decode.DECODERS`, or auto
+    seed: int = 0
+    exif_orientation: bool = False  # turn the images upright
+
+    def __post_init__(self) -> None:
+        self.decoder = decode.resolve(self.decoder)
         self._ahead: dict[int, Future[bytes]] = {}
 
     def __len__(self) -> int:

@@ -183,8 +183,10 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
             return Picture(rgb_pixels(ImageOps.exif_transpose(image)), moved=True)
         if (size := colour_size(data)) is None:
             image = open_image(data)
+            if image.format == "TIFF":  # Pillow would turn it upright while it decodes it
+                image.getexif()[ORIENTATION] = 1
             if image.format != "JPEG" or image.mode != "RGB":
-                return Picture(rgb_pixels(as_stored(image)))
+                return Picture(rgb_pixels(image))
             size = image.size
         return Picture(JpegFile(data, size, DECODERS[decoder]))
     except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
@@ -288,15 +290,6 @@ def orientation_of(image: Image.Image) -> int:
     return 1
 
 
-def as_stored(image: Image.Image) -> Image.Image:
-    """Undo that Pillow turns a TIFF upright while it decodes it."""
-    if image.format != "TIFF" or (turn := orientation_of(image)) == 1:
-        return image
-    image.load()
-    image.getexif()[ORIENTATION] = {6: 8, 8: 6}.get(turn, turn)  # the opposite
-    return ImageOps.exif_transpose(image)
-
-
 def lost(data: bytes) -> tuple[int, bool]:
     """Return what 8-bit RGB has no place for: the levels of 16-bit grey, and an alpha channel.
 
@@ -335,7 +328,8 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     """
     image.load()
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        # A copy has the size of the pixels, also where a TIFF was not turned.
+        image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
         raise ValueError("Pillow reads 32-bit levels; save it as a PNG of 8 or 16 bits")
     return np.asarray(image.convert("RGB"))

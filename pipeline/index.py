@@ -42,6 +42,8 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
 LOOSE = "in no class folder"  # why an image is left out
+Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
+Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Index:
             source: reads them.
             files: class name -> sorted paths below the source; the classes are sorted too.
         """
-        arrays = map(SharedArray.copy_of, _table(files.values()))
+        arrays = map(SharedArray.copy_of, _table(files.values(), {}))
         return cls(source.path, tuple(files), (source,), "", *arrays)
 
     def __len__(self) -> int:
@@ -190,19 +192,25 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
 
 def _scan(files: Sequence[str], given: str) -> Scan:
     """List the images of a split; `given`: key=value, for messages."""
-    if os.path.isdir(files[0]):
-        return _scan_folder(files[0], given)
-    if files[0].endswith(".tar"):
-        return _scan_containers(files, given)
-    listed = [os.fsencode(files[0])]
-    stamps = _stamps(listed)  # before reading: a list that changes meanwhile is read again
-    classes = read_list(files[0], given)
-    return _found(classes, listed, stamps, {})
-
-
-def _scan_folder(folder: str, given: str) -> Scan:
-    base = os.fsencode(folder)
     others: LeftOut = {}
+    places: Places = {}
+    if os.path.isdir(files[0]):
+        classes, listed = _list_folder(os.fsencode(files[0]), given, others)
+        stamps = _stamps(listed)
+    else:
+        listed = list(map(os.fsencode, files))
+        stamps = _stamps(listed)  # before reading: a file that changes meanwhile is read again
+        if files[0].endswith(".tar"):
+            classes, places = _list_tars(files, given, others)
+        else:
+            classes = read_list(files[0], given)
+    left_out = np.array(os.fsencode(count_left_out(others)))
+    table = _table(classes.values(), places)
+    return Scan(np.array(list(classes)), np.array(listed), stamps, left_out, *table)
+
+
+def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
+    """List the images in class folders, and all folders; add the rest to `others`."""
     _, names, loose = next(walk(base, others))
     if not names:
         raise UserError(
@@ -210,7 +218,7 @@ def _scan_folder(folder: str, given: str) -> Scan:
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(partial(_scan_class, base, others), names))
+        found = list(pool.map(partial(_list_class, base, others), names))
     classes = {name: images for name, (images, _) in zip(names, found, strict=True)}
     for name, images in classes.items():
         if not images:
@@ -219,15 +227,11 @@ def _scan_folder(folder: str, given: str) -> Scan:
                 f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
             )
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
-    folders = [base, *chain.from_iterable(folders for _, folders in found)]
-    return _found(classes, folders, _stamps(folders), others)
+    return classes, [base, *chain.from_iterable(folders for _, folders in found)]
 
 
-def _scan_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """List the images in a class folder and the folders below it; add the rest to `others`.
-
-    Returns the sorted paths of the images below `base`; the folders.
-    """
+def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
+    """List the images in a class folder and the folders below it; add the rest to `others`."""
     images: list[bytes] = []
     folders: list[bytes] = []
     for folder, _, names in walk(os.path.join(base, name), others):
@@ -241,17 +245,16 @@ def _scan_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes],
     return sorted(images), folders
 
 
-def _scan_containers(files: Sequence[str], given: str) -> Scan:
+def _list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
+    """List the images in tar files, and the place of each; add the rest to `others`."""
     logger.info("%s: listing the images; the list is cached", given)
-    listed = list(map(os.fsencode, files))
-    stamps = _stamps(listed)  # before the listing: a file that changes meanwhile is listed again
-    found: dict[bytes, tuple[int, int, int]] = {}
+    found: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for number, members in enumerate(pool.map(partial(_members_of, given), files)):
             found |= {name: (number, *place) for name, place in members.items()}
     paths = [path for path in found if b"/" in path and not why_left_out(path)]
     inside = {path for path in found if b"/" in path or is_image(path)}.difference(paths)
-    others = {path: why_left_out(path) or LOOSE for path in inside}
+    others |= {path: why_left_out(path) or LOOSE for path in inside}
     if not paths:
         raise UserError(
             f"{given}: holds no images in class folders; each image must be <class>/<name>: "
@@ -259,13 +262,11 @@ def _scan_containers(files: Sequence[str], given: str) -> Scan:
         )
     # Folders around all class folders, such as train/, are left out.
     outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
-    inner = {path[len(outer) :].lstrip(b"/"): found[path] for path in paths}
-    classes: dict[bytes, list[bytes]] = {}
-    # Not by the path alone: `-` sorts before `/`, so a-b/ would come before a/.
-    for path in sorted(inner, key=lambda path: (path.split(b"/")[0], path)):
+    places = {path[len(outer) :].lstrip(b"/"): found[path] for path in paths}
+    classes: Classes = {}
+    for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
         classes.setdefault(path.split(b"/")[0], []).append(path)
-    places = [inner[path] for path in chain.from_iterable(classes.values())]
-    return _found(classes, listed, stamps, others, places)
+    return dict(sorted(classes.items())), places
 
 
 def _members_of(given: str, path: str) -> Members:
@@ -280,25 +281,14 @@ def _members_of(given: str, path: str) -> Members:
         ) from None
 
 
-def _found(
-    classes: Mapping[bytes, Sequence[bytes]],
-    listed: Sequence[bytes],
-    stamps: np.ndarray,
-    others: LeftOut,
-    places: Sequence[Sequence[int]] = (),
-) -> Scan:
-    left_out = np.array(os.fsencode(count_left_out(others)))
-    table = _table(classes.values(), places)
-    return Scan(np.array(list(classes)), np.array(listed), stamps, left_out, *table)
-
-
 def _table(
-    classes: Collection[Sequence[bytes]], places: Sequence[Sequence[int]] = ()
+    classes: Collection[Sequence[bytes]], places: Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the paths, labels and places of an Index; without `places`, of whole files."""
-    paths = np.array(list(chain.from_iterable(classes)))
+    paths = list(chain.from_iterable(classes))
     labels = np.repeat(np.arange(len(classes)), list(map(len, classes)))
-    return paths, labels, np.array(places or np.zeros((len(paths), 3)), np.int64)
+    found = list(map(places.__getitem__, paths)) if places else np.zeros((len(paths), 3))
+    return np.array(paths), labels, np.array(found, np.int64)
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from pipeline.batch import TARGET, Batch, DeviceSlot, HostBatch, ImageFormat
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
-from pipeline.ring import Loader
+from pipeline.pool import Loader
 
 T = TypeVar("T")
 
@@ -62,28 +62,24 @@ class Mixing:
         return found.reshape(images.shape), mixed.view(targets.shape)
 
 
+@dataclass(eq=False)
 class Prefetcher:
-    """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead.
+    """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead."""
 
-    Args:
-        loader: created with `in_use` >= `depth` + 1.
-        depth: batches kept ready.
-        mixing: batch transforms for training; None for validation.
-    """
+    loader: Loader  # created with `in_use` >= `depth` + 1
+    format: ImageFormat
+    _: KW_ONLY
+    depth: int  # batches kept ready
+    mixing: Mixing | None = None  # batch transforms for training; None for validation
 
-    def __init__(
-        self, loader: Loader, format: ImageFormat, *, depth: int, mixing: Mixing | None = None
-    ) -> None:
-        self.loader = loader
-        self.depth = depth
-        self.mixing = mixing
-        self.format = format
-        self.cuda = format.device.type == "cuda"
+    def __post_init__(self) -> None:
+        device, mixed = self.format.device, self.mixing is not None
+        self.cuda = device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
-        self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
+        self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         # `Dataset.on_device` may block the host for as long as a step takes.
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
-        self.slots = [DeviceSlot(format, mixing is not None) for _ in range(depth + 1)]
+        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
         self.clock = StepClock(self.cuda)
         self._current = self.slots[0]  # holds the consumer's batch
 

@@ -1,64 +1,44 @@
-"""Batches of samples, written by worker processes straight into reused, pinned buffers.
+"""What a worker process does: it writes samples straight into reused, pinned buffers.
 
 Journey of a batch, 2 to 4: samples -> B rows of each of their fields, in memory that all processes
 share.
 
 A batch is one slot of a ring that the workers write into: no tensor per sample, no collate copy and
-no pin-memory thread. It is split into tasks of TASK_ROWS images, so that all workers work on the
-batch that is needed next. A slot is reused only after the copy out of it has completed.
+no pin-memory thread. It is split into tasks of a few rows, so that all workers work on the batch
+that is needed next.
 """
 
 import contextlib
-import logging
-import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from multiprocessing import connection, forkserver, parent_process, resource_tracker
-from multiprocessing.process import BaseProcess
+from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from conf.schema import RunError
-from pipeline import machine
-from pipeline.batch import HostBatch
 from pipeline.clock import waited_for_core
 from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
-logger = logging.getLogger(__name__)
-
-# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
-# at 17,000 images/s the training process handles 530 replies per second.
-TASK_ROWS = 32
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 MAX_TRIED = 100  # samples in place of an unreadable one
-MAX_NAMED = 10  # unreadable images on the console
-STOP_SECONDS = 1.0
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
 # about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 5e-4
-PRELOAD = ["pipeline.ring"]  # what the forkserver imports once for all workers
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-
-
-class LoaderError(RunError):
-    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
 
 
 @dataclass(eq=False)
@@ -119,9 +99,6 @@ class Ring:
         all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
         storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
         return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
-
-
-# In a worker.
 
 
 def run_task(
@@ -216,272 +193,3 @@ def _exit_with_parent() -> None:
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
-
-
-# In the training process.
-
-
-def start_forkserver() -> None:
-    """Start the process that forks the workers, and do not wait for its imports (a second)."""
-    with _starting_children():
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _starting_children() -> Iterator[None]:
-    """Start child processes with the signals blocked that workers ignore.
-
-    The forkserver and the resource tracker keep them blocked. The children do not import the main
-    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
-    """
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    main: Any = vars(sys.modules["__main__"])
-    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-    main["__spec__"] = None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # it has unblocked some
-        yield
-    except (OSError, EOFError) as error:
-        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
-        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        main.update(hidden)
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker process, and the tasks that it has received and not replied to, in their order."""
-
-    process: BaseProcess
-    pipe: connection.Connection
-    tasks: deque[Task] = field(default_factory=deque)
-
-
-class Pool(contextlib.AbstractContextManager["Pool"]):
-    """Workers for the rings of training and validation, for the whole run.
-
-    It starts no thread: replies are handled inside `submit`, `done`, `wait` and `activate`, so that
-    nothing competes with the training loop for the GIL. Until `activate` starts workers, tasks run
-    in this process. A worker is kept until the end of the `with` block, which kills all of them: an
-    idle one costs memory only, and ten new ones take seconds to start.
-
-    Args:
-        prefetch_factor: tasks sent to a worker ahead of its replies.
-        timeout_seconds: `wait` fails if no worker replies for this long.
-    """
-
-    def __init__(
-        self,
-        rings: Sequence[Ring],
-        *,
-        prefetch_factor: int = 2,
-        timeout_seconds: float = 120.0,
-        start_method: str = "forkserver",
-    ) -> None:
-        self.rings = list(rings)
-        self.prefetch_factor = prefetch_factor
-        self.timeout_seconds = min(timeout_seconds, 1e6)  # poll(2) waits at most 24 days
-        self.start_method = start_method
-        self.waiting: deque[Task] = deque()
-        self.unreadable: set[int] = set()  # training samples that were replaced
-        self.workers: list[Worker] = []
-        self.active = 0  # workers that receive tasks: the first ones
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
-
-    def activate(self, workers: int) -> None:
-        """Send tasks to the first `workers` workers, and start those that are missing.
-
-        The others finish their tasks and are idle. At least one worker that has been started stays
-        active. Raises a LoaderError if the system refuses to start one.
-        """
-        self.active = max(workers, min(1, len(self.workers)))
-        context: Any = multiprocessing.get_context(self.start_method)
-        while len(self.workers) < self.active:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=worker_main, args=(theirs, self.rings), daemon=True)
-            with _starting_children():
-                process.start()
-            theirs.close()
-            self.workers.append(Worker(process, ours))
-        self._dispatch()
-
-    def submit(self, task: Task) -> Task:
-        """Queue a task and return it. Tasks start in the order of the calls."""
-        self.waiting.append(task)
-        self._dispatch()
-        return task
-
-    def done(self, tasks: Sequence[Task]) -> bool:
-        """Whether all these tasks are done; receives pending replies and does not wait."""
-        if not all(task.done for task in tasks):
-            self._receive(timeout=0)
-        return all(task.done for task in tasks)
-
-    def wait(self, tasks: Sequence[Task]) -> None:
-        """Wait until all these tasks are done.
-
-        Raises LoaderError if a task failed, its worker died, or none replied within the timeout.
-        """
-        while not all(task.done for task in tasks):
-            if not self.workers:
-                self.run(self.waiting.popleft())
-            elif not self._receive(self.timeout_seconds):
-                busy = [worker for worker in self.workers if worker.tasks]
-                names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
-                raise LoaderError(
-                    f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
-                    f"still reading {', '.join(names) or 'nothing'}; check the storage"
-                )
-
-    def run(self, task: Task) -> None:
-        """Run a task in this process. Raises LoaderError if it failed."""
-        self._finish(task, run_task([task], self.rings))
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            worker.pipe.close()
-            worker.process.kill()
-        # One pause for all: a worker that reads from a stuck mount does not end.
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in self.workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-        self.workers = []
-
-    def _dispatch(self) -> None:
-        while self.waiting and self.workers:
-            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
-            if len(worker.tasks) >= self.prefetch_factor:
-                return
-            worker.tasks.append(self.waiting.popleft())
-            with contextlib.suppress(OSError):  # it has died, which `_receive` finds out
-                worker.pipe.send(worker.tasks[-1])
-
-    def _receive(self, timeout: float) -> bool:
-        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
-        ready = connection.wait([worker.pipe for worker in self.workers], timeout)
-        for worker in self.workers:
-            if worker.pipe in ready:
-                try:
-                    while worker.pipe.poll():  # all replies: the next call may be a step away
-                        reply = worker.pipe.recv()
-                        self._finish(worker.tasks.popleft(), reply)
-                except (EOFError, OSError):
-                    worker.process.join(STOP_SECONDS)
-                    code = worker.process.exitcode
-                    killed = "SIGKILL: is the host out of memory?"
-                    cause = killed if code == -signal.SIGKILL else f"exit status {code}"
-                    sample = f" while it made {self._current(worker)}" if worker.tasks else ""
-                    raise LoaderError(
-                        f"loader worker {worker.process.pid} died ({cause}){sample}; the same "
-                        "command resumes from the last checkpoint; if memory is short, set fewer "
-                        "loader.workers"
-                    ) from None
-        self._dispatch()
-        return bool(ready)
-
-    def _finish(self, task: Task, reply: Reply) -> None:
-        """Record a reply, and the unreadable samples that the task replaced.
-
-        Raises LoaderError if they are too many, or if the task failed. The traceback of an error in
-        a transform is logged.
-        """
-        task.done = True
-        ring = self.rings[task.ring]
-        ring.replies.append(reply)
-        for index, message in reply.skipped:
-            if index not in self.unreadable:
-                self.unreadable.add(index)
-                if len(self.unreadable) <= MAX_NAMED:
-                    logger.warning("skipped %s", message)
-        if reply.trace:
-            logger.error("%s", reply.trace.rstrip())
-        if reply.error:
-            raise LoaderError(reply.error)
-        count, images, limit = len(self.unreadable), len(ring.dataset), ring.max_bad_fraction
-        if reply.skipped and limit is not None and count > limit * images:
-            raise LoaderError(
-                f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images cannot "
-                f"be read, for example {reply.skipped[-1][1]}; {CHECK} and replace the unreadable "
-                "ones, or raise this limit"
-            )
-
-    def _current(self, worker: Worker) -> str:
-        """Return the name of the first sample of a worker's task that is not yet complete."""
-        task = worker.tasks[0]
-        ring = self.rings[task.ring]
-        rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
-        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
-        return ring.dataset.name(int(task.samples[position, 1]))
-
-
-@dataclass(eq=False)
-class Loader:
-    """Batches of one ring, in the sampler's order."""
-
-    pool: Pool
-    number: int  # of the ring, in the pool
-    samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
-    in_use: int  # unreleased batches that the consumer may have when it asks for another
-
-    def __post_init__(self) -> None:
-        self.ring = self.pool.rings[self.number]
-        self.dataset, self.batch_size = self.ring.dataset, self.ring.batch_size
-        self.queue_size = self.ring.slots - self.in_use
-        assert self.queue_size >= 1, "the ring needs a slot more than its consumer uses"
-        self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
-        self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
-
-    def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
-        for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
-            self.pool.wait(tasks)
-        self._queue.clear()
-        following = start
-        while following < stop or self._queue:
-            while following < stop and len(self._queue) < self.queue_size:
-                self._queue.append((following, self._submit(following)))
-                following += 1
-            step, tasks = self._queue.popleft()
-            self.pool.wait(tasks)
-            slot = step % self.ring.slots
-            yield HostBatch(
-                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.memory.items()},
-                torch.from_numpy(self.ring.samples.array[slot]),
-                step,
-                partial(self._copied.__setitem__, slot),
-            )
-
-    def ready(self) -> bool:
-        """Whether the next batch is complete, so that taking it would not wait."""
-        return bool(self._queue) and self.pool.done(self._queue[0][1])
-
-    def _submit(self, step: int) -> list[Task]:
-        slot = step % self.ring.slots
-        if event := self._copied.pop(slot, None):
-            event.synchronize()  # keeps the host only a few batches ahead of the device
-        samples = self.samples(step)
-        self.ring.samples.array[slot] = EMPTY_ROW
-        return [
-            self.pool.submit(Task(self.number, slot, row, samples[row : row + TASK_ROWS]))
-            for row in range(0, len(samples), TASK_ROWS)
-        ]
-
-    def load_in_process(self, batch: HostBatch) -> None:
-        """Load a batch again into its slot, in this process.
-
-        Raises LoaderError if an image cannot be read, and names it.
-        """
-        slot = batch.step % self.ring.slots
-        self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
-
-
-def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
-    """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
-    in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
-    return max(1, in_progress) + 1 + prefetch_batches + 1

@@ -1,7 +1,6 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
 import os
-from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +13,11 @@ from pipeline.index import Index, find_storage, load_index
 
 
 class HeldOut(NamedTuple):
-    """The images of each class that are the validation split; see `chosen`."""
+    """The images of each class that are the validation split, in the order of their hashes."""
 
     given: str  # key=value, for messages
     start: float  # as a fraction of the images of the class; so is `stop`
-    stop: float
+    stop: float  # from 0 on, at least one image and not all of them are taken
     fewest: int  # number of images that a class needs
 
 
@@ -88,39 +87,23 @@ def load_splits(data: Data) -> tuple[Index, Index]:
 def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
     """Split a table into training and validation images, with the same part of each class.
 
-    Which images are held out depends on their names only, so it is the same for every seed and
-    storage, and stays nearly the same when images are added.
+    Which images are held out depends on a hash of their names only, so it is the same for every
+    seed and storage, and stays nearly the same when images are added.
     """
-    labels = index.labels.array
+    labels, paths = index.labels.array, index.paths.array
     bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
     is_val = np.zeros(len(labels), bool)
     for name, (first, stop) in zip(index.classes, pairwise(bounds), strict=True):
-        if stop - first < part.fewest:
+        count = stop - first
+        if count < part.fewest:
             raise UserError(
-                f"{part.given}: class {name} has {stop - first} of the {part.fewest} images that "
-                "it needs; add images, or remove the class"
+                f"{part.given}: class {name} has {count} of the {part.fewest} images that it "
+                "needs; add images, or remove the class"
             )
-        names = [index.name(row) for row in range(first, stop)]
-        is_val[first + np.array(chosen(names, part.stop, start=part.start))] = True
+        digests = [blake2b(path, digest_size=8).digest() for path in paths[first:stop]]
+        low, high = round(part.start * count), round(part.stop * count)
+        if low == 0:
+            high = min(max(1, high), count - 1)
+        is_val[first + np.array(sorted(range(count), key=digests.__getitem__)[low:high])] = True
     train, val = (index.rows(rows) for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val)))
     return train, val
-
-
-def chosen(names: Sequence[str], stop: float, *, start: float = 0) -> list[int]:
-    """Choose the validation images of one class by a hash of their names.
-
-    Returns positions in `names`.
-
-    Args:
-        names: of two or more images, with the name of their class.
-        stop: fraction of the images in the order of the hashes that are chosen, at least one image
-            and not all of them; but none of the fraction `start`.
-    """
-
-    def digest(position: int) -> bytes:
-        return blake2b(os.fsencode(names[position]), digest_size=8).digest()
-
-    first, last = round(start * len(names)), round(stop * len(names))
-    if first == 0:
-        last = min(max(1, last), len(names) - 1)
-    return sorted(range(len(names)), key=digest)[first:last]

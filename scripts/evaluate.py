@@ -66,7 +66,7 @@ from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.feed import open_feed
 from pipeline.machine import cores_for_workers
-from pipeline.ring import TASK_ROWS, start_forkserver
+from pipeline.pool import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress

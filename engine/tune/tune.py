@@ -35,7 +35,7 @@ from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
-from pipeline.ring import LoaderError
+from pipeline.pool import LoaderError
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import host_copy, json_text, load, load_newest, save
+from engine.checkpoint import host_copy, load, load_newest, save
+from engine.files import json_text
 from engine.run import Run
 from engine.state import TrainingError, TrainState
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with

@@ -19,7 +19,8 @@ from pipeline.batch import HostBatch
 from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
+from pipeline.pool import Loader, LoaderError, Pool
+from pipeline.ring import EMPTY_ROW, Ring, Task
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 from tests.processes import Started, descendants, is_running, needs_linux, wait_for
 
@@ -216,7 +217,8 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 from pathlib import Path
-from pipeline.ring import Pool, Ring, Task
+from pipeline.pool import Pool
+from pipeline.ring import Ring, Task
 from tests.pipeline.loaders import Stuck, crops
 from tests.processes import descendants, is_running
 

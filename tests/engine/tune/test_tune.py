@@ -19,7 +19,7 @@ from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from pipeline.ring import Pool
+from pipeline.pool import Pool
 from tests.conftest import Clock
 from tests.engine.plans import compute
 from tests.pipeline.loaders import opened
