@@ -47,10 +47,10 @@ from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain, fit_memory
+from engine.metrics import BestBy, class_means, class_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
-from engine.scores import BestBy, class_means, class_values
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
@@ -226,7 +226,7 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
 
     Returns:
         Named values for each row, [B, ...]. Those of float [B] are averaged over the split, except
-        `confidence` and `score`. The others are for values of all rows (engine/scores.py).
+        `confidence` and `score`. The others are for values of all rows (engine/metrics.py).
     """
     return class_values(network(batch["image"]).float(), batch["label"])
 

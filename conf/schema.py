@@ -430,7 +430,7 @@ class Log:
     """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
     values: list[str] = key([], NOTHING, each(CODE, 0))
     """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
-    tables such as VALUES in engine/scores.py; train.best_by takes their names"""
+    tables such as METRICS in engine/metrics.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, each(ENTRY, 0))
     """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps
     with parameters"""

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 import models
 from engine.compute import longest_float
 from engine.distributed import World
-from engine.scores import averaged, judged
+from engine.metrics import averaged, computed
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-Floating values [B] are averaged over the split. The others are rows for `Value.judge` only."""
+Floating values [B] are averaged over the split. The others are rows for `Metric.compute` only."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
@@ -30,11 +30,13 @@ class Validation(NamedTuple):
 
     def names(self) -> list[str]:
         """Return the names of `values`."""
-        return [*(self.means | judged(self.rows))]
+        return [*(self.means | computed(self.rows))]
 
     def values(self) -> dict[str, float]:
-        """Return the means, and what `Value.judge` says of the rows."""
-        return self.means | {name: float(judge()) for name, judge in judged(self.rows).items()}
+        """Return the means, and what `Metric.compute` gives for the rows."""
+        return self.means | {
+            name: float(compute()) for name, compute in computed(self.rows).items()
+        }
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from conf.schema import DATA_FOLDERS, UserError
 from engine.compute import has_batch_norm
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
-from engine.scores import BestBy, shown, value_of
+from engine.metrics import BestBy, metric_of, shown
 
 GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
@@ -137,7 +137,7 @@ class Expectation(Observer):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, MIN_STD), self._curve["runs"], sigmas)
-        most = 100.0 if value_of(self._value.name).unit == " %" else math.inf
+        most = 100.0 if metric_of(self._value.name).unit == " %" else math.inf
         return mean, max(0.0, mean - width), min(most, mean + width)
 
 

@@ -1,6 +1,6 @@
 """Values of a validation that are no means over its images: functions of all its rows.
 
-By default, conf/config.yaml names them: log.values=[extras.metrics:VALUES]. Then train.best_by
+By default, conf/config.yaml names them: log.values=[extras.metrics:METRICS]. Then train.best_by
 takes macro_precision, macro_f1, -ece and, of two classes, auc; scripts/evaluate.py prints them.
 
 All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from engine.scores import Value
+from engine.metrics import Metric
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 Rows = npt.ArrayLike  # also a tensor on the CPU
@@ -70,10 +70,10 @@ def _mean_ratio(part: Counts, whole: Counts) -> float:
     return float(100 * (part / np.maximum(whole, 1)).mean())  # `part` is 0 where `whole` is
 
 
-PERCENT = partial(Value, ".2f", " %", console=False)
-VALUES = {
-    "macro_precision": PERCENT(judge=macro_precision, rows=("label", "prediction")),
-    "macro_f1": PERCENT(judge=macro_f1, rows=("label", "prediction")),
-    "ece": PERCENT(judge=calibration_error, rows=("top1", "confidence"), lower=True),
-    "auc": PERCENT(judge=roc_auc, rows=("label", "score")),
+PERCENT = partial(Metric, ".2f", " %", console=False)
+METRICS = {
+    "macro_precision": PERCENT(compute=macro_precision, rows=("label", "prediction")),
+    "macro_f1": PERCENT(compute=macro_f1, rows=("label", "prediction")),
+    "ece": PERCENT(compute=calibration_error, rows=("top1", "confidence"), lower=True),
+    "auc": PERCENT(compute=roc_auc, rows=("label", "score")),
 }

@@ -75,7 +75,7 @@ class Predictions:
     # int64 [N]; the prediction is class 0 if a logit is NaN
     labels: Ints
     predictions: Ints
-    # float64 [N], of `engine.scores.class_values`; top5 is None if there are fewer than six classes
+    # float64 [N], as of engine.metrics.class_values; top5 is None with fewer than six classes
     losses: Floats
     confidences: Floats
     top1: Floats

@@ -58,8 +58,8 @@ from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import json_text, write_json
 from engine.log.observer import named_observers
+from engine.metrics import add_values, shown
 from engine.schedule import make_schedule
-from engine.scores import add_values, shown
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL
 from pipeline.build import Datasets, build_val

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.scores import BestBy, shown, value_of
+from engine.metrics import BestBy, metric_of, shown
 
 
 def header(by: BestBy) -> str:
@@ -17,7 +17,7 @@ def header(by: BestBy) -> str:
 
 
 def _title(by: BestBy) -> str:
-    return by.name + value_of(by.name).unit
+    return by.name + metric_of(by.name).unit
 
 
 def train_line(
@@ -47,12 +47,12 @@ def val_line(
 
 def _visible(names: Iterable[str]) -> list[str]:
     """Return the names of the values that a line shows without a column."""
-    return [name for name in names if name != "loss" and value_of(name).console]
+    return [name for name in names if name != "loss" and metric_of(name).console]
 
 
 def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
     """Return the columns of both kinds of lines. A task may have no `loss` in its validation."""
-    width, form = max(7, len(_title(by))), value_of(by.name).form
+    width, form = max(7, len(_title(by))), metric_of(by.name).form
     loss = f"{row['loss']:.4f}" if "loss" in row else ""
     value = f"{row[by.name]:{form}}" if by.name in row else ""
     return f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {loss:>8} {value:>{width}}"

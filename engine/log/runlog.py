@@ -23,9 +23,9 @@ from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
+from engine.metrics import BestBy, add_values
 from engine.run import Run
 from engine.schedule import Due, Schedule
-from engine.scores import BestBy, add_values
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal

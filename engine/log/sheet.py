@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.scores import shown
+from engine.metrics import shown
 from pipeline.batch import IMAGE, Batch, Field, ImageFormat
 from pipeline.class_names import readable
 

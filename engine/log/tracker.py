@@ -17,7 +17,7 @@ from PIL import Image
 from conf.schema import Config, UserError
 from engine.files import json_text, replace_file, write_json
 from engine.log.meter import TIME
-from engine.scores import BestBy
+from engine.metrics import BestBy
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
-from engine.scores import accuracy, macro_recall
+from engine.metrics import accuracy, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch

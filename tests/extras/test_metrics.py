@@ -9,7 +9,7 @@ import torch
 from sklearn import metrics as sklearn
 from torch import nn
 
-from engine.scores import add_values, value_of
+from engine.metrics import add_values, metric_of
 from engine.validation import evaluate
 from extras.metrics import calibration_error, macro_f1, macro_precision, roc_auc
 from tests.batches import batch_of, toy_values
@@ -57,12 +57,14 @@ def test_values_of_a_validation_of_two_classes() -> None:
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
-    add_values(["extras.metrics:VALUES"])
+    add_values(["extras.metrics:METRICS"])
     values = found.values()
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
     assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
-    assert "score" not in values and not any(value_of(name).console for name in ("macro_f1", "auc"))
+    assert "score" not in values and not any(
+        metric_of(name).console for name in ("macro_f1", "auc")
+    )
 
 
 def test_expected_calibration_error() -> None:

@@ -14,7 +14,7 @@ from engine.distributed import join_world
 from engine.log.console import header, train_line, val_line
 from engine.log.introduction import setup_notes
 from engine.log.meter import Interval, Meter, train_row
-from engine.scores import BestBy
+from engine.metrics import BestBy
 from pipeline.build import build_datasets
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE, WAITED, compute, schedule

@@ -2,7 +2,7 @@
 
 To add a value, return one more from `training_loss` or `validation_values` in train.py. It appears
 on the console, in metrics.jsonl, in TensorBoard and in the report, and train.best_by can name it.
-An entry in VALUES changes how it is shown, or computes it from all rows of the split; log.values
+An entry in METRICS changes how it is shown, or computes it from all rows of the split; log.values
 names more such entries.
 """
 
@@ -20,8 +20,8 @@ from conf.schema import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Value:
-    """A named value."""
+class Metric:
+    """How a named value is shown and, if it is no mean over the images, computed."""
 
     form: str = ".4g"  # how Python formats it
     unit: str = ""  # what follows the number
@@ -29,9 +29,9 @@ class Value:
     console: bool = True  # whether the console shows it; by default, unless its name has a slash
     # For what is no mean over the images: called once per validation with the rows of the whole
     # split, in its order, on the CPU
-    judge: Callable[..., float] | None = None
-    # The names of the rows that `judge` takes; without them, the value is left out. A row that is
-    # not in VALUES itself is not averaged.
+    compute: Callable[..., float] | None = None
+    # The names of the rows that `compute` takes; without them, the value is left out. A row that is
+    # not in METRICS itself is not averaged.
     rows: tuple[str, ...] = ()
 
 
@@ -48,46 +48,46 @@ def macro_recall(label: Tensor, prediction: Tensor) -> float:
     return float(100 * (hits[present] / images[present]).mean())
 
 
-VALUES: dict[str, Value] = {
-    "loss": Value(".4f", lower=True),
-    "top1": Value(".2f", " %"),
-    "top5": Value(".2f", " %"),
-    "macro_recall": Value(
-        ".2f", " %", console=False, judge=macro_recall, rows=("label", "prediction")
+METRICS: dict[str, Metric] = {
+    "loss": Metric(".4f", lower=True),
+    "top1": Metric(".2f", " %"),
+    "top5": Metric(".2f", " %"),
+    "macro_recall": Metric(
+        ".2f", " %", console=False, compute=macro_recall, rows=("label", "prediction")
     ),
 }
 
 
 def add_values(tables: Iterable[str]) -> None:
-    """Add the tables that log.values names to VALUES."""
+    """Add the tables that log.values names to METRICS."""
     for name in tables:
-        VALUES.update(import_object(name, "log.values"))
+        METRICS.update(import_object(name, "log.values"))
 
 
 def averaged(rows: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the rows whose mean is a value: not those that only a `judge` takes."""
-    taken = {"confidence", "score", *(row for value in VALUES.values() for row in value.rows)}
+    """Return the names of the rows whose mean is a value: not those that only a `compute` takes."""
+    taken = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
     floats = [name for name, row in rows.items() if row.ndim == 1 and row.is_floating_point()]
-    return [name for name in floats if name in VALUES or name not in taken]
+    return [name for name in floats if name in METRICS or name not in taken]
 
 
-def judged(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
-    """Return what computes the values that have a `judge` and all of its rows, by name."""
+def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
+    """Return what computes the values that have a `compute` and all of its rows, by name."""
     return {
-        name: partial(value.judge, *(rows[row] for row in value.rows))
-        for name, value in VALUES.items()
-        if value.judge and rows.keys() >= set(value.rows)
+        name: partial(metric.compute, *(rows[row] for row in metric.rows))
+        for name, metric in METRICS.items()
+        if metric.compute and rows.keys() >= set(metric.rows)
     }
 
 
-def value_of(name: str) -> Value:
+def metric_of(name: str) -> Metric:
     """Return the entry of a value, or the default. With a slash, one per layer, it is not shown."""
-    return VALUES.get(name, Value(console="/" not in name))
+    return METRICS.get(name, Metric(console="/" not in name))
 
 
 def shown(name: str, number: float) -> str:
     """Return a value as text, such as `top1 76.13 %`."""
-    return f"{name} {number:{value_of(name).form}}{value_of(name).unit}"
+    return f"{name} {number:{metric_of(name).form}}{metric_of(name).unit}"
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class BestBy:
     def of(cls, text: str) -> "BestBy":
         """Read train.best_by: `top1`, or `-loss` if lower is better. Raises UserError."""
         best_by = cls(text.removeprefix("-"), text.startswith("-"))
-        value = VALUES.get(best_by.name)
-        if value is not None and value.lower != best_by.lower:
+        metric = METRICS.get(best_by.name)
+        if metric is not None and metric.lower != best_by.lower:
             better, remedy = (
-                ("lower", f"-{best_by.name}") if value.lower else ("higher", best_by.name)
+                ("lower", f"-{best_by.name}") if metric.lower else ("higher", best_by.name)
             )
             raise UserError(f"train.best_by={text}: {better} values are better; give {remedy}")
         return best_by
