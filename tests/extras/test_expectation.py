@@ -14,7 +14,7 @@ from torch import nn
 from conf.compose import from_words
 from conf.named import ROOT
 from conf.schema import FOLDER, UserError, group_names
-from engine.scores import BestBy
+from engine.metrics import BestBy
 from extras.expectation import GOOD_SIGMAS, MIN_STD, Expectation, half_width
 from scripts import report
 

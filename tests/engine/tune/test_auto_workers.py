@@ -100,7 +100,7 @@ def test_without_a_measurement(
 MEASURES = """
 import sys
 import train
-from conf import cli
+from conf.compose import from_words
 from tests.engine.tune.tuning import measure_on_cpu
 from tests.toy import TASK
 
