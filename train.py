@@ -45,6 +45,7 @@ from engine.distributed import World, average_gradients, join_world, share_confi
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
+from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain, fit_memory
 from engine.metrics import BestBy, class_means, class_values
@@ -54,8 +55,7 @@ from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
-from engine.tune.tune import tune
-from engine.tune.verdict import Verdict
+from engine.tune import tune
 from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -89,9 +89,9 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(StopSignal(world))
         first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batch)
-        step_rate = tune(feed, train_on_batch, compute, state, run, stop, tracker)
+        rate_alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(compute, feed, train_on_batch, world, step_rate)
+        verdict = Verdict(compute, feed, train_on_batch, world, rate_alone)
         log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
@@ -126,15 +126,17 @@ def build_step(
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
-    clip_norm, parts = config.optim.clip_norm, schedule.micro_batches
-    launch = partial(train_step, state, network, loss, lr=lr, clip_norm=clip_norm, accumulate=parts)
+    clip_norm, count = config.optim.clip_norm, schedule.micro_batches
+    launch = partial(
+        train_step, state, network, loss, lr=lr, clip_norm=clip_norm, micro_batches=count
+    )
 
     def begin(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
     disabled_reason = None if on_gpu else "it is only for CUDA"
-    return StepGraph(launch, begin=begin, network=network, disabled_reason=disabled_reason)
+    return StepGraph(launch, begin, state.clear_gradients, network, disabled_reason)
 
 
 def train_step(
@@ -145,7 +147,7 @@ def train_step(
     *,
     lr: float | Tensor,
     clip_norm: float | None = None,
-    accumulate: int = 1,
+    micro_batches: int = 1,
 ) -> Values:
     """Forward, loss, backward, exchange, clip, update, average. Nothing here waits for the device.
 
@@ -155,7 +157,7 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
-        accumulate: number of micro-batches, whose gradients are averaged. The ranks exchange
+        micro_batches: number of micro-batches, whose gradients are averaged. The ranks exchange
             gradients once per step.
 
     Returns:
@@ -165,23 +167,19 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     outputs: list[Values] = []
-    try:
-        for number, micro_batch in enumerate(batch.split(accumulate), start=1):
-            with sync_gradients(network, enabled=number == accumulate):
-                mean_loss, values = loss(network, micro_batch)
-                state.scaler.scale(mean_loss / accumulate).backward()
-            outputs.append({"loss": mean_loss.detach(), **values})
-        average_gradients(network)
-        # Without fp16, the scaler only calls the optimiser.
-        state.scaler.unscale_(state.optimizer)
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-    finally:
-        # Also after an error: a CUDA graph whose capture failed has not computed the gradients, and
-        # the next step would add its own.
-        state.clear_gradients()
+    for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
+        with sync_gradients(network, enabled=number == micro_batches):
+            mean_loss, values = loss(network, micro_batch)
+            state.scaler.scale(mean_loss / micro_batches).backward()
+        outputs.append({"loss": mean_loss.detach(), **values})
+    average_gradients(network)
+    # Without fp16, the scaler only calls the optimiser.
+    state.scaler.unscale_(state.optimizer)
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
     means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}
@@ -222,7 +220,7 @@ def training_loss(
 def validation_values(network: nn.Module, batch: Batch) -> Values:
     """Forward pass and loss in validation.
 
-    Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
+    Not compiled: the CPU decodes the validation images, which usually takes longer.
 
     Returns:
         Named values for each row, [B, ...]. Those of float [B] are averaged over the split, except

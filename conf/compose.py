@@ -33,17 +33,16 @@ from conf.schema import (
     GROUPS,
     KEYS,
     NAMES,
-    RESULT,
     Config,
     Run,
     UserError,
-    affecting,
     check,
     config_values,
     did_you_mean,
     group_names,
     last_name,
     missing,
+    result_keys,
     show,
     with_size,
 )
@@ -51,14 +50,16 @@ from conf.schema import (
 SECTIONS = {name.split(".")[0] for name in KEYS}
 NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
 # Keys with a word as value, mostly a path.
-WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
+TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 # Keys that may name code of this checkout as `module:name`, or hold entries that do.
-NAMING = ["data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"]
-NAMING += ["model.name", "model.rewrite", "optim.name", "train.prepare", "log.values"]
-NAMING += ["log.observers"]
-OTHER = {"model": "model.name", "data": "data.root"}  # keys that take more than the group's choices
+CODE_KEYS = {
+    *("data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"),
+    *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
+}
+# Group -> key that takes more than the choices of the group.
+NAME_KEYS = {"model": "model.name", "data": "data.root"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
@@ -129,8 +130,8 @@ def _choice_file(group: str, choice: str) -> Path:
     if path.suffix == ".yaml" and path.is_file():
         return path.absolute()
     more = did_you_mean(choice, names)
-    if group in OTHER:
-        more = f"; for another one write {OTHER[group]}={choice}"
+    if group in NAME_KEYS:
+        more = f"; for another one write {NAME_KEYS[group]}={choice}"
     files = f"{', '.join(names)}, or a file PATH.yaml"
     raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
 
@@ -174,9 +175,9 @@ def read_words(words: Iterable[str]) -> Typed:
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)
-        elif name in FIELDS.keys() - WORDS or word[:1] in ("'", '"', "[", "{"):
+        elif name in FIELDS.keys() - TEXT_KEYS or word[:1] in ("'", '"', "[", "{"):
             # The colon of module:name as a key in braces needs a backslash.
-            escaped = word if name in WORDS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
+            escaped = word if name in TEXT_KEYS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
             with suppress(HydraException):  # then it is text, which these keys do not take
                 override = OverridesParser.create().parse_override(f"{name}={escaped}")
                 value = word if override.is_sweep_override() else override.value()
@@ -278,7 +279,7 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
-        absent = {n for n in names_in(value) if not is_there(n)} if key in NAMING else set()
+        absent = {n for n in names_in(value) if not is_there(n)} if key in CODE_KEYS else set()
         for name in sorted(absent if key in words else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
@@ -307,9 +308,7 @@ def _check_effect(key: str, config: Config) -> None:
     values, when = config_values(config), missing(config, key)
     if when:
         because = " and ".join(f"{other}={show(values[other])}" for other in when)
-        choices = [
-            f"{k.removesuffix('.name')}={' or '.join(map(show, v))}" for k, v in when.items()
-        ]
+        choices = [f"{k.removesuffix('.name')}={allowed.says}" for k, allowed in when.items()]
         needed = " and ".join(choices)
         shown = f"{key}={show(values[key])}"
         raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
@@ -324,10 +323,10 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     before = OmegaConf.create(dict(planned), parent=tree)
     recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
     changed = {}
-    for name, value in affecting(config, RESULT).items():
-        alike = FIELDS[name].metadata["alike"]
-        if alike(value) != alike(recipe[name]):
-            changed[name] = show(alike(value))
+    for name, value in result_keys(config).items():
+        short = FIELDS[name].metadata["short"]
+        if short(value) != short(recipe[name]):
+            changed[name] = show(short(value))
     return changed
 
 
@@ -361,9 +360,9 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
-OWN = read_yaml(FOLDER / "config.yaml")
-DEFAULT_RECIPE: str = next(each["recipe"] for each in OWN["defaults"] if "recipe" in each)
-DEFAULT_NAMES = names_in(list(_dotted(OWN).values()))  # of code that a fork may lack
-MULTIRUN = str(OWN.get("multirun"))  # the program behind -m
+BASE_YAML = read_yaml(FOLDER / "config.yaml")
+DEFAULT_RECIPE: str = next(each["recipe"] for each in BASE_YAML["defaults"] if "recipe" in each)
+DEFAULT_NAMES = names_in(list(_dotted(BASE_YAML).values()))  # of code that a fork may lack
+MULTIRUN = str(BASE_YAML.get("multirun"))  # the program behind -m
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
-_set(DEFAULTS, _dotted(OWN), "conf/config.yaml: ")
+_set(DEFAULTS, _dotted(BASE_YAML), "conf/config.yaml: ")

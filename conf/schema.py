@@ -1,7 +1,7 @@
 """The keys of the config: type, default, what it affects, help sentence and allowed values.
 
-Hydra composes the YAML groups in this folder. The result is merged into `Config`, and `check`
-refuses values that the types accept but the program does not. Nothing changes a `Config` later.
+compose.py fills a `Config`, and `check` refuses values that the types accept but the program does
+not. Afterwards nothing changes it; `train.prepare` returns another one.
 """
 
 import ast
@@ -67,16 +67,16 @@ def key(
     affects: bool,
     check: Check,
     *,
-    when: Mapping[str, tuple[str | None, ...]] | None = None,
-    alike: Callable[[Any], Any] = lambda value: value,
+    when: Mapping[str, Check] | None = None,
+    short: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
     """A dataclass field with the metadata of a key. The sentence for --help is the string below it.
 
     Args:
-        when: the key has an effect only if each of these keys has one of these values.
-        alike: normalises a value. Values with the same normal form give the same training.
+        when: the key has an effect only if each of these keys passes its check.
+        short: form of a value in the name of a run, and where `when` and the recipe are compared.
     """
-    metadata = {"affects": affects, "check": check, "when": when or {}, "alike": alike}
+    metadata = {"affects": affects, "check": check, "when": when or {}, "short": short}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -87,9 +87,10 @@ def group_names(group: str) -> list[str]:
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
-def all_but(group: str, *names: str) -> dict[str, tuple[str, ...]]:
-    """For `when`: every choice of a group except `names`. A new choice is included by default."""
-    return {f"{group}.name": tuple(n for n in group_names(group) if n not in names)}
+def all_but(group: str, *names: str) -> dict[str, Check]:
+    """For `when`: every name of a group except `names`, so also that of a fork's own code."""
+    others = [name for name in group_names(group) if name not in names]
+    return {f"{group}.name": Check(lambda name: name not in names, " or ".join(others))}
 
 
 def one_of(*allowed: str) -> Check:
@@ -194,31 +195,31 @@ BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or [
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
-FAKE = {"data.source": ("fake",)}
-FILES = {"data.source": ("folder",)}
-NO_FOLD = {"data.val_fold": (None,), **FILES}
-STEP = {"schedule.name": ("step",)}
-HAS_MOMENTUM = {"optim.name": ("sgd",)}
+FAKE = {"data.source": one_of("fake")}
+FILES = {"data.source": one_of("folder")}
+NO_FOLD = {"data.val_fold": NULL, **FILES}
+STEP = {"schedule.name": one_of("step")}
+HAS_MOMENTUM = all_but("optim", *set(group_names("optim")) - {"sgd"})
 HAS_BETAS = all_but("optim", "sgd")
 
 
 @dataclass
 class Data:
-    source: str = key("folder", RESULT, one_of("folder", "fake") | CODE, alike=after_colon)
+    source: str = key("folder", RESULT, one_of("folder", "fake") | CODE, short=after_colon)
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
-    root: str | None = key(None, RESULT, TEXT, alike=last_name)
+    root: str | None = key(None, RESULT, TEXT, short=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, tar files
     train/*.tar, or train.csv (path,label)"""
-    train: str = key("train", RESULT, TEXT, alike=last_name)
+    train: str = key("train", RESULT, TEXT, short=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
-    val: str = key("val", RESULT, TEXT, alike=last_name)
+    val: str = key("val", RESULT, TEXT, short=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
     val_fraction: float = key(0.0, RESULT, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
     val_fold: str | None = key(
-        None, RESULT, FOLD | NULL, when=FILES, alike=lambda i: i and str(i).replace("/", "of")
+        None, RESULT, FOLD | NULL, when=FILES, short=lambda i: i and str(i).replace("/", "of")
     )
     """2/5: validate on the second of five disjoint parts of the images of each class, in place of
     data.val_fraction; -m data.val_fold=1/5,2/5,3/5,4/5,5/5 is a cross-validation"""
@@ -228,7 +229,7 @@ class Data:
     """side of the validation images in pixels"""
     on_error: str = key("raise", NOTHING, one_of("raise", "skip"))
     """if a training image cannot be read: raise, or skip to the next readable one of its class"""
-    max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": ("skip",)})
+    max_bad_fraction: float = key(0.01, NOTHING, FRACTION, when={"data.on_error": one_of("skip")})
     """data.on_error=skip: largest fraction of unreadable training images that each rank accepts"""
     exif_orientation: bool = key(False, RESULT, BOOL)
     """turn photos upright by the orientation in their EXIF data; false takes the stored pixels, as
@@ -267,7 +268,7 @@ class Loader:
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key(
-        "auto", RESULT, DECODER, alike=lambda name: name if name in ("gpu", "hybrid") else "auto"
+        "auto", RESULT, DECODER, short=lambda name: name if name in ("gpu", "hybrid") else "auto"
     )
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
@@ -296,7 +297,7 @@ class Model:
     name: str = key("resnet50", RESULT, TEXT)
     """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
     of (num_classes, image_size, **model.args) in this checkout"""
-    weights: str | None = key(None, RESULT, TEXT, alike=last_name)
+    weights: str | None = key(None, RESULT, TEXT, short=last_name)
     """initial weights: a state_dict or checkpoint, the folder of a run, or `pretrained`"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
@@ -319,7 +320,7 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", RESULT, one_of("sgd", "adamw") | CODE, alike=after_colon)
+    name: str = key("sgd", RESULT, one_of("sgd", "adamw") | CODE, short=after_colon)
     """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
     checkout; optim=NAME takes one with its defaults"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
@@ -483,24 +484,24 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def missing(config: Config, key: str) -> dict[str, tuple[str | None, ...]]:
-    """Return what `when` of a key asks for and this config does not have: key -> allowed values.
+def missing(config: Config, key: str) -> dict[str, Check]:
+    """Return what `when` of a key asks for and this config does not have.
 
     If there is anything, the key has no effect: optim.betas with optim.name=sgd.
     """
     return {
         name: allowed
         for name, allowed in FIELDS[key].metadata["when"].items()
-        if FIELDS[name].metadata["alike"](attrgetter(name)(config)) not in allowed
+        if not allowed.allows(FIELDS[name].metadata["short"](attrgetter(name)(config)))
     }
 
 
-def affecting(config: Config, what: bool) -> dict[str, Any]:
-    """Dotted key -> value, for every key that is in effect and affects `what`."""
+def result_keys(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, for every key that is in effect and affects the result."""
     return {
         name: value
         for name, value in config_values(config).items()
-        if FIELDS[name].metadata["affects"] == what and not missing(config, name)
+        if FIELDS[name].metadata["affects"] == RESULT and not missing(config, name)
     }
 
 

@@ -92,7 +92,7 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
         config.model.name,
         num_classes=len(datasets.classes),
         image_size=datasets.train_size,
-        in_channels=datasets.train.fields[IMAGE].on_device[-3],
+        in_channels=datasets.train.fields[IMAGE].device_shape[-3],
         pretrained=pretrained,
         args=config.model.args,
     )
@@ -103,13 +103,13 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
 
     `steps`: of the run. Raises UserError if the model does not take the images.
     """
-    shape = datasets.train.fields[IMAGE].on_device
+    shape = datasets.train.fields[IMAGE].device_shape
     with torch.device("meta"):
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
     if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
-        val_shape = datasets.val.fields[IMAGE].on_device
+        val_shape = datasets.val.fields[IMAGE].device_shape
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)

@@ -39,7 +39,7 @@ def fit_memory(
     nothing is tried, because the forward pass waits for the other ranks.
 
     Args:
-        step: it changes to the new micro-batches. Its function takes `accumulate`.
+        step: it changes to the new micro-batches. Its function takes `micro_batches`.
         batches: the first batch, which is read only if the step is tried.
     """
     parts, images = schedule.micro_batches, schedule.rank_images
@@ -59,7 +59,7 @@ def fit_memory(
         torch.cuda.reset_peak_memory_stats()
     if parts == schedule.micro_batches:
         return schedule
-    step.launch = partial(step.launch, accumulate=parts)
+    step.launch = partial(step.launch, micro_batches=parts)
     part = images // parts
     more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}"
     logger.warning("out of memory with %d images at a time: %s", images, more)
@@ -74,7 +74,7 @@ def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
         sync_gradients(step.network, enabled=False),
     ):
         step.begin(batch.step)
-        step.launch(batch, accumulate=parts)
+        step.launch(batch, micro_batches=parts)
         return True
     torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return False

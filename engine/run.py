@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from conf.compose import to_yaml
-from conf.schema import CHOOSE_SAMPLES, RESULT, Config, UserError, affecting, config_values, show
+from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, result_keys, show
 from engine import checkpoint
 from engine.compute import Compute
 from engine.distributed import World
@@ -214,7 +214,7 @@ def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[
         "plan": {
             "classes": list(datasets.classes),
             "image_size": datasets.train_size,
-            "image_shape": list(image.on_device),
+            "image_shape": list(image.device_shape),
             "image_dtype": np.dtype(image.dtype).name,
             "channels_last": compute.channels_last,
             "rewrites_layers": compute.rewrite is not None,
@@ -231,7 +231,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     hash of its content.
     """
     config, replaced = schedule.config, (*CHOOSE_SAMPLES, "loader.decoder")
-    keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    keys = {name: v for name, v in result_keys(config).items() if name not in replaced}
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
             with open(checkpoint.find_checkpoint(keys[name]), "rb") as file:

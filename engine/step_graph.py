@@ -42,12 +42,14 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     """
 
     # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
-    # uses, except the batch, must keep their addresses. Between steps, also after an error, there
-    # must be no gradients: those of a failed capture are not computed.
+    # uses, except the batch, must keep their addresses.
     launch: Callable[..., Values]
     # Called with the number of a step before its kernels are launched, to fill the tensors of
     # values that change from step to step, such as the learning rate.
     begin: Callable[[int], None]
+    # Called after a capture that failed, which has computed nothing: the gradients that it left
+    # would be added to those of the next step.
+    clear_gradients: Callable[[], None]
     network: nn.Module  # what the step trains; more steps precede a capture if it is DDP
     disabled_reason: str | None = None  # why no graph is captured; set if a capture fails
 
@@ -110,6 +112,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
                 values = self.launch(static)
         except RuntimeError as error:
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
+            self.clear_gradients()
             self._disable(str(error).splitlines()[0])
         else:
             self._captured = graph, static, values

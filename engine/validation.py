@@ -16,7 +16,7 @@ from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-Floating values [B] are averaged over the split. The others are rows for `Metric.compute` only."""
+Which of them are averaged over the split says `train.validation_values`."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 

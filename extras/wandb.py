@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RESULT, affecting
+from conf.schema import result_keys
 from engine.files import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
@@ -37,7 +37,7 @@ class Board(Observer):
             id=path.read_text("utf-8").strip(),
             name=folder.resolve().name[:128],  # the most that the server takes
             resume="allow",
-            config={"recipe": config.recipe, **affecting(config, RESULT)},
+            config={"recipe": config.recipe, **result_keys(config)},
             allow_val_change=True,  # keys that may change when a run resumes
             settings=settings,
         )

@@ -39,7 +39,7 @@ class Field:
         return 1 if dtype.kind == "f" else int(np.iinfo(dtype).max)
 
     @property
-    def on_device(self) -> tuple[int, ...]:
+    def device_shape(self) -> tuple[int, ...]:
         """The shape of an image on the device, (..., C, H, W)."""
         *rows, height, width, channels = self.shape
         return (*rows, channels, height, width)

@@ -1,7 +1,7 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
 Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
-function of (images, targets, part): float32 [B, 3, S, S], float32 [B, classes], and which part of
+function of (images, targets, part): float32 [B, C, S, S], float32 [B, classes], and which part of
 the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
 Parameters are drawn on the host, one set per image or group of images, from a generator that is a

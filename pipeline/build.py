@@ -64,7 +64,7 @@ def build_datasets(
         name, parameters = split_entry(entry, "data.on_device")
         extend = import_object(name, "data.on_device")
         train_split = extend(train_split, config, device, **parameters)
-    check_channels(data, train_split.fields[IMAGE].on_device[-3])
+    check_channels(data, train_split.fields[IMAGE].device_shape[-3])
     modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
     return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
 

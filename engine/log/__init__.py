@@ -1,1 +1,1 @@
-"""What observes a run: console, metrics.jsonl, TensorBoard, telemetry and observers."""
+"""What reports a run: console, metrics.jsonl, TensorBoard, telemetry, verdict, observers."""

@@ -23,13 +23,13 @@ from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
+from engine.log.verdict import Verdict
 from engine.metrics import BestBy, add_values
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS
 from engine.stop_signal import StopSignal
-from engine.tune.verdict import Verdict
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.build import Datasets
@@ -61,9 +61,10 @@ class RunLog(ExitStack):
         self.feed, self.compute = self.verdict.feed, self.verdict.compute
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
-        # By whether they are of the first steps of this start, and of the first epoch, which reads
-        # cold files. The last list tells the speed of the run.
-        self._shares: dict[tuple[bool, bool], list[Shares]] = {}
+        # The rows that tell the speed of the run, and whether they are of the first steps of this
+        # start, and of the first epoch, which reads cold files: later rows replace such ones.
+        self._shares: list[Shares] = []
+        self._preliminary = True, True
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
@@ -86,7 +87,6 @@ class RunLog(ExitStack):
             started = self.tracker.guard(name, partial(observer, self, **parameters))
             if started is not None:
                 self._observers.append((name, started))
-                # Called when no signal waits for an answer.
                 self.tracker.callback(self.tracker.guard, name, started.close)
 
     def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
@@ -177,7 +177,9 @@ class RunLog(ExitStack):
         assert shares is not None, "every step of an interval has been ended"
         starting = skip >= interval.steps
         cold = before * schedule.batch_size < schedule.images
-        self._shares.setdefault((starting, cold), []).append(shares)
+        if (starting, cold) != self._preliminary:
+            self._preliminary, self._shares = (starting, cold), []
+        self._shares.append(shares)
         if not starting:
             self.verdict.add(shares)
         row = train_row(interval, shares, schedule, self.compute)
@@ -200,7 +202,7 @@ class RunLog(ExitStack):
         run = self.run
         run.wait()
         stop.poll()
-        rate = mean_of([*self._shares.values()][-1]).rate if self._shares else 0.0
+        rate = mean_of(self._shares).rate if self._shares else 0.0
         unreadable = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conf.compose import NAME_LENGTH, from_checkpoint, from_words
-from conf.schema import RESULT, Config, UserError, affecting, config_values
+from conf.schema import Config, UserError, config_values, result_keys
 from tests.conf.refused import offered
 from tests.processes import run_python
 
@@ -85,6 +85,7 @@ SAME = [  # pairs of commands that train the same thing
     ("model.weights=/a/b.pth", "model.weights=/a/../a/b.pth loader.workers=2"),
     ("data.val=test", "data.val=./test/"),
 ]
+FORKED = "optim.name=engine.optim:decay_groups"  # code of a fork
 OTHER = [  # pairs that train different things
     ("optim.lr=0.3", "optim.lr=0.31"),
     ("optim.lr=0.1 train.seed=1", "train.seed=2"),
@@ -99,6 +100,8 @@ OTHER = [  # pairs that train different things
     ("model.weights=pretrained", ""),
     ("optim=adamw", "optim.name=adamw"),
     ("optim=adamw", "optim=adamw optim.betas=[0.9,0.99]"),
+    (FORKED, f"{FORKED} optim.betas=[0.9,0.99]"),
+    (FORKED, f"{FORKED} optim.momentum=0.5"),
     ("loader.decoder=hybrid", "loader.decoder=gpu"),
     ("loader.decoder=hybrid", "loader.decoder=region"),
     ("train.precision=tf32", "train.precision=fp32"),
@@ -113,7 +116,7 @@ IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 def test_the_same_training_has_the_same_directory(one: str, other: str) -> None:
     configs = [composed(one), composed(other)]
     assert configs[0].run == configs[1].run
-    first, second = (affecting(config, RESULT) for config in configs)
+    first, second = (result_keys(config) for config in configs)
     assert {k: v for k, v in first.items() if k not in IGNORED} == {
         k: v for k, v in second.items() if k not in IGNORED
     }
@@ -124,7 +127,7 @@ def test_another_training_has_another_directory(one: str, other: str) -> None:
     first, second = composed(one), composed(other)
     assert first.run.dir != second.run.dir
     assert (
-        affecting(first, RESULT) != affecting(second, RESULT)
+        result_keys(first) != result_keys(second)
         or first.checkpoint.resume != second.checkpoint.resume
     )
 

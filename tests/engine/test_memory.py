@@ -112,7 +112,7 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> None:
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
-    graph = StepGraph(lambda batch: {}, begin=lambda step: None, network=state.model)
+    graph = StepGraph(lambda batch: {}, lambda step: None, state.clear_gradients, state.model)
     assert fit_memory(schedule, state, world, graph, never()) == schedule
 
 

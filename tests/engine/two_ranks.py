@@ -109,7 +109,7 @@ def check_accumulation(world: World) -> None:
         network.register_comm_hook(None, in_bucket)
     for step in range(3):
         batch = batch_of(step, image=images[rows], label=labels[rows])
-        train_step(state, network, toy_loss, batch, lr=0.5, accumulate=2)
+        train_step(state, network, toy_loss, batch, lr=0.5, micro_batches=2)
     assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +137,7 @@ def check_memory(world: World) -> None:
         return toy_loss(network, batch)
 
     take = partial(train_step, state, network, loss, lr=0.5)
-    graph = StepGraph(take, begin=lambda step: None, network=network, disabled_reason="CPU")
+    graph = StepGraph(take, lambda step: None, state.clear_gradients, network, "CPU")
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))

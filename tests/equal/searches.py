@@ -16,7 +16,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
         cells: for some numbers of workers, in between of which values are interpolated: images/s
             with the step, share of the time waiting, images/s that the workers can supply.
     """
-    from engine.tune.tune import Tuner, best_setting
+    from engine.tune import Tuner, best_setting
     from pipeline.clock import Shares
 
     tried, *columns = zip(*cells, strict=True)

@@ -13,7 +13,7 @@ import pytest
 
 import train
 from conf.schema import Config
-from engine.tune import tune
+from engine import tune
 from pipeline import decode
 from tests import small_run
 from tests.engine.tune.tuning import measure_on_cpu

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.tune.tune import MAX_TRIALS, Tuner, best_setting
+from engine.tune import MAX_TRIALS, Tuner, best_setting
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine import tune
 from engine.distributed import World
 from engine.stop_signal import StopSignal
-from engine.tune import tune
-from engine.tune.tune import Tuner, slowed
+from engine.tune import Tuner, slowed
 from pipeline import ring
 from pipeline.batch import Batch
 from pipeline.clock import Shares

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from engine.tune import tune
+from engine import tune
 from pipeline import feed, machine
 
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch

@@ -181,7 +181,7 @@ def lacks_core(run: Shares, ranks: Sequence[Shares]) -> bool:
             return True
     late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
-    return idle and run.mode != "gpu" and step_rate(run) < SLOWER * run.alone
+    return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.alone
 
 
 def straggler(ranks: Sequence[Shares]) -> tuple[float, str]:
@@ -205,14 +205,14 @@ def straggler(ranks: Sequence[Shares]) -> tuple[float, str]:
     )
 
 
-def step_rate(run: Shares) -> float:
+def rate_without_waits(run: Shares) -> float:
     """Return images/s of the step while the loader runs, without the time it waits for images."""
     return run.rate / max(1e-3, 1 - run.wait)
 
 
 def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
     """Return what was measured, as parts of a sentence: the speed, and what tells this cause."""
-    share = step_rate(run) / run.alone if run.alone else 1.0
+    share = rate_without_waits(run) / run.alone if run.alone else 1.0
     workers = f"each worker ({run.workers})" if run.workers else "the training process"
     images = (
         f"per image, {workers} computes {run.cpu_ms:.1f} ms, and waits {run.storage_ms:.1f} ms for "
@@ -237,7 +237,7 @@ def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
         f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.wait:.1%} of the time for images",
-        f"the step can process {step_rate(run):,.0f} img/s{alone} and got {run.rate:,.0f}",
+        f"the step can process {rate_without_waits(run):,.0f} img/s{alone} and got {run.rate:,.0f}",
         of_cause.get(cause, images),
         *([clock] if hot.slowdowns else []),
     ]

@@ -26,11 +26,11 @@ import torch
 from engine.compute import Compute
 from engine.distributed import World
 from engine.log.tracker import Tracker
+from engine.log.verdict import remedies, verdict
 from engine.run import Run
 from engine.state import TrainState, untouched
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
-from engine.tune.verdict import remedies, verdict
 from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe

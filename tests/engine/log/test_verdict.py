@@ -17,7 +17,7 @@ import torch
 from conf.compose import from_words
 from conf.schema import NAMES
 from engine.distributed import World
-from engine.tune.verdict import Verdict, remedies, verdict
+from engine.log.verdict import Verdict, remedies, verdict
 from pipeline.clock import Shares
 from tests.engine.plans import ALONE, WAITED, compute
 from tests.equal.record import stored
@@ -128,7 +128,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
         found.extend(ranks)
         return ["a sentence."]
 
-    monkeypatch.setattr("engine.tune.verdict.verdict", judge)
+    monkeypatch.setattr("engine.log.verdict.verdict", judge)
     return found
 
 

@@ -1,1 +1,0 @@
-"""Decoder and workers for loader.workers=auto, and the verdict: what limits the speed of a run."""
