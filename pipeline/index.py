@@ -166,7 +166,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    if (scan := _read_cache(cache)) is None:
+    cached, current = _read_cache(cache)
+    if (scan := cached) is None or not current:
         started = time.time()
         try:
             scan = _scan(files, f"{key}={root}")
@@ -174,6 +175,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
+        if cached and (changes := _changes(cached.paths, scan.paths)):
+            logger.info("%s=%s: since the last scan, %s", key, root, changes)
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
     sources: Sequence[Folder | Container]
@@ -296,14 +299,26 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
         return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 
-def _read_cache(cache: Path) -> Scan | None:
-    """Return the cached scan; None if there is none, or something in the split has changed."""
+def _read_cache(cache: Path) -> tuple[Scan | None, bool]:
+    """Return the cached scan, if there is one, and whether nothing in the split has changed."""
+    scan = None
     try:
         with np.load(cache, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
-    except Exception:  # numpy raises almost anything on a damaged file
-        return None
+        return scan, np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
+    except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
+        return scan, False
+
+
+def _changes(before: np.ndarray, now: np.ndarray) -> str:
+    """Count the images that were removed and added, in one line with an example of each."""
+    found = {"removed": np.setdiff1d(before, now), "added": np.setdiff1d(now, before)}
+    text = "; ".join(
+        f"images {what}: {len(paths):,}, such as {os.fsdecode(paths[0])}"
+        for what, paths in found.items()
+        if len(paths)
+    )
+    return " ".join(text.split())
 
 
 def _write_cache(cache: Path, scan: Scan) -> None:

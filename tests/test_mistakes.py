@@ -18,6 +18,7 @@ import torch
 
 import train
 from conf import cli
+from conf.schema import NAMES
 from tests.processes import ROOT, descendants, needs_linux
 from tests.ranks import Ranks
 from tests.results import tree
@@ -86,6 +87,9 @@ def test_a_mistake_is_one_line(
     assert (found, out) == (int(status), "")
     assert err.startswith("train.py: ") and err.count("\n") == 1 and err.endswith("\n"), err
     assert re.search(".*".join(map(re.escape, message.split("..."))), err), err
+    # The keys that it tells to write exist; `key=value` stands for any.
+    named = set(re.findall(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)?)=", err))
+    assert named.difference(re.findall(r"[\w.]+", words)) <= {"key", *NAMES}, err
     assert tree(workplace) == before and descendants(os.getpid()) == children
     assert not torch.distributed.is_initialized()
 

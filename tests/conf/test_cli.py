@@ -144,6 +144,14 @@ def test_only_local_rank_0_prints_a_mistake(
     assert capsys.readouterr().err == "train.py: a file cannot be read\n"
 
 
+def test_a_long_word_is_shortened_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as the name of a class. Beginning and end stay, and so do words of 200 characters."""
+    kept, long = "k" * 200, f"data.train=/{'a' * 255}/{'b' * 255}.jpg:"
+    cli.complain(f"{kept}  {long} cannot be read\n{long}", "train.py")
+    short = f"{long[:90]}...{long[-90:]}"
+    assert capsys.readouterr().err == f"train.py: {kept}  {short} cannot be read {short}\n"
+
+
 def test_show_formats_values_as_typed() -> None:
     values = [None, True, False, 0.1, 3.0, "auto", {"a": None}]
     assert " ".join(map(show, values)) == "null true false 0.1 3 auto {a: null}"
