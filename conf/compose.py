@@ -181,8 +181,9 @@ def read_words(words: Iterable[str]) -> Typed:
             with suppress(HydraException):  # then it is text, which these keys do not take
                 override = OverridesParser.create().parse_override(f"{name}={escaped}")
                 value = word if override.is_sweep_override() else override.value()
+        if name not in GROUPS:
+            _set(tried, {name: value})  # refuses a mistake before Hydra composes
         typed.append((name, value))
-        _set_typed(tried, typed[-1:])  # refuses a mistake before Hydra composes
     return typed
 
 
@@ -230,8 +231,7 @@ def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
             _set(tree, _dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = _flat(tree)
     keys = [(name, value) for name, value in typed if name not in GROUPS]
-    for name, value in keys:
-        _set(tree, {name: value})
+    _set(tree, dict(keys))
     return {name for name, value in keys if grouped[name] != value}
 
 
