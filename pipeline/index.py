@@ -312,11 +312,11 @@ def _read_cache(cache: Path) -> tuple[Scan | None, bool]:
 
 def _changes(before: np.ndarray, now: np.ndarray) -> str:
     """Count the images that were removed and added, in one line with an example of each."""
-    found = {"removed": np.setdiff1d(before, now), "added": np.setdiff1d(now, before)}
+    old, new = set(before.tolist()), set(now.tolist())  # np.setdiff1d takes five times as long
     text = "; ".join(
-        f"images {what}: {len(paths):,}, such as {os.fsdecode(paths[0])}"
-        for what, paths in found.items()
-        if len(paths)
+        f"images {what}: {len(paths):,}, such as {os.fsdecode(min(paths))}"
+        for what, paths in {"removed": old - new, "added": new - old}.items()
+        if paths
     )
     return " ".join(text.split())
 
