@@ -87,8 +87,8 @@ def train(config: Config) -> dict[str, Any]:
         tracker.print(feed.line())
         train_on_batch = enter(build_step(schedule, compute, loss, state, world))
         stop = enter(StopSignal(world))
-        first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        schedule = fit_memory(schedule, state, world, train_on_batch, first_batch)
+        first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
         rate_alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         verdict = Verdict(compute, feed, train_on_batch, world, rate_alone)
