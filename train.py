@@ -334,7 +334,7 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     models.freeze(model, config.model.freeze)
     model = model.to(world.device)
     if compute.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     if compute.rewrite is not None:
         import_object(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
     decay = config.train.ema_decay

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from conf.packages import import_torchvision
 from models.resnet import BasicBlock
 
 MIN_CHANNELS = 16  # of the input; FFCV does not blur the image itself
@@ -83,12 +82,13 @@ def drop_blocks(model: nn.Module, probability: float) -> int:
     `probability` in the last one, as in timm and in torchvision's ConvNeXt. The random numbers are
     those of the device's generator, so that the step can be part of a CUDA graph.
     """
-    vision = import_torchvision()
-    theirs = vision.models.resnet
-    kinds = theirs.BasicBlock, theirs.Bottleneck, BasicBlock
+    from torchvision.models import resnet
+    from torchvision.ops import StochasticDepth
+
+    kinds = resnet.BasicBlock, resnet.Bottleneck, BasicBlock
     blocks: list[Any] = [module for module in model.modules() if type(module) in kinds]
     for position, block in enumerate(blocks):
         share = position / max(1, len(blocks) - 1)
-        block.drop = vision.ops.StochasticDepth(probability * share, "row")
+        block.drop = StochasticDepth(probability * share, "row")
         block.__class__ = DroppedBlock
     return len(blocks)

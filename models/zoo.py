@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from conf.named import import_object, is_name
-from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean, show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -32,7 +31,8 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 
 def available() -> list[str]:
     """All names that `build` accepts, except those of timm."""
-    vision = import_torchvision().models
+    from torchvision import models as vision
+
     two_outputs = {"googlenet", "inception_v3"}
     return sorted({*OURS, *vision.list_models(module=vision)} - two_outputs)
 
@@ -71,8 +71,10 @@ def build(
     except Exception as error:  # whatever a constructor or a download raises
         reason = (str(error).splitlines() or [""])[0]
         if pretrained:
-            vision, file = import_torchvision().models, "them"
+            file = "them"
             if not name.startswith("timm/"):
+                from torchvision import models as vision
+
                 file = vision.get_model_weights(name).DEFAULT.url
             raise UserError(
                 f"model.weights=pretrained: the weights of {name} cannot be loaded "
@@ -115,10 +117,12 @@ def _of_torchvision(
     in_channels: int = RGB,
     **options: Any,
 ) -> nn.Module:
-    vision = import_torchvision()
+    from torchvision import models as vision
+    from torchvision.ops import StochasticDepth
+
     if name.startswith("vit_"):
         options["image_size"] = image_size
-    create = partial(vision.models.get_model, name, num_classes=num_classes, **options)
+    create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
     except NotImplementedError:  # RegNets read tensors of widths, which the meta device has not
@@ -126,7 +130,7 @@ def _of_torchvision(
             model = create()
         model = model.to(torch.get_default_device())
     drops = options.get("stochastic_depth_prob", 0) > 0
-    if drops and not any(isinstance(m, vision.ops.StochasticDepth) for m in model.modules()):
+    if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
         raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
     if in_channels != RGB:
         # Each weight of the new first layer is drawn from those of the library, which knows their
@@ -136,7 +140,7 @@ def _of_torchvision(
         drawn = torch.randint(old.numel(), shape, device=old.device)
         first.in_channels, first.weight = in_channels, nn.Parameter(old.detach()[drawn])
     if pretrained:
-        weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
+        weights = vision.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
     return model
 
@@ -152,7 +156,6 @@ def _of_timm(
 ) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name=timm/{name}: timm is not installed; pip install timm")
-    import_torchvision()  # timm imports it too, without this handling of operators
     import timm
 
     if not timm.is_model(name):

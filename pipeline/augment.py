@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from conf.named import import_object, is_name, split_entry
-from conf.packages import import_torchvision
 from conf.schema import (
     FRACTION,
     Check,
@@ -216,7 +215,6 @@ class TorchvisionTransform:
 
     @cached_property
     def _transform(self) -> Any:
-        import_torchvision()
         from torchvision.transforms import v2
 
         return getattr(v2, self.name)(**self.parameters)

@@ -6,12 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from conf.packages import import_torchvision
-
 
 def timm_module(name: str) -> ModuleType:
     """Import a module of timm, or skip the test if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
-    import_torchvision()
     return importlib.import_module(f"timm.{name}")

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.packages import import_torchvision
 from models.weights import safetensors_metadata
 
 
@@ -54,7 +53,8 @@ def stored_name(content: Any) -> str | None:
 
 def _torchvision_files() -> dict[str, tuple[str, Any]]:
     """Return the model and the entry of each file that torchvision publishes, by file name."""
-    vision = import_torchvision().models
+    from torchvision import models as vision
+
     return {
         Path(entry.url).name: (name, entry)
         for name in vision.list_models(module=vision)
@@ -63,7 +63,8 @@ def _torchvision_files() -> dict[str, tuple[str, Any]]:
 
 
 def _of_vision(name: str, path: Path, val_size: int | None) -> Stated | None:
-    vision = import_torchvision().models
+    from torchvision import models as vision
+
     model, entry = _torchvision_files().get(path.name, (name, None))
     if str(path) == "pretrained" and name in vision.list_models(module=vision):
         entry = vision.get_model_weights(name).DEFAULT
@@ -79,7 +80,6 @@ def _of_vision(name: str, path: Path, val_size: int | None) -> Stated | None:
 def _of_timm(name: str, val_size: int | None) -> Stated | None:
     if importlib.util.find_spec("timm") is None:
         return None  # `build` explains it
-    import_torchvision()
     import timm
 
     about = timm.get_pretrained_cfg(name.removeprefix("timm/"))

@@ -100,7 +100,7 @@ class Trained:
         model = model.to(device)
         channels_last = self.channels_last(model, device)
         if channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model = model.to(memory_format=torch.channels_last)
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
         if rewrite and choose_precision(self.config.train.precision, device) == "bf16":

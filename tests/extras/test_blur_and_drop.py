@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from conf.packages import import_torchvision
 from extras.blur_and_drop import BlurredConv
 from tests.results import same
 
@@ -71,7 +70,8 @@ def dropping(name: str, probability: float) -> nn.Module:
 
 def with_hooks(model: nn.Module, name: str) -> nn.Module:
     """Drop the outputs of the branch of a plain model by torchvision's function."""
-    stochastic_depth = import_torchvision().ops.stochastic_depth
+    from torchvision.ops import stochastic_depth
+
     count, branch = BRANCHES[name]
     blocks = [block for block in model.modules() if hasattr(block, branch)]
     assert len(blocks) == count

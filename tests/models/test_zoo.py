@@ -17,7 +17,6 @@ import models
 from conf.schema import Model, UserError
 from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
-from models.zoo import import_torchvision
 from scripts.lib.trained import sizes_in
 from tests.libraries import timm_module
 from tests.results import same
@@ -249,7 +248,9 @@ def test_a_part_of_a_module() -> None:
 
 def torchvision_resnet18(num_classes: int) -> nn.Module:
     """ResNet-18 of torchvision with a 3x3 stem, stride 1, no pooling."""
-    model = import_torchvision().models.resnet18(num_classes=num_classes)
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     model.maxpool = nn.Identity()
     return model

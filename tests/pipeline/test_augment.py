@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from conf.packages import import_torchvision
 from pipeline.augment import TRANSFORMS, Compose, RandomResizedCrop, build, follow, sample_rng
 from pipeline.decode import JpegFile, Picture, open_picture
 from tests.drawings import draw_image
@@ -50,7 +49,6 @@ def test_crop_lies_within_the_image() -> None:
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
 def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int, int]) -> None:
-    import_torchvision()
     from torchvision.transforms import RandomResizedCrop as Theirs
 
     left, top, *end = RandomResizedCrop(size=8, scale=(1, 1)).box(*size, random.Random(0))
@@ -94,7 +92,6 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
     image_root: Path, name: str
 ) -> None:
     """As torchvision makes them from the file itself: RGB, uint8."""
-    import_torchvision()
     from torchvision.transforms import v2
 
     parameters = PARAMETERS[name]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.packages import import_torchvision
 from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Part, batch_part
 
@@ -103,7 +102,6 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One choice, one weight and one box for the group, which is one block; 64 steps."""
-    assert import_torchvision()
     from torchvision.transforms import v2
 
     transform, images = one("mixup_or_cutmix"), torch.randn(BLOCK, 3, 33, 33)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.packages import import_torchvision
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
@@ -121,6 +120,7 @@ def test_table_of_imagenet() -> None:
     assert len(ids) == len(set(names.values())) == 1000 and ids == sorted(ids)
     digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
-    weights = import_torchvision().models.ResNet18_Weights.IMAGENET1K_V1
-    assert list(names.values()) == weights.meta["categories"]
+    from torchvision.models import ResNet18_Weights
+
+    assert list(names.values()) == ResNet18_Weights.IMAGENET1K_V1.meta["categories"]
     assert readable("n02510455") == "giant panda" and readable("n0144353") == "n0144353"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from models.zoo import import_torchvision
 from pipeline import decode
 from tests.drawings import draw_image
 from tests.reliability.odd_images import KINDS, SIZE, encoded, exif, jpeg
@@ -68,7 +67,6 @@ def test_damaged_exif_data_turn_nothing() -> None:
 @pytest.mark.parametrize("decoder", decode.installed())
 def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
-    import_torchvision()
     from torchvision.transforms.v2 import InterpolationMode, functional
 
     data = encoded(photo(333, 251), quality=95)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from conf.packages import import_torchvision
 from conf.schema import UserError
 from pipeline.build import build_transform
 from scripts.lib.published import published, published_model
@@ -32,7 +31,8 @@ def test_torchvision() -> None:
 
 def test_every_file_of_torchvision() -> None:
     """Each has a resize and a centre crop that a list of transforms can state."""
-    vision = import_torchvision().models
+    from torchvision import models as vision
+
     for name in vision.list_models(module=vision):
         entries = list(vision.get_model_weights(name))
         for entry in (entries[0], entries[-1]):

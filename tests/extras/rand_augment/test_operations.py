@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conf.packages import import_torchvision
 from extras.rand_augment import (
     LISTS,
     MATRICES,
@@ -33,7 +32,6 @@ IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not s
 
 @pytest.fixture(scope="module")
 def transforms() -> ModuleType:
-    import_torchvision()
     import torchvision.transforms as transforms
 
     return transforms
