@@ -1,6 +1,8 @@
 """What a run prints about itself before its first step."""
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from engine.schedule import Schedule, suited_batch
 from engine.state import TrainState
 from pipeline.build import Datasets
 
+DRIVER = Path("/proc/driver/nvidia/version")  # on a machine with NVIDIA's driver for Linux
 FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
@@ -86,6 +89,14 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
         notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
+    on_cpu = config.train.device == "auto" and world.device.type == "cpu"
+    if on_cpu and DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        remedy = "run `make env` again on this machine"
+        if cuda := torch.version.cuda:
+            remedy = f"`nvidia-smi` must list it; docs/install.md has the driver for CUDA {cuda}"
+        notes.append(
+            f"training on the CPU: torch {torch.__version__} cannot use the NVIDIA GPU; {remedy}"
+        )
     if datasets.train.fingerprint() == datasets.val.fingerprint():
         notes.append(
             "data.val holds the training images, so its accuracy says nothing about new images; "

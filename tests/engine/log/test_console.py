@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conf.compose import from_words
 from engine.distributed import join_world
+from engine.log import introduction
 from engine.log.console import header, train_line, val_line
 from engine.log.introduction import setup_notes
 from engine.log.meter import Interval, Meter, train_row
@@ -45,7 +46,7 @@ def test_table() -> None:
     assert other == f"{text}; raw model: top1 59.00 %, top5 94.00 %"
 
 
-def test_notes(image_root: Path, tmp_path: Path) -> None:
+def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(*words: str) -> list[str]:
         given = from_words([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
         return setup_notes(given, build_datasets(given), ALONE)
@@ -57,6 +58,17 @@ def test_notes(image_root: Path, tmp_path: Path) -> None:
         "loader.batch_size=8 optim.lr="
     )
     assert same.startswith("data.val holds the training images")
+
+    (driver := tmp_path / "version").touch()
+    monkeypatch.setattr(introduction, "DRIVER", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (unused,) = notes("data=fake")
+    version = torch.__version__
+    assert unused.startswith(f"training on the CPU: torch {version} cannot use the NVIDIA GPU; ")
+    assert notes("data=fake", "train.device=cpu") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert notes("data=fake") == []
+    monkeypatch.undo()
 
     root = tmp_path / "scans"
     for number, split in enumerate(("train/a", "train/b", "val/a", "val/b")):
