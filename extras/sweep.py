@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hydra
+from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -96,24 +96,20 @@ class Sweep:
 
         def run_job(_: Any) -> float:
             job = HydraConfig.get()
-            name = f"job {job.job.num + 1:,}{of}"
-            return _run_job(script, [*fixed, *job.overrides.task], name)
+            return _run_job(script, [*fixed, *job.overrides.task], f"job {job.job.num + 1:,}{of}")
 
+        folder = Path(next(iter(self.jobs.values())).run.dir).parent
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
-        folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
         quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
-        own = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None}
+        own = {"sweep": {"dir": str(folder / name), "subdir": "."}, "output_subdir": None}
         ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
-        sys.argv[1:] = ["-m", *MAXIMISE.get(self.sweeper, []), *self.settings]
-        # A launcher of Hydra may run `run_job` in another process, which imports this package.
+        # A launcher may run `run_job` in another process, which imports this package.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
-        if sys.version_info >= (3, 14):  # argparse refuses the help of an option of Hydra 1.3
-            argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
-        # With config_path=None, Hydra would find the YAML files next to this module.
-        start = hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")
+        settings = ["hydra.mode=MULTIRUN", *MAXIMISE.get(self.sweeper, []), *self.settings]
         try:
-            start(run_job)()
+            with initialize_config_module("hydra.conf", version_base="1.3"):
+                hydra: Any = GlobalHydra.instance().hydra
+                hydra.multirun("sweep", run_job, settings)
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
             what = str(error).splitlines()[0]
             if what.startswith("In 'hydra/config': Could not find"):
@@ -132,7 +128,8 @@ class Sweep:
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
-        print(*(text for *_, text in sorted(rows, key=lambda row: row[0])), sep="\n")
+        first, *others = (text for *_, text in sorted(rows, key=lambda row: row[0]))
+        print(f"{first}  best", *others, sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
                 spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
@@ -182,16 +179,19 @@ def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
 
 
 def _run_child(command: Sequence[str]) -> int:
-    """Run a process and pass on the signals that stop a run; return 128 + signal after one."""
+    """Run a process, indent what it prints, and pass on stop signals; 128 + signal after one."""
 
     def begin() -> None:
         os.setpgid(0, 0)  # else the terminal would send it Ctrl-C a second time
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=begin)
+    no, pipe = subprocess.DEVNULL, subprocess.PIPE
+    child = subprocess.Popen(command, stdin=no, stdout=pipe, preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
+            for line in child.stdout or ():
+                print(f"    {line.decode(errors='replace')}", end="", flush=True)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()

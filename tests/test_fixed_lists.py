@@ -19,7 +19,7 @@ def test_size() -> None:
 
 @needs_extras
 def test_environment_variables() -> None:
-    """Variables give the rank of this process and the cache folder; none affects the result."""
+    """They give the rank, the cache folder and whether GPUs are hidden; none affects the result."""
     read = set()
     for node in (node for path in PROGRAM.values() for node in nodes(path)):
         match node:
@@ -32,7 +32,8 @@ def test_environment_variables() -> None:
         read |= {ast.literal_eval(name)} if reads else set()
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TRAINER_STORE_PREFIX"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME"),
+        *("PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
     }
 
 

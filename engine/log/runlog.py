@@ -68,6 +68,7 @@ class RunLog(ExitStack):
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
+        self._cause = ""  # what limited the newest epoch that was judged
         self._observers: list[tuple[str, Observer]] = []
         self.monitor = GpuMonitor(self.world.device)
         # time.monotonic() at which the console says that training goes on, if no row has
@@ -139,8 +140,11 @@ class RunLog(ExitStack):
     def _judge_epoch(self) -> None:
         with self.pause():
             lines = self.verdict.sentences("epoch", slowdowns=self.monitor.slowdowns())
-            self.tracker.print(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
+                cause, before = lines[0].partition(":")[0], self._cause
+                if cause != before:  # else the epochs of a long run repeat it
+                    self.tracker.print(*(f"verdict  {line}" for line in lines))
+                self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 

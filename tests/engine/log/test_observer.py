@@ -1,6 +1,7 @@
 """log.observers: what they are told, what they add, and that none of them stops a run."""
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from conf.schema import UserError
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
+from engine.log.verdict import Verdict
 from tests.results import rows
 from tests.small_run import run
 
@@ -85,3 +87,16 @@ def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{module}:Refusing")
     assert not CALLS and (tmp_path / "run").exists()
+
+
+def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["b: 4."]])  # four epochs, and the run
+    monkeypatch.setattr(Verdict, "sentences", lambda *_, **__: next(verdicts))
+    run(image_root, tmp_path / "run", "train.epochs=4")
+    printed = capsys.readouterr().out
+    assert re.findall(r"verdict +(.*)", printed) == ["a: 1.", "b: 3.", "b: 4."]
