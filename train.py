@@ -15,9 +15,10 @@ if __name__ == "__main__":
     from conf.start import set_up_process
 
     set_up_process()
-    from conf.cli import parse
+    from conf.cli import announce, parse
 
     CONFIG = parse(sys.argv[1:], script="train.py", purpose=__doc__)
+    announce(CONFIG)
 
 import gc
 import time

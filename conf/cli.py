@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
@@ -59,6 +60,13 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     if options.cfg is not None:
         _show(to_yaml(config, options.package))
     return config
+
+
+def announce(config: Config) -> None:
+    """Print the run directory, on rank 0: importing torch and reading the images take seconds."""
+    with suppress(OSError):  # a closed output must not end the training
+        if os.environ.get("RANK", "0") == "0":
+            print(f"run      {config.run.dir}", flush=True)
 
 
 def _show(text: str) -> NoReturn:

@@ -26,14 +26,12 @@ def introduce(
     """Print what the run will do, or the summary of an earlier start that finished it."""
     if not run.world.is_main:
         return
-    resumed = ""
-    if run.resumed is not None:
-        resumed = f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
+    resumed = [run.resumed if run.is_first_start else run.resumed.name] if run.resumed else []
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
         *facts(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
-        f"run      {run.path}{resumed}",
+        *(f"state    resumed from {name}" for name in resumed),
         *(f"history  {line}" for line in state.history),
     ]
     if run.finished_summary is not None:
