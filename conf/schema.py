@@ -37,7 +37,7 @@ class RunError(RuntimeError):
     """
 
 
-def described(error: OSError) -> str:
+def described(error: Exception) -> str:
     """Return one line for an error that no other place of the program expects."""
     return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a)"
 
