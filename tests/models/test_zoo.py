@@ -5,7 +5,9 @@ import json
 import re
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -83,6 +85,19 @@ def test_timm_model_for_another_image_size() -> None:
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     with pytest.raises(UserError, match="timm has no such model; did you mean resnet18"):
         models.build("timm/resnet188", num_classes=3, image_size=64)
+
+
+def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm finds them. Other names have to be in its list."""
+    timm: Any = ModuleType("timm")
+    timm.__spec__ = ModuleSpec("timm", None)
+    timm.is_model, timm.list_models = (lambda name: False), list
+    timm.create_model = lambda name, num_classes, **_: nn.Linear(len(name), num_classes)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    model = models.build("timm/hf_hub:org/name", num_classes=2, image_size=32)
+    assert model.in_features == len("hf_hub:org/name")
+    with pytest.raises(UserError, match="timm has no such model"):
+        models.build("timm/org/name", num_classes=2, image_size=32)
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (nothing, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
     (nothing, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),
     # CIFAR.
-    (CIFAR, {CIFAR_3: None}, "data_batch_3 is missing; download or copy it again"),
+    (CIFAR, {CIFAR_3: None}, "data_batch_3: is damaged or incomplete"),
     (CIFAR, {CIFAR_3: CIFAR()[CIFAR_3][:-1]}, "data_batch_3: is damaged or incomplete ("),
     (CIFAR, {CIFAR_3: pickle.dumps(Evil())}, "(its pickle names posix.mkdir)"),
     # ImageNet, and the tables of Kaggle and of Tiny ImageNet.
@@ -442,7 +442,7 @@ def test_what_is_wrong_and_what_to_do(
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     write(tmp_path, {"train.parquet": b"PAR1"})
-    assert refused(tmp_path).endswith("run pip install pyarrow and start again")
+    assert refused(tmp_path).endswith("needs pyarrow; run `pip install pyarrow`")
 
 
 def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
