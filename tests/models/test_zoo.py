@@ -88,16 +88,13 @@ def test_timm_model_for_another_image_size() -> None:
 
 
 def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm finds them. Other names have to be in its list."""
+    """timm finds what they name."""
     timm: Any = ModuleType("timm")
-    timm.__spec__ = ModuleSpec("timm", None)
-    timm.is_model, timm.list_models = (lambda name: False), list
+    timm.__spec__, timm.is_model = ModuleSpec("timm", None), lambda name: False
     timm.create_model = lambda name, num_classes, **_: nn.Linear(len(name), num_classes)
     monkeypatch.setitem(sys.modules, "timm", timm)
     model = models.build("timm/hf_hub:org/name", num_classes=2, image_size=32)
     assert model.in_features == len("hf_hub:org/name")
-    with pytest.raises(UserError, match="timm has no such model"):
-        models.build("timm/org/name", num_classes=2, image_size=32)
 
 
 @pytest.mark.parametrize(
@@ -116,15 +113,6 @@ def test_input_channels(name: str) -> None:
 
 
 # Weights that fit.
-
-
-@pytest.mark.parametrize("averaged", [True, False])
-def test_weights_from_a_checkpoint_are_the_validated_ones(tmp_path: Path, averaged: bool) -> None:
-    plain, average = tiny(seed=1).state_dict(), tiny(seed=2).state_dict()
-    state = {"model": plain, "ema": average if averaged else None, "optimizer": {}, "step": 3}
-    torch.save({"format": 1, "step": 3, "state": state}, tmp_path / "step-00000003.pt")
-    load_weights(model := tiny(), tmp_path / "step-00000003.pt")
-    assert same(model.state_dict(), average if averaged else plain)
 
 
 @pytest.mark.parametrize("stored_classes", [10, None])

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import struct
-import sys
 import tarfile
 import zlib
 from collections import Counter
@@ -439,12 +438,6 @@ def test_what_is_wrong_and_what_to_do(
     assert os.listdir() == ["source"]  # no pickle was executed
 
 
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    write(tmp_path, {"train.parquet": b"PAR1"})
-    assert refused(tmp_path).endswith("needs pyarrow; run `pip install pyarrow`")
-
-
 def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the source, around it, with other files, another size, and other images."""
     source = write(tmp_path / "source", FOLDERS)
@@ -517,13 +510,10 @@ def test_unreadable_images_are_listed_and_can_be_repaired(
     assert not (to / "unreadable.txt").exists()
 
 
-@pytest.mark.parametrize("packed", [False, True])
 def test_a_full_disk_ends_the_run_and_the_next_one_continues(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where a .tar.gz file is unpacked."""
-    files = {"all.tar.gz": tar(kaggle(), "w:gz")} if packed else kaggle()
-    source, to = write(tmp_path / "source", files), tmp_path / "to"
+    source, to = write(tmp_path / "source", kaggle()), tmp_path / "to"
     with file_size_limit(5_000):
         assert run(source, to, "--format", "tar") == 1
     error = capsys.readouterr().err

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import models
 from conf.schema import UserError
@@ -63,11 +62,6 @@ def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) ->
     model = found.build(CPU)
     assert not model.training and same(model.state_dict(), weights)
     assert found.check_size(48) > found.check_size(32) > 0
-
-
-def test_safetensors(tmp_path: Path, weights: Weights) -> None:
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    assert same(open_trained(tmp_path / "model.safetensors", TINY).weights, weights)
 
 
 NO_NAME = "is no checkpoint of this .*; give model.name=NAME"
