@@ -106,11 +106,9 @@ def exit_status(
         return 1
     except (OSError, RuntimeError, MemoryError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
-        if message is None and isinstance(error, OSError):
-            message = described(error)
-        if message is None:
+        if message is None and not isinstance(error, OSError):
             raise
-        complain(message, script)
+        complain(message or described(error), script)
         return 1
     except KeyboardInterrupt:
         return 130

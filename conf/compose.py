@@ -61,6 +61,11 @@ CODE_KEYS = {
 # Group -> key that takes more than the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
+HYDRA = {  # words of Hydra's own command line, and what to write instead
+    "~": "no key can be removed; give it another value, such as null",
+    "--version": "`git log -1` shows the version",
+    **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
+}
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
 Values = Mapping[str, Any]
@@ -110,9 +115,7 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
     for name, value in typed:
         if name == "recipe":
-            raise UserError(
-                f"{name}={value.stem}: the checkpoint holds the whole config; leave it out"
-            )
+            raise UserError(f"recipe={value.stem}: the checkpoint holds the whole config; omit it")
         values.pop(name, None)  # this version may refuse it
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
@@ -168,8 +171,9 @@ def read_words(words: Iterable[str]) -> Typed:
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
             shown = ascii(text)[1:-1]
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
-        if text.startswith("-"):
-            raise UserError(f"{text}: not an option; {_advice(name.lstrip('-'))}; {FLAGS}")
+        if text.startswith(("-", "~")):
+            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{_advice(name)}; {FLAGS}"
+            raise UserError(f"{text}: not an option; {advice}")
         if not equals:
             raise UserError(f"{text}: is not key=value, as data.root=/images is; {_advice(name)}")
         value: Any = None if word == "null" else word
@@ -192,7 +196,7 @@ def _advice(name: str) -> str:
     lasts: dict[str, list[str]] = {}
     for known in NAMES:
         lasts.setdefault(known.rpartition(".")[2], []).append(known)
-    word = name.rpartition(".")[2].replace("-", "_").lower()
+    word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     close = difflib.get_close_matches(word, lasts, 1, 0.7)
     return f"did you mean {' or '.join(lasts[close[0]])}?" if close else "--help lists all keys"
 
@@ -291,8 +295,8 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        shown = f"{key}={show(values.get(key))}"
-        raise UserError(f"{shown}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
     check(config, runnable=runnable)
     for key in words:
         if key in FIELDS:
@@ -308,8 +312,7 @@ def _check_effect(key: str, config: Config) -> None:
     values, when = config_values(config), missing(config, key)
     if when:
         because = " and ".join(f"{other}={show(values[other])}" for other in when)
-        choices = [f"{k.removesuffix('.name')}={allowed.says}" for k, allowed in when.items()]
-        needed = " and ".join(choices)
+        needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
         shown = f"{key}={show(values[key])}"
         raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
 
@@ -322,12 +325,11 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     """
     before = OmegaConf.create(dict(planned), parent=tree)
     recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
-    changed = {}
-    for name, value in result_keys(config).items():
-        short = FIELDS[name].metadata["short"]
-        if short(value) != short(recipe[name]):
-            changed[name] = show(short(value))
-    return changed
+    return {
+        name: show(short(value))
+        for name, value in result_keys(config).items()
+        if (short := FIELDS[name].metadata["short"])(value) != short(recipe[name])
+    }
 
 
 def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:

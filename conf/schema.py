@@ -37,7 +37,7 @@ class RunError(RuntimeError):
     """
 
 
-def described(error: OSError) -> str:
+def described(error: Exception) -> str:
     """Return one line for an error that no other place of the program expects."""
     return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a)"
 
@@ -196,7 +196,7 @@ DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
 FAKE = {"data.source": one_of("fake")}
-FILES = {"data.source": one_of("folder")}
+FILES = {"data.source": Check(lambda source: source not in ("fake", "demo"), "folder")}
 NO_FOLD = {"data.val_fold": NULL, **FILES}
 STEP = {"schedule.name": one_of("step")}
 HAS_MOMENTUM = all_but("optim", *set(group_names("optim")) - {"sgd"})

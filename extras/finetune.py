@@ -42,19 +42,7 @@ def prepare(config: Config, world: World) -> Config:
 
 
 def completed(config: Config, images: int, ranks: int = 1) -> Config:
-    """Return the config with what `decide` returns above its recipe, and notes that say so."""
-    decided = decide(config, images, ranks)
-    flat = {key: value for values in decided.values() for key, value in values.items()}
-    found = from_words(config.typed, decided=flat)
-    used, notes = config_values(found), list(found.notes)
-    for reason, values in decided.items():
-        same = [f"{key}={show(used[key])}" for key in values if used[key] == values[key]]
-        notes += [f"{reason}: {', '.join(same)}"] if same else []
-    return replace(found, run=config.run, notes=notes)  # named after what is typed
-
-
-def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
-    """Return the values that the program decides, by the reason to print: a layer of the config.
+    """Return the config with what the program decides above its recipe, and notes that say so.
 
     The batch is a multiple of the ranks. Raises UserError if there are no weights that can be read.
     """
@@ -69,10 +57,13 @@ def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
         f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
-    return {
-        reason: {key: value for key, value in values.items() if key not in typed}
-        for reason, values in decided.items()
-    }
+    flat = {key: v for values in decided.values() for key, v in values.items() if key not in typed}
+    found = from_words(config.typed, decided=flat)
+    used, notes = config_values(found), list(found.notes)
+    for reason, values in decided.items():
+        same = [f"{k}={show(used[k])}" for k in values if k in flat and used[k] == flat[k]]
+        notes += [f"{reason}: {', '.join(same)}"] if same else []
+    return replace(found, run=config.run, notes=notes)  # named after what is typed
 
 
 def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:

@@ -2,14 +2,16 @@
 
     python train.py data=table data.root=/photos
 
-/photos has train.csv and val.csv. Their first line is `path` and the names of the columns; each
-other line is the path of an image, absolute or relative to the folder, and its numbers.
+/photos has train.csv and val.csv; with data.val_fraction train.csv alone, or it is a CSV file. The
+first line is `path` and the names of the columns; each other line is the path of an image, absolute
+or relative to the folder of the file, and its numbers.
 """
 
 import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,30 @@ from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.shared import SharedArray
+from pipeline.splits import held_out, hold_out, holds_out
 
 
+@holds_out
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     if not data.root:
         raise UserError("data.root is missing: give a folder with train.csv and val.csv")
     options, root = options_of(data, decoder, seed), Path(data.root).expanduser()
-    splits = [(data.train.removesuffix(".csv"), train), (data.val.removesuffix(".csv"), val)]
-    first, other = (TableDataset(root / f"{name}.csv", each, **options) for name, each in splits)
+    paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
+    if part := held_out(data):
+        if paths[1].exists():
+            raise UserError(f"{part.given}: there is {paths[1]}; leave out this key to use it")
+        paths = 2 * [root if root.is_file() else paths[0]]
+    first, other = TableDataset(paths[0], train, **options), TableDataset(paths[1], val, **options)
+    if part:
+        # Equal numbers are a class, if each of them has an image to hold out.
+        _, labels = np.unique(first.numbers.array, axis=0, return_inverse=True)
+        if np.bincount(labels).min() < max(part.fewest, 0.99 / (part.stop - part.start)):
+            labels[:] = 0
+        classes = tuple(map(str, range(labels.max() + 1)))
+        index = replace(first.index, classes=classes, labels=SharedArray.copy_of(labels))
+        for dataset, rows in zip((first, other), hold_out(index, part), strict=True):
+            dataset.index = dataset.index.rows(rows)
+            dataset.numbers = SharedArray.copy_of(dataset.numbers.array[rows])
     if first.columns != other.columns:
         columns, others = show([*first.columns]), show([*other.columns])
         raise UserError(f"data.val={data.val}: has the columns {others}, training has {columns}")

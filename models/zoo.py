@@ -158,7 +158,7 @@ def _of_timm(
         raise UserError(f"model.name=timm/{name}: timm is not installed; pip install timm")
     import timm
 
-    if not timm.is_model(name):
+    if ":" not in name and not timm.is_model(name):  # not of hf_hub: or local-dir:
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
     common = dict(pretrained=pretrained, num_classes=num_classes, **options)

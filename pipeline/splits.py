@@ -2,14 +2,15 @@
 
 import os
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from conf.schema import Data, UserError
 from pipeline.index import Index, find_storage, load_index
+
+T = TypeVar("T")
 
 
 class HeldOut(NamedTuple):
@@ -50,6 +51,12 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
             )
 
 
+def holds_out(source: T) -> T:
+    """Mark a function of data.source that reads data.val_fraction and data.val_fold."""
+    source.holds_out = True  # type: ignore[attr-defined]
+    return source
+
+
 def load_splits(data: Data) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 
@@ -65,7 +72,8 @@ def load_splits(data: Data) -> tuple[Index, Index]:
                 "use it, or move it away"
             )
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
-        return hold_out(index, part)
+        train, val = map(index.rows, hold_out(index, part))
+        return train, val
     if not os.path.isdir(root):
         raise UserError(
             f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
@@ -84,26 +92,26 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     return train, val
 
 
-def hold_out(index: Index, part: HeldOut) -> tuple[Index, Index]:
-    """Split a table into training and validation images, with the same part of each class.
+def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the training and the validation samples, the same part of each class.
 
     Which images are held out depends on a hash of their names only, so it is the same for every
     seed and storage, and stays nearly the same when images are added.
     """
     labels, paths = index.labels.array, index.paths.array
-    bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
+    bounds = np.bincount(labels, minlength=len(index.classes)).cumsum()[:-1]
+    of_classes = np.split(labels.argsort(kind="stable"), bounds)
     is_val = np.zeros(len(labels), bool)
-    for name, (first, stop) in zip(index.classes, pairwise(bounds), strict=True):
-        count = stop - first
+    for name, rows in zip(index.classes, of_classes, strict=True):
+        count = len(rows)
         if count < part.fewest:
             raise UserError(
                 f"{part.given}: class {name} has {count} of the {part.fewest} images that it "
                 "needs; add images, or remove the class"
             )
-        digests = [blake2b(path, digest_size=8).digest() for path in paths[first:stop]]
+        digests = [blake2b(path, digest_size=8).digest() for path in paths[rows]]
         low, high = round(part.start * count), round(part.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
-        is_val[first + np.array(sorted(range(count), key=digests.__getitem__)[low:high])] = True
-    train, val = (index.rows(rows) for rows in (np.flatnonzero(~is_val), np.flatnonzero(is_val)))
-    return train, val
+        is_val[rows[sorted(range(count), key=digests.__getitem__)[low:high]]] = True
+    return np.flatnonzero(~is_val), np.flatnonzero(is_val)

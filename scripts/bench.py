@@ -25,8 +25,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, CONFIG = parser.read_config()
-    if not OPTIONS.seconds > 0:
-        parser.error(f"--seconds {OPTIONS.seconds}: give a number > 0")
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +37,7 @@ import torch
 
 import train
 from conf import cli, schema
-from conf.schema import Config, UserError
+from conf.schema import Config
 from engine.checkpoint import provenance
 from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
@@ -218,9 +216,6 @@ def measure_steps(
 
 def main() -> int:
     stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
-    if not stages:
-        only = " ".join(OPTIONS.only)
-        raise UserError(f"--only {only}: nothing can be measured here; add another stage")
     print(*stages, sep="\n")
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -11,8 +11,6 @@ Prints the values of a validation: of a classifier loss, top-1, top-5, macro rec
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
 --out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
 evaluation/<name>,test. Earlier files are replaced.
-
-Exit status: 0 evaluated, 1 failed, 2 wrong arguments.
 """
 
 import argparse
@@ -103,11 +101,7 @@ class MirrorAverage(nn.Module):
 
 
 def run(
-    trained: Trained,
-    world: World,
-    *,
-    flip: bool,
-    build: Callable[[Config], Datasets] = build_val,
+    trained: Trained, world: World, *, flip: bool, build: Callable[[Config], Datasets] = build_val
 ) -> Evaluated:
     """Evaluate one model on its validation images, the `val` of what `build` returns. Collective.
 
@@ -238,13 +232,9 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     """Return an output folder for each: `out` itself for one checkpoint, folders in it for more."""
     if out is not None and len(names) == 1:
         return [out]
-    folders: list[Path] = []
-    for name in names:
-        folder = (out or Path("evaluation")) / name
-        while folder in folders:
-            folder = folder.with_name(f"{folder.name}-2")
-        folders.append(folder)
-    return folders
+    earlier = [names[:i].count(name) for i, name in enumerate(names)]
+    unique = [f"{name}-{i + 1}" if i else name for name, i in zip(names, earlier, strict=True)]
+    return [(out or Path("evaluation")) / name for name in unique]
 
 
 def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:

@@ -14,9 +14,7 @@ batch by batch: of `probability`, the most probable classes. Masks are written t
 numbers, for example for a search for similar images.
 
 A file that is missing or cannot be read is reported on stderr with the reason, and the others are
-predicted.
-
-Exit status: 0 predicted; 1 failed, or some files could not be read; 2 wrong arguments.
+predicted; then the exit status is 1.
 """
 
 import argparse
@@ -35,7 +33,6 @@ SCRIPT = "predict.py"
 MOST = 5  # classes per image, unless --top is given
 FORMATS = ("table", "jsonl", "csv")
 LIST = "-"  # the path that stands for standard input
-WHAT = "a checkpoint, then images or folders"
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +45,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, what=None)
     if len(options.paths) < 2 or options.paths[0] == LIST:
-        parser.error(f"give {WHAT}, or - for a list on standard input; see --help")
+        parser.error("give a checkpoint, then images or folders, or - for a list; see --help")
     options.checkpoint, *options.paths = options.paths
     if options.top is not None and options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")

@@ -74,13 +74,12 @@ import tarfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from conf import cli
-from engine.files import replace_file, write_json
+from engine.files import replace_file, replacing, write_json
 from pipeline import decode, machine
 from pipeline.decode import describe
 from scripts.lib.progress import in_threads, with_progress
@@ -135,8 +134,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     if (orientation := decode.orientation_of(image)) > 1:
         exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
     # optimize=True would save 3 % of the bytes for 25 % more time
-    options = {"exif": exif} if exif else {}
-    made.save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", **options)
+    made.save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", exif=exif or b"")
     return buffer.getvalue()
 
 
@@ -182,18 +180,6 @@ def linked_to(place: object, target: Path) -> bool:
     return True
 
 
-@contextmanager
-def new_tar(target: Path) -> Iterator[tarfile.TarFile]:
-    """Open a tar file, which gets its name when it is complete."""
-    temporary = Path(f"{target}.tmp")
-    with open(temporary, "wb") as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            yield archive
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(target)
-
-
 def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     """Add a file without owner and time, so that equal images give equal tar files."""
     member = tarfile.TarInfo(name)
@@ -210,12 +196,11 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     with ExitStack() as stack:
         for split in sorted({sample.split for sample in samples}):
             if options.format == "tar":
-                target = Path(options.to, f"{split}.tar")
-                archives[split] = stack.enter_context(new_tar(target))
+                file = stack.enter_context(replacing(Path(options.to, f"{split}.tar")))
+                archives[split] = stack.enter_context(tarfile.open(file, "w"))
         done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
-        for sample, result in zip(
-            samples, with_progress(done, len(samples), "images"), strict=True
-        ):
+        done = with_progress(done, len(samples), "images")
+        for sample, result in zip(samples, done, strict=True):
             member = f"{sample.label}/{sample.name}"
             if result.data:
                 add(archives[sample.split], member, result.data)
@@ -257,8 +242,6 @@ def run(options: argparse.Namespace) -> int:
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
         raise UserError(f"--to {inner} and {outer} contain each other; give another folder")
-    if sys.stderr.isatty():
-        print(f"listing the images of {options.source} ...", file=sys.stderr)
     samples, notes = recognise(options.source)
     images = dict(sorted(Counter(sample.split for sample in samples).items()))
     settings = {"source": outer, "format": options.format, "side": options.side, "images": images}

@@ -28,6 +28,20 @@ def draw_patterns(root: Path) -> None:
                 )
 
 
+def draw_grades(root: Path) -> None:
+    """Discs of five sizes, which overlap a little."""
+    rng = np.random.default_rng(0)
+    for split, images in (("train", 50), ("val", 20)):
+        for grade in range(5):
+            folder = root / split / f"grade{grade}"
+            folder.mkdir(parents=True)
+            for number in range(images):
+                pixels, centre = rng.integers(0, 80, (32, 32, 3)), rng.uniform(12, 20, (2, 1, 1))
+                radius = np.hypot(*(np.mgrid[:32, :32] - centre))
+                pixels[radius < 3 + 2 * grade + rng.normal(0, 0.5)] = rng.integers(120, 256, 3)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+
+
 def draw_clips(root: Path) -> None:
     """Folders of 8 to 11 frames in which a square moves; one frame does not tell the class."""
     rng = np.random.default_rng(0)

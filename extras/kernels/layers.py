@@ -103,9 +103,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
             mean_now.lerp_(near + mean, momentum)
             variance_now.lerp_(variance * (count / (count - 1)), momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(
-            input.dtype
-        )
+        y = x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+        return y.to(input.dtype)
 
 
 class PlacedMaxPool(nn.MaxPool2d):
@@ -113,13 +112,8 @@ class PlacedMaxPool(nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
-        if (
-            not input.is_cuda
-            or input.dtype == torch.float64
-            or input.shape[2] % 2
-            or input.shape[3] % 2
-            or input.numel() >= 1 << 31
-        ):
+        odd, large = input.shape[2] % 2 or input.shape[3] % 2, input.numel() >= 1 << 31
+        if not input.is_cuda or input.dtype == torch.float64 or odd or large:
             return super().forward(input)
         pooled: Tensor = _PlacedMaxPool.apply(input)
         return pooled
@@ -136,10 +130,8 @@ class _PlacedMaxPool(torch.autograd.Function):
         for k in range(1, 9):
             value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, : best.shape[2], : best.shape[3]]
             better = (value > best) | value.isnan()
-            best, place = (
-                torch.where(better, value, best),
-                torch.where(better, k, place).to(torch.int8),
-            )
+            best = torch.where(better, value, best)
+            place = torch.where(better, k, place).to(torch.int8)
         ctx.save_for_backward(place)
         return best
 

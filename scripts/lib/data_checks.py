@@ -30,6 +30,7 @@ ODD = {
     "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
     "progressive": "two to three times slower to decode; the GPU's JPEG engines cannot",
     "very large": f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
+    "misnamed": "of another format than the ending says: training reads the content",
     TURNED: "training takes the stored pixels; data.exif_orientation=true turns them upright",
 }
 
@@ -80,7 +81,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
-            found.odd = tuple(oddities(image))
+            found.odd = tuple(oddities(image, found.path))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
@@ -95,8 +96,11 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     return found
 
 
-def oddities(image: Image.Image) -> Iterator[str]:
+def oddities(image: Image.Image, path: str) -> Iterator[str]:
     """Yield keys of ODD."""
+    stated = Image.registered_extensions().get(os.path.splitext(path)[1].lower(), image.format)
+    if stated != image.format and {stated, image.format} != {"JPEG", "MPO"}:
+        yield "misnamed"
     if image.mode not in ("RGB", "1", "L", "LA"):
         yield "CMYK" if image.mode == "CMYK" else "other colours"
     if image.info.get("progressive"):

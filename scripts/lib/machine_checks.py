@@ -89,7 +89,7 @@ def plan(case: Case) -> Iterator[Row]:
     device = resolve_device(case.config.train.device, 0, case.ranks)
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
-        raise NotChecked("needs the data, see data")
+        raise NotChecked("there is no plan without data, see data")
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets, world = build_datasets(config, device), World(0, case.ranks, 0, case.ranks, device)
     build_criterion(config.train, class_weights(config.train, datasets))

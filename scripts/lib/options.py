@@ -15,7 +15,7 @@ CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.pt
 file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which model.name=NAME
 is required. The moving average of the weights is used if the file holds one.
 Accepts train.py's key=value overrides; a checkpoint brings the config of its run.
-docs/trained.md describes the results."""
+docs/trained.md describes the results. Exit status: 0 finished, 1 failed, 2 wrong arguments."""
 
 
 class Parser(argparse.ArgumentParser):

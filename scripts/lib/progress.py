@@ -17,10 +17,7 @@ Result = TypeVar("Result")
 
 
 def in_threads(
-    workers: int,
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    ahead: int = AHEAD,
+    workers: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = AHEAD
 ) -> Iterator[Result]:
     """Yield the results of a function in the order of the items, of which `ahead` are in work.
 

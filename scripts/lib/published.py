@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from models.weights import safetensors_metadata
 
 
@@ -82,7 +84,11 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
         return None  # `build` explains it
     import timm
 
-    about = timm.get_pretrained_cfg(name.removeprefix("timm/"))
+    name = name.removeprefix("timm/")
+    about = timm.get_pretrained_cfg(name)
+    if ":" in name:  # hf_hub:OWNER/NAME or local-dir:FOLDER
+        with torch.device("meta"):
+            about = timm.models.PretrainedCfg(**timm.create_model(name).pretrained_cfg)
     if about is None:
         return None
     side = (about.test_input_size or about.input_size)[-1]
@@ -92,7 +98,7 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
     values = _preprocessing(side, short_side, interpolation, val_size)
     values |= {"data.image_size": about.input_size[-1]}
     values |= {"data.mean": list(about.mean), "data.std": list(about.std)}
-    return Stated(values, ())
+    return Stated(values, tuple(getattr(about, "label_names", None) or ()))
 
 
 def _preprocessing(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
@@ -141,11 +140,12 @@ def open_trained(
     """
     path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))
-    weights = _dense_weights(content, origin=str(path))
+    weights = models.weights_in(content, origin=str(path))
     count, shape, plan, stored, averaged = None, None, {}, {}, False
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
+        stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
         plan, averaged = content["plan"], bool(content["state"].get("ema"))
         config, names = _config_of_run(content, overrides), plan.get("classes", ())
         count, shape = len(names) or None, plan.get("image_shape")
@@ -162,21 +162,6 @@ def open_trained(
     known = tuple(names) if len(names) == count else ()
     found = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
-
-
-def _dense_weights(content: Any, *, origin: str) -> dict[str, Tensor]:
-    """Return the weights in the content of a file. Raises UserError: a model cannot load them."""
-    try:
-        weights = models.weights_in(content, origin=origin)
-        dense = all(w.layout is torch.strided and not w.is_meta for w in weights.values())
-    except AttributeError:  # a name is no string
-        dense = False
-    if not dense:
-        raise UserError(
-            f"{origin}: holds weights that are sparse, on the meta device or not named by strings; "
-            "give a state_dict of dense tensors by name"
-        )
-    return weights
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
@@ -240,7 +225,7 @@ def sizes_in(
     They are the second dimension of the first convolution, and the first dimension of the head.
     Raises UserError if they have no head of the model that `config` names.
     """
-    with torch.device("meta"), _WithoutNormal():
+    with torch.device("meta"):
         model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
     sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
@@ -260,15 +245,3 @@ def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
             # In proportion, because a stem may see blocks of pixels.
             return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
     return RGB
-
-
-class _WithoutNormal(TorchFunctionMode):
-    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)

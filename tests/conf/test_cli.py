@@ -19,7 +19,6 @@ from conf.schema import (
     config_values,
     group_names,
     sentences,
-    show,
 )
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA
@@ -150,11 +149,6 @@ def test_a_long_word_is_shortened_in_its_middle(capsys: pytest.CaptureFixture[st
     cli.complain(f"{kept}  {long} cannot be read\n{long}", "train.py")
     short = f"{long[:90]}...{long[-90:]}"
     assert capsys.readouterr().err == f"train.py: {kept}  {short} cannot be read {short}\n"
-
-
-def test_show_formats_values_as_typed() -> None:
-    values = [None, True, False, 0.1, 3.0, "auto", {"a": None}]
-    assert " ".join(map(show, values)) == "null true false 0.1 3 auto {a: null}"
 
 
 def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from conf import schema
 from conf.compose import from_words
-from conf.schema import Model, Train, UserError, group_names
+from conf.schema import Model, Train, UserError
 from engine.distributed import World
 from engine.log.introduction import setup_notes
-from engine.schedule import SCHEDULES, Schedule, make_schedule
+from engine.schedule import Schedule, make_schedule
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE, config, schedule
 
@@ -106,10 +106,6 @@ def curve(
 )
 def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> None:
     assert {step: one.lr(step) for step in expected} == pytest.approx(expected)
-
-
-def test_every_schedule_has_a_group() -> None:
-    assert sorted(SCHEDULES) == group_names("schedule")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from conf.compose import from_words
 from conf.schema import UserError, config_values
 from extras.finetune import completed
 from tests import small_run
-from tests.libraries import timm_module
 from tests.results import same, stored
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -130,14 +129,6 @@ def test_files_of_other_projects(
         crop = values["augment.train"][0]["random_resized_crop"]
         assert crop.get("interpolation") == resize.get("interpolation")
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
-
-
-def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
-    timm_module("models")
-    weights = saved(tmp_path / "a.pth", "timm/vit_tiny_patch16_224", lambda weights: weights)
-    values = decided(36, weights, "model.name=timm/vit_tiny_patch16_224")
-    assert values["data.mean"] == values["data.std"] == [0.5, 0.5, 0.5]
-    assert values["augment.val"][0] == {"resize": {"size": 248, "interpolation": "bicubic"}}
 
 
 @pytest.mark.parametrize(

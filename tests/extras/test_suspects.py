@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from conf.compose import from_words
 from conf.schema import UserError
 from extras import suspects
 from scripts.evaluate import Evaluated
@@ -63,9 +62,3 @@ def test_the_table_of_a_run(
         assert row["label"] == row["label_name"] == path.parent.name != row["predicted"]
         assert float(row["probability"]) > 1 / 3
     assert f"{len(rows)} of 36 training images may have" in capsys.readouterr().out
-
-
-def test_the_images_that_were_held_out_are_not_listed(image_root: Path) -> None:
-    """data.root holds the class folders itself."""
-    words = ["data=folder", f"data.root={image_root / 'train'}", "data.val_fraction=0.5"]
-    assert len(suspects.training_images(from_words(words)).val) == 18

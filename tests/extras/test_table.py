@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ import pytest
 from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.batch import Field
-from pipeline.build import Datasets, build_datasets
+from pipeline.build import Datasets, build_datasets, build_val
 from scripts.evaluate import label_by_name
 
 
-def load_table(root: Path, **splits: str) -> Datasets:
+def load_table(root: Path, *words: str, **splits: str) -> Datasets:
     for name, text in splits.items():
         (root / f"{name}.csv").write_text(text)
-    return build_datasets(from_words(["data=table", f"data.root={root}", "data.image_size=16"]))
+    place = ["data=table", f"data.root={root}", "data.image_size=16"]
+    return build_datasets(from_words([*place, *words]))
 
 
 def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
@@ -36,6 +38,25 @@ def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) 
     changed = [text.replace("-2", "2"), text.replace("width", "length")]
     found_prints = {load_table(tmp_path, train=t, val=t).train.fingerprint() for t in changed}
     assert len(found_prints | {dataset.fingerprint()}) == 3
+
+
+@pytest.mark.parametrize("key", ["data.val_fraction=0.2", "data.val_fold=3/5"])
+def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
+    """Of each number, if it has enough images; training and evaluation agree on them."""
+    ranks = "".join(f"{i}.jpg,{i % 4}\n" for i in range(40))
+    found = load_table(tmp_path, key, train=f"path,rank\n{ranks}")
+    splits: Any = found.train, found.val
+    for split, each in zip(splits, (8, 2), strict=True):
+        numbers = split.numbers.array[:, 0].astype(int).tolist()
+        assert numbers == [int(Path(split.name(i)).stem) % 4 for i in range(len(split))]
+        assert np.bincount(numbers).tolist() == 4 * [each]
+    config = from_words(["data=table", f"data.root={tmp_path / 'train.csv'}", key])
+    assert build_val(config).val.fingerprint() == found.val.fingerprint()
+    widths = "".join(f"{i}.jpg,{i}.5\n" for i in range(40))
+    other = load_table(tmp_path, key, train=f"path,width\n{widths}")
+    assert (len(other.train), len(other.val)) == (32, 8)
+    with pytest.raises(UserError, match=r"^data\.val_.*: there is .*/val\.csv; leave out this"):
+        load_table(tmp_path, key, val="path,width\n")
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,6 @@ def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: 
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 
 
-def test_runs_whose_training_images_the_gpu_decoded(folder: Path, found: Evaluated) -> None:
-    """The CPU decodes the validation images."""
-    path = newest(folder)
-    assert measured(path, "loader.decoder=gpu").values == found.values
-
-
 def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None:
     both = measured(newest(folder), flip=True)
     model, data = both.trained.build(ALONE.device), both.datasets.val

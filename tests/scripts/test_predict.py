@@ -262,9 +262,3 @@ def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
         found = results(Predictor(trained, torch.device(device, 0), top=1), image_root / "val")
         classes.append([result.values["predictions"][0]["index"] for result in found])
     assert classes[0] == classes[1]
-
-
-def test_full_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(lambda: len(torch.empty(2**60)), "predict.py") == 1
-    message = "predict.py: the memory is too small; lower loader.batch_size\n"
-    assert capsys.readouterr().err == message

@@ -44,8 +44,6 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
         raise UserError(f"{source}: holds CIFAR more than once ({names}); give one of them")
     folder, meta = found[0]
     path, *paths = (os.path.join(folder, name) for name in (meta, *VERSIONS[meta]))
-    if missing := [path for path in paths if path not in tree]:
-        raise UserError(f"{source}: {missing[0]} is missing; download or copy it again")
     samples: list[Sample] = []
     try:
         fields = unpickled(tree[path])
@@ -72,12 +70,9 @@ def unpickled(place: Place) -> Any:
 class _Arrays(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the functions that make an array; a pickle could name any other."""
-        allowed = {"_reconstruct": _empty, "ndarray": np.ndarray, "dtype": np.dtype}
+        allowed: dict[str, Any] = {"ndarray": np.ndarray, "dtype": np.dtype}
+        # A function of numpy.core.multiarray, a module with another name in NumPy 2.
+        allowed["_reconstruct"] = lambda kind, shape, dtype: np.ndarray(shape, dtype)
         if not module.startswith("numpy") or name not in allowed:
             raise pickle.UnpicklingError(f"its pickle names {module}.{name}")
         return allowed[name]
-
-
-def _empty(kind: type[np.ndarray], shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Stand for numpy.core.multiarray._reconstruct, whose module has other names in NumPy 2."""
-    return np.ndarray(shape, dtype)

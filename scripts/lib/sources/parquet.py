@@ -25,8 +25,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     try:
         from pyarrow import parquet
     except ImportError:
-        message = "Parquet files need pyarrow; run pip install pyarrow and start again"
-        raise UserError(f"{file}: {message}") from None
+        raise UserError(f"{file}: needs pyarrow; run `pip install pyarrow`") from None
     samples, count = [], 0
     try:
         image, label, classes = parquet_columns(file)
@@ -41,9 +40,8 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 if not is_image(name):
                     name += ".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg"
                 name = f"{os.path.splitext(path)[0]}-{count + row:06d}/{name}"
-                samples.append(
-                    Sample(split, classes[value] if classes else str(value), name, place)
-                )
+                class_name = classes[value] if classes else str(value)
+                samples.append(Sample(split, class_name, name, place))
             count += len(rows)
     except UserError:
         raise
