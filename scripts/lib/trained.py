@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import models
 from conf import cli
@@ -240,7 +239,7 @@ def sizes_in(
     They are the second dimension of the first convolution, and the first dimension of the head.
     Raises UserError if they have no head of the model that `config` names.
     """
-    with torch.device("meta"), _WithoutNormal():
+    with torch.device("meta"):
         model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
     sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
@@ -260,15 +259,3 @@ def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
             # In proportion, because a stem may see blocks of pixels.
             return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
     return RGB
-
-
-class _WithoutNormal(TorchFunctionMode):
-    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
