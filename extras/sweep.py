@@ -96,8 +96,7 @@ class Sweep:
 
         def run_job(_: Any) -> float:
             job = HydraConfig.get()
-            name = f"job {job.job.num + 1:,}{of}"
-            return _run_job(script, [*fixed, *job.overrides.task], name)
+            return _run_job(script, [*fixed, *job.overrides.task], f"job {job.job.num + 1:,}{of}")
 
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
         folder = str(Path(next(iter(self.jobs.values())).run.dir).parent / name)
@@ -128,16 +127,17 @@ class Sweep:
             config = self.jobs.get(job) or from_words([*self.fixed, *job])
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
-            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
+            rows.append((-score, status, f"{text}  {' '.join(job)}", config.run.dir))
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
-        print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
-        print(*(text for *_, text in sorted(rows, key=lambda row: row[0])), sep="\n")
+        rows.sort(key=lambda row: row[0])
+        print(f"{config.train.best_by.removeprefix('-')}, the best job first, {rows[0][3]}:")
+        print(*(row[2] for row in rows), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
                 spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
                 print(f"{statistics.mean(found):7.3f}  mean of {len(found)}, {spread}")
-        return int(any(status != "finished" for _, status, _ in rows))
+        return int(any(status != "finished" for _, status, *_ in rows))
 
 
 def _key(override: str) -> str:

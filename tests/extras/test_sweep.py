@@ -170,7 +170,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
     assert (status, started) == (1, ["0", "1", "2"])
     assert "\njob 2 of 3: data=fake train.seed=1: runs/" in out
     assert [line.split("  ")[:2] for line in out.splitlines()[-5:]] == [
-        ["top1, the best job first:"],
+        [f"top1, the best job first, runs/{NAME.replace(',', ',train.seed=2,')}:"],
         [" 52.000", "train.seed=2"],
         [" 50.000", "train.seed=0"],
         ["no result", "train.seed=1"],

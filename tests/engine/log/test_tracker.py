@@ -103,10 +103,7 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
 
 
 def test_tags_and_values(tmp_path: Path) -> None:
-    """A fork that returns one more value from `train_step` sees it without another change.
-
-    A figure that has always been 0 has no curve.
-    """
+    """One more value of `train_step` has a curve; a figure that has always been 0 has none."""
     with Tracker(tmp_path, CONFIG) as tracker:
         tracker.row({**train_row(20), "grad_norm": 1.23456789, "memory/alloc_retries": 0})
         tracker.row({**val_row(20), "ece": 0.25})
