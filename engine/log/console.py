@@ -90,7 +90,7 @@ def _result(summary: Mapping[str, Any]) -> str:
     visible = {by, *_visible(values)}
     text = ", ".join(shown(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
-        text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
+        text += f"; best {shown(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
     return text
 
 

@@ -76,7 +76,7 @@ class Tracker(ExitStack):
         # Into the folder itself: TensorBoard names a run after the folder of its files.
         board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
-        tags = r"(train|val)/(\w+_)?{}(_\w+)?$"  # a chart has the curves of training and validation
+        tags = "(train|val)/{}(_raw)?$"  # a chart has the curves of training and validation
         charts = {n: ["Multiline", [tags.format(re.escape(n))]] for n in ("loss", best_by)}
         board.add_custom_scalars({"learning": charts})
         return board
