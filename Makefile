@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick gpu soak lint size mutants bench clean lock
+.PHONY: help env demo test quick gpu soak lint size mutants bench pictures clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -14,7 +14,7 @@ PYTEST := $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 help:  ## this list
 	@echo 'make <target> [ARGS="key=value ..."]'
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 env:  ## build .venv from the hashed locks; does nothing when they have not changed
 	@PYTHON='$(PYTHON)' .ci/env
@@ -51,6 +51,9 @@ size: env  ## lines of each part of the program, and what it may have
 
 bench: env  ## measure the input pipeline and the training step
 	@$(RUN) scripts/bench.py $(ARGS)
+
+pictures: env  ## make the pictures of README.md and docs/ from two runs of the demo; needs Chromium
+	@$(RUN) .ci/pictures
 
 clean:  ## remove .venv and caches; runs/ and data/ stay
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -50,8 +50,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     try:
         options, words = parser.parse_known_args(list(arguments))
         if options.help:
-            about = (purpose or script).splitlines()[0]
-            _show(help_text(script, about) + "\n")
+            _show(help_text(script, (purpose or script).splitlines()[0]) + "\n")
         if options.multirun:
             sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
         config = from_words(words, runnable=options.cfg is None)

@@ -232,5 +232,4 @@ def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
     # `tuned` searches the block sizes of every generated kernel.
     tuned = {"options": {"coordinate_descent_tuning": True}}
     special: dict[str, Any] = {"recompute": {}, "tuned": tuned}
-    options = special.get(mode, {"mode": mode})
-    return torch.compile(function, dynamic=False, **options)
+    return torch.compile(function, dynamic=False, **special.get(mode, {"mode": mode}))

@@ -42,7 +42,7 @@ VALIDATED_ON = {
 
 
 class Run(AbstractContextManager["Run"]):
-    """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
+    """config.yaml, metrics.jsonl, checkpoints/, TensorBoard's files and summary.json, in a folder.
 
     Rank 0 writes the folder, run.dir, and all ranks read the checkpoint to resume.
     """

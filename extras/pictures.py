@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from engine.files import replace_file
@@ -31,8 +30,6 @@ WORST = ("path", "class", "prediction", "confidence", "loss", "name", "predictio
 MAX_BARS = 25
 BINS = 15  # of the confidence, as in arXiv 1706.04599
 BLUE = "#4c72b0"
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 class Pictures(Observer):
@@ -42,8 +39,7 @@ class Pictures(Observer):
         if (found := Predictions.of(rows)) is not None:
             step, classes, tracker = row["step"], self.log.datasets.classes, self.log.tracker
             tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
-            dataset = self.log.feed.val.loader.dataset
-            tracker.images(partial(found.draw, classes, dataset), step)
+            tracker.images(partial(found.draw, classes, self.log.feed.val.loader.dataset), step)
 
     @staticmethod
     def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
@@ -73,13 +69,13 @@ class Predictions:
     """One row for every image of a split, in its order."""
 
     # int64 [N]; the prediction is class 0 if a logit is NaN
-    labels: Ints
-    predictions: Ints
+    labels: np.ndarray
+    predictions: np.ndarray
     # float64 [N], as of engine.metrics.class_values; top5 is None with fewer than six classes
-    losses: Floats
-    confidences: Floats
-    top1: Floats
-    top5: Floats | None = None
+    losses: np.ndarray
+    confidences: np.ndarray
+    top1: np.ndarray
+    top5: np.ndarray | None = None
 
     @classmethod
     def of(cls, rows: Rows) -> "Predictions | None":

@@ -124,17 +124,17 @@ class Sweep:
             config = self.jobs.get(job) or from_words([*self.fixed, *job])
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
-            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
+            rows.append((-score, status, f"{text}  {' '.join(job)}", config.run.dir))
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
+        rows.sort(key=lambda row: row[0])
         print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
-        first, *others = (text for *_, text in sorted(rows, key=lambda row: row[0]))
-        print(f"{first}  best", *others, sep="\n")
+        print(f"{rows[0][2]}  best, in {rows[0][3]}", *(row[2] for row in rows[1:]), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
                 spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
                 print(f"{statistics.mean(found):7.3f}  mean of {len(found)}, {spread}")
-        return int(any(status != "finished" for _, status, _ in rows))
+        return int(any(status != "finished" for _, status, *_ in rows))
 
 
 def _key(override: str) -> str:

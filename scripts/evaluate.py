@@ -243,8 +243,7 @@ def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
     rate = images / found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
     line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
-    record = json_text({**found.summary, "out": str(folder)})
-    print(record if as_json else line, flush=True)
+    print(json_text({**found.summary, "out": str(folder)}) if as_json else line, flush=True)
 
 
 def evaluate_all(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Make an HTML report of one or more runs: verdict, curves, results, config.
+"""Make an HTML report of one or more runs: result, verdict, curves, config.
 
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
@@ -41,6 +41,7 @@ import math
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
+from signal import Signals
 from statistics import fmean, stdev
 from typing import Any
 
@@ -53,7 +54,8 @@ from conf.compose import read_yaml
 from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
-SPLITS = {"train": "training", "val": "validation"}  # with their labels
+SPLITS = ("val", "train")
+LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
@@ -77,18 +79,35 @@ class Run:
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
-    def results(self) -> dict[str, Any]:
-        """Return the values of the summary, or of the last rows if the run has not ended."""
-        found = self.summary
-        for split in () if found else ("val", "train"):
-            found = found | (self.rows[split] or [{}])[-1]
-        return {k: v for k, v in leaves(found) if v is not None and not isinstance(v, list)}
+    def best(self) -> tuple[str, float, dict[str, Any]]:
+        """Return the name in train.best_by, a score (higher is better), and the best validation."""
+        by = str(self.config.get("train.best_by") or "top1")
+        name, sign = by.removeprefix("-"), -1 if by.startswith("-") else 1
+        scores = [(sign * number_in(row.get(name)), row) for row in self.rows["val"]]
+        finite = [score for score in scores if math.isfinite(score[0])]
+        return name, *max(finite, key=lambda score: score[0], default=(-math.inf, {}))
+
+    def headline(self) -> dict[str, str]:
+        """Return the result, label -> text: the best value of the validations comes first."""
+        (name, _, row), config, summary = self.best(), self.config, self.summary
+        value, epoch = number_in(row.get(name)), rounded(round(number_in(row.get("epoch")), 1))
+        found = {
+            f"best {name}": f"{value:.2f} %" if name.startswith("top") else rounded(value),
+            "epoch": f"{epoch} of {rounded(number_in(config.get('train.epochs')))}",
+        }
+        found = found if row else {}
+        if seconds := round(number_in(summary.get("seconds"), 0)):
+            found |= {
+                "time": str(timedelta(seconds=seconds)),
+                "device": summary.get("device", UNKNOWN),
+            }
+            found["images/s"] = rounded(number_in(summary.get("images_per_second")))
+        return {**found, "status": self.status}
 
 
 def number_in(value: Any, default: float = math.nan) -> float:
     """Return `value` if it is a finite number, otherwise `default`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else default
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -119,13 +138,15 @@ def read_run(folder: Path) -> Run:
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
-    if run.summary.get("signal"):
-        run.status += f" by signal {run.summary['signal']}"
+    if number := run.summary.get("signal"):
+        run.status += f" by {Signals(number).name}"
     if history := run.summary.get("history"):  # config.yaml has only the last values
         run.notes.append(f"changes of the config: {show(history)}")
     run.verdict = run.summary.get("verdict", [])
     if not run.verdict and (folder / "verdict.json").exists():
         run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
+    if line := (run.summary.get("expectation") or {}).get("line"):
+        run.verdict = [*run.verdict, " ".join(line.split())]
     read_rows(run)
     return run
 
@@ -188,74 +209,68 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """Return the charts of each section: one for each numeric key, with a curve per run and split.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
-    KEY, and `reference_KEY`, the curve of earlier runs of the recipe, is drawn with it.
+    KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe.
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     place = "epoch" if all(math.isfinite(number_in(row.get("epoch"))) for row in rows) else "step"
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     learning = {key for run in runs for row in run.rows["val"] for key in row} | {"loss", "lr"}
+    drawn = [(run, split, str(i), i % 8) for i, run in enumerate(runs, 1) for split in SPLITS]
+    if len(runs) == 1:
+        drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
     found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
-    for key in keys:
-        curves = [curves_of(run, key, place) for run in runs]
-        if key in drawn_with or not any(curves):
-            continue
-        together = curves[0]
-        if len(runs) > 1:  # the labels begin with the number of the run
-            together = {f"{i}, {k}": c for i, own in enumerate(curves, 1) for k, c in own.items()}
-        if any(curve[:, 1:].any() for curve in together.values()):
-            chart = {"title": key, "place": place, **draw(together)}
+    for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
+        curves = [
+            ({"label": label, "split": split, "colour": colour}, curve)
+            for run, split, label, colour in drawn
+            if len(curve := curve_of(run, split, place, key))
+        ]
+        if any(curve[:, 1:].any() for _, curve in curves):
+            chart = {"title": key, "place": place, **draw(curves)}
             found[SECTIONS[key not in learning]].append(chart)
     return {section: drawn for section, drawn in found.items() if drawn}
 
 
-Curves = dict[str, np.ndarray]
-"""Label -> float64 [points, 4]: x, y, and the minimum and maximum there."""
+def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
+    """Return the finite points of a key, float64 [points, 4]: x, y, and minimum and maximum there.
+
+    Of a long curve, they are the means of BUCKETS neighbourhoods.
+    """
+    rows = run.rows.get(split, run.rows["val"])
+    name = f"reference_{key}" if split == "reference" else key
+    columns = place, name, f"{name}_min", f"{name}_max"
+    points = np.array([[number_in(row.get(column)) for column in columns] for row in rows])
+    points = points.reshape(-1, 4)
+    points = points[np.isfinite(points[:, :2]).all(1)]
+    parts = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
+    return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in parts])
 
 
-def curves_of(run: Run, key: str, place: str) -> Curves:
-    """Return the finite curves of a key; of a long one, the means of BUCKETS neighbourhoods."""
-    curves = {}
-    for name in (key, f"reference_{key}"):
-        for split, label in SPLITS.items():
-            columns = place, name, f"{name}_min", f"{name}_max"
-            rows = [[number_in(row.get(column)) for column in columns] for row in run.rows[split]]
-            points = np.array(rows).reshape(-1, 4)
-            points = points[np.isfinite(points[:, :2]).all(1)]
-            if len(points):
-                parts = np.array_split(points, min(len(points), BUCKETS))
-                curves[label if name == key else "earlier runs of the recipe"] = np.array(
-                    [(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in parts]
-                )
-    return curves
-
-
-def draw(curves: Curves) -> dict[str, Any]:
+def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
     """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text)."""
-    points = np.concatenate([*curves.values()])
+    points = np.concatenate([curve for _, curve in curves])
     ticks_x = ticks(points[:, 0].min(), points[:, 0].max())
-    ticks_y = ticks(points[:, 2].min(), points[:, 3].max())
+    ticks_y = ticks(points[:, 2].min(), points[:, 3].max())[::-1]  # SVG counts downwards
 
-    def right(x: np.ndarray) -> list[float]:
-        return (WIDTH * (x - ticks_x[0]) / np.ptp(ticks_x)).round(1).tolist()
-
-    def down(y: np.ndarray) -> list[float]:
-        return (HEIGHT * (ticks_y[-1] - y) / np.ptp(ticks_y)).round(1).tolist()
+    def places(values: np.ndarray, axis: np.ndarray, length: int) -> list[float]:
+        return (length * (values - axis[0]) / (axis[-1] - axis[0])).round(1).tolist()
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
-        return "M" + "L".join(f"{a} {b}" for a, b in zip(right(x), down(y), strict=True))
+        pairs = zip(places(x, ticks_x, WIDTH), places(y, ticks_y, HEIGHT), strict=True)
+        return "M" + "L".join(f"{a} {b}" for a, b in pairs)
 
     drawn = []
-    for label, curve in curves.items():
+    for about, curve in curves:
         x, y, bottom, top = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
         line = path(x, y) + "h0"  # a single point is a dot
-        drawn.append({"label": label, "line": line, "band": band, "last": rounded(y[-1])})
+        drawn.append({**about, "line": line, "band": band, "last": rounded(y[-1])})
     return {
         "curves": drawn,
-        "x": [*zip(right(ticks_x), (f"{value:.4g}" for value in ticks_x), strict=True)],
-        "y": [*zip(down(ticks_y), (f"{value:.4g}" for value in ticks_y), strict=True)],
+        "x": [*zip(places(ticks_x, ticks_x, WIDTH), labels(ticks_x), strict=True)],
+        "y": [*zip(places(ticks_y, ticks_y, HEIGHT), labels(ticks_y), strict=True)],
     }
 
 
@@ -268,17 +283,26 @@ def ticks(low: float, high: float) -> np.ndarray:
     return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
+def labels(values: np.ndarray) -> list[str]:
+    """Format the ticks of an axis with as many digits as make them differ."""
+    texts = ([f"{value:.{digits}g}" for value in values] for digits in range(4, 17))
+    return next(found for found in texts if len({*found}) == len(found))
+
+
 def build(runs: Sequence[Run]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     names = [run.name for run in runs]
-    for run in runs:
-        run.name = str(run.folder) if names.count(run.name) > 1 else run.name
+    common = set.intersection(*({*name.split(",")} for name in names)) if len(runs) > 1 else set()
+    for run in runs:  # a name is short: in a comparison, without what all names have
+        own = ",".join(part for part in run.name.split(",") if part not in common) or run.name
+        run.name = str(run.folder) if names.count(run.name) > 1 else own
+    rows = [{"": i, "run": run.name, **run.headline()} for i, run in enumerate(runs, 1)]
     loader = FileSystemLoader(Path(__file__).parent / "lib")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("report.html").render(
         runs=runs,
-        results=compared([run.results() for run in runs]),
-        differences=differences(runs),
+        best=max(runs, key=lambda run: run.best()[1]) if len(runs) > 1 else None,
+        headlines=[*zip(*compared(rows), *differences(runs), strict=True)],
         sections=charts(runs),
         width=WIDTH,
         height=HEIGHT,
@@ -298,11 +322,19 @@ def reference(runs: Sequence[Run]) -> str:
         if key != "train.seed":
             found = ", ".join(sorted(set(values)))
             raise UserError(f"--reference: {key} differs ({found}); give runs of one recipe")
-    by = str(runs[0].config.get("train.best_by") or "top1").removeprefix("-")
-    epochs = list(zip(*(by_epoch(run, by) for run in runs), strict=True))
-    form = ".2f" if max(map(max, epochs)) >= 10 else ".5g"  # percent, or another unit
+    by, curves = runs[0].best()[0], []
+    for run in runs:
+        epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
+        curves.append([number_in(row.get(by)) for row in run.rows["val"]])
+        if not len(curves[-1]) == epochs > 0 or not all(map(math.isfinite, curves[-1])):
+            raise UserError(
+                f"--reference: {run.folder} was not validated after each of its {epochs} epochs; "
+                "give finished runs with train.validate_every_epochs=1"
+            )
+    by_epoch = list(zip(*curves, strict=True))
+    form = ".2f" if max(map(max, by_epoch)) >= 10 else ".5g"  # percent, or another unit
     curve = {
-        name: [float(f"{of(values):{form}}") for values in epochs]
+        name: [float(f"{of(values):{form}}") for values in by_epoch]
         for name, of in ((by, fmean), ("std", stdev))
     }
     seconds = fmean(number_in(run.summary.get("seconds"), 0) for run in runs)
@@ -317,21 +349,6 @@ def reference(runs: Sequence[Run]) -> str:
     }
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
     return f"# add classes, train_images, format (JPEG or lossless) and hardware\n{node}"
-
-
-def by_epoch(run: Run, name: str) -> list[float]:
-    """Return a value of the validation after each epoch. Raises UserError: an epoch has none."""
-    found: dict[int, float] = {}
-    for row in run.rows["val"]:  # the last batch of an epoch ends a little after it
-        found.setdefault(math.floor(number_in(row.get("epoch"), 0)), number_in(row.get(name)))
-    epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
-    curve = [found.get(epoch, math.nan) for epoch in range(1, epochs + 1)]
-    if not curve or not all(map(math.isfinite, curve)):
-        raise UserError(
-            f"--reference: {run.folder} was not validated after each of its {epochs} epochs; give "
-            "finished runs with train.validate_every_epochs=1"
-        )
-    return curve
 
 
 def run(options: argparse.Namespace) -> int:

@@ -70,11 +70,10 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
         f"result    {_result(summary)}",
     ]
     # What an observer adds to the summary may have a line to print.
-    added = [value for value in summary.values() if isinstance(value, dict)]
-    lines += [value["line"] for value in added if "line" in value]
+    lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
     lines += [f"speed     {summary['images_per_second']:,.0f} images/s", f"run       {folder}"]
-    if (folder / "tensorboard").is_dir():
-        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder))}")
+    if any(folder.glob("events.*")):
+        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
     if best := summary["best_checkpoint"]:
         lines.append(f"best      {folder}/checkpoints/{best}")
     if skipped := summary["unreadable_images"]:
@@ -91,7 +90,7 @@ def _result(summary: Mapping[str, Any]) -> str:
     visible = {by, *_visible(values)}
     text = ", ".join(shown(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
-        text += f"; best {shown(by, best)} after epoch {summary['best_epoch']:.4g}"
+        text += f"; best {shown(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
     return text
 
 

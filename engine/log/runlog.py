@@ -214,6 +214,7 @@ class RunLog(ExitStack):
             **results(self.state, self.schedule),
             "seconds": time.monotonic() - started,
             "images_per_second": rate * self.world.size,
+            "device": self.compute.name,
             "workers": self.feed.train.loader.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
             "unreadable_images": len(set[int]().union(*unreadable)),

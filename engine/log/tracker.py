@@ -50,12 +50,13 @@ class Tracker(ExitStack):
         super().__init__()
         self.folder, self._start_step = folder, start_step
         self._failed: set[str] = set()  # outputs that are not written any more
+        self._drawn: set[str] = set()  # tags of curves that are not always 0
         self._rows = self._board = None
         if folder is not None:
             self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
             if config.log.trackers:
-                by = BestBy.of(config.train.best_by)
-                self._board = self.guard("TensorBoard", self._open_board, folder, by.name)
+                by = BestBy.of(config.train.best_by).name
+                self._board = self.guard("TensorBoard", self._open_board, folder, by)
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
@@ -72,12 +73,11 @@ class Tracker(ExitStack):
     def _open_board(self, folder: Path, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = self._start_step + 1 if self._start_step else 0
-        board: Any = SummaryWriter(folder / "tensorboard", purge_step=purge_step, flush_secs=10)
+        # Into the folder itself: TensorBoard names a run after the folder of its files.
+        board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
-        tags = r"(train|val)/(\w+_)?{}(_\w+)?$"  # a chart has the curves of training and validation
-        names = "loss", best_by
-        charts = {name: ["Multiline", [tags.format(re.escape(name))]] for name in names}
+        tags = "(train|val)/{}(_raw)?$"  # a chart has the curves of training and validation
+        charts = {n: ["Multiline", [tags.format(re.escape(n))]] for n in ("loss", best_by)}
         board.add_custom_scalars({"learning": charts})
         return board
 
@@ -91,7 +91,9 @@ class Tracker(ExitStack):
 
         def add_curves(board: Any) -> None:
             for tag, value in curves(row).items():
-                board.add_scalar(tag, value, row["step"])
+                if value or tag.startswith(row["split"]) or tag in self._drawn:
+                    self._drawn.add(tag)
+                    board.add_scalar(tag, value, row["step"])
 
         if self._rows is not None:
             rounded = {

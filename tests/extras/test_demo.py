@@ -68,7 +68,7 @@ def test_other_files_are_refused_and_untouched(
     root = tmp_path / "photos"
     (root / "train").mkdir(parents=True)
     (root / "train" / "cat.jpg").write_bytes(b"mine")
-    monkeypatch.setattr(demo, "COUNTS", {"train": 50, "val": 20})
+    monkeypatch.setattr(demo, "MARKED", {"version": 2})
     for place in (root, drawn):
         with pytest.raises(UserError, match=f"data.root={place}: .*pass another data.root"):
             draw_dataset(place)

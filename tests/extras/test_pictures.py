@@ -119,7 +119,7 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     assert kinds == [(name, VAL_IMAGES) for name in KINDS] and found["step"] == 9
     mean = sum(row["top1"] for row in found["classes"]) / 3
     assert mean == pytest.approx(summary["top1"], abs=1e-3)
-    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
+    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
     words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]

@@ -1,6 +1,5 @@
-"""Weights & Biases: what it is told, and that no failure of it stops training."""
+"""Weights & Biases: what it is told. Failures of observers: tests/engine/log/test_observer.py."""
 
-import logging
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -44,17 +43,3 @@ def test_the_rows_of_two_starts(
     start(image_root, tmp_path / "run", 1)
     first, second, other = (call.kwargs["id"] for call in wandb.init.call_args_list)
     assert first == second != other
-
-
-def test_a_missing_package_is_one_warning(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Other failures of observers: tests/engine/log/test_observer.py."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    start(image_root, tmp_path / "run", 1)
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.endswith("training continues without it; pip install wandb")
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2

@@ -3,9 +3,9 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,43 +16,37 @@ from tests import small_run
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 
 
-class Page(HTMLParser):
+class Page:
     """A parsed page; checks that it is well-formed and self-contained."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.said, self.titles, self.lines, self.rows = list[str](), list[str](), list[str](), []
-        self.bands, self.open = list[str](), list[str]()
-        self.feed(text)
-        self.close()
-        assert self.open == [] and "default-src 'none'" in text
-        assert not re.search(r"https?://|@import|url\(", text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        assert tag not in ("script", "link", "iframe", "object", "base", "form", "a", "img")
-        assert not [name for name in values if name.startswith("on") or name == "href"]
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "svg":
-            self.titles.append(values["aria-label"] or "")
-        if tag == "tr":
-            self.rows.append(list[str]())
-        if tag == "path" and (values["class"] or "").startswith(("line", "band")):
-            shape = values["d"] or ""
-            # Inside the chart, and no NaN.
+        assert "default-src 'none'" in text and not re.search(r"https?://|@import|url\(", text)
+        root = ElementTree.fromstring(text)
+        for node in root.iter():
+            assert node.tag not in (
+                "script",
+                "link",
+                "iframe",
+                "object",
+                "base",
+                "form",
+                "a",
+                "img",
+            )
+            assert not [name for name in node.attrib if name.startswith("on") or name == "href"]
+        self.said = [" ".join(part.split()) for part in root.itertext() if part.strip()]
+        self.titles = [svg.attrib["aria-label"] for svg in root.iter("svg")]
+        shapes = [(path.attrib["class"], path.attrib["d"]) for path in root.iter("path")]
+        self.lines, self.bands = (
+            [shape for kind, shape in shapes if kind.startswith(name) and shape]
+            for name in ("line", "band")
+        )
+        for shape in self.lines + self.bands:  # inside the chart, and no NaN
             assert re.fullmatch(r"[ML0-9. hZ]*", shape.replace("-0.0", "0.0"))
-            kind = self.lines if (values["class"] or "").startswith("line") else self.bands
-            kind += [shape] * bool(shape)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"] and data.strip():
-            self.said.append(" ".join(data.split()))
-            if "tr" in self.open:
-                self.rows[-1].append(data)
+        head, *rows = (["".join(cell.itertext()).strip() for cell in r] for r in root.iter("tr"))
+        self.facts = [dict(zip(head, row, strict=True)) for row in rows]  # about each run
+        self.best = [r.get("class") == "best" for r in root.iter("tr")][1:]
+        self.colours = {(i.attrib["class"][:2], str(i.tail).split()[0]) for i in root.iter("i")}
 
 
 def made(*folders: Path, out: Path | None = None) -> Page:
@@ -94,26 +88,29 @@ def step_row(step: int, **values: Any) -> dict[str, Any]:
 def test_the_page_of_a_run(runs: Path) -> None:
     page, folder = made(runs / "first"), runs / "first"
     summary = json.loads((folder / "summary.json").read_text())
-    assert page.said[:3] == ["first", "first", "finished"]  # the title of the page, and its heading
-    results = dict(page.rows)
-    assert results["best_top1"] == report.rounded(summary["best_top1"])
-    assert results["params_sha256"] == summary["params_sha256"]
-    assert {"loss", "top1", "lr", "images_per_second", "step_ms"} <= set(page.titles)
+    (facts,) = page.facts
+    assert facts["best top1"] == f"{summary['best_top1']:.2f} %"
+    assert facts["epoch"] == f"{summary['best_epoch']:.0f} of 2" and facts["device"] == "cpu"
+    assert page.titles[:2] == ["top1", "loss"]  # the value that chose the best checkpoint is first
+    assert {"lr", "images_per_second", "step_ms"} <= set(page.titles)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line.count(" ") for line in page.lines[:2]]
+    losses = [line.count(" ") for line in page.lines[2:4]]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
+    assert page.colours == {("c1", "validation"), ("c2", "training")}
     place = page.said.index("config.yaml of first")
     assert page.said[place + 1].split() == (folder / "config.yaml").read_text().split()
 
 
 def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, given by themselves or by the folder in which they are."""
+    """Each once, given by themselves or by the folder in which they are; in one colour."""
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
-    rows = {name: values for name, *values in page.rows}
-    assert rows["optim.lr"] == ["0.2", "0.05"] and "run.name" not in rows
-    assert (rows["train.epochs"], rows["step"]) == (["2", "1"], ["9", "5"])
-    assert {"1, training", "1, validation", "2, training", "2, validation"} <= set(page.said)
+    first, second = page.facts
+    assert (first["optim.lr"], second["optim.lr"]) == ("0.2", "0.05") and "run.name" not in first
+    assert (first["run"], second["train.epochs"]) == ("first", "1")
+    best = [float(facts["best top1"].removesuffix(" %")) for facts in (first, second)]
+    assert page.best.index(True) == best.index(max(best)) and sum(page.best) == 1
+    assert page.colours == {("c1", "1"), ("c2", "2")}
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
@@ -130,10 +127,10 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
     (copied / "metrics.jsonl").write_text(whole[:-30])
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
-    assert "not finished" in page.said and "input-bound." in page.said
+    assert page.facts[0]["status"] == "not finished" and "input-bound." in page.said
     assert "first: summary.json is missing" in page.said
     assert any("first: metrics.jsonl: cannot read" in text for text in page.said)
-    assert dict(page.rows)["step"] == "9"  # the truncated row is the validation after it
+    assert page.facts[0]["epoch"] == "1.1 of 2"  # the truncated row is the last validation
     assert not (tmp_path / "outside").exists()
 
 
@@ -175,10 +172,20 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
     page = made(synthetic(tmp_path / "run", rows))
-    assert page.titles == ["gap", "top1", "grad_norm"]  # the values of a validation come first
-    # Training and validation; the validation and the earlier runs; the norm.
-    assert [line.count(" ") for line in page.lines] == [2, 1, 1, 1, 2]
-    assert len(page.bands) == 2 and "earlier runs of the recipe" in page.said
+    assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
+    # The earlier runs and the validation; training and validation; the norm.
+    assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2]
+    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours
+
+
+def test_axes_and_signals(tmp_path: Path) -> None:
+    """No axis has a label twice, and a signal has its name."""
+    rows = [step_row(1_000_000 + step, loss=70_000 + step / 10) for step in (1, 2)]
+    run = synthetic(tmp_path / "run", rows, status="interrupted", signal=15)
+    assert made(run).facts[0]["status"] == "interrupted by SIGTERM"
+    (chart,) = report.charts(report.read_runs(run))["Learning"]
+    for axis in (chart["x"], chart["y"]):
+        assert len({text for _, text in axis}) == len(axis) > 1
 
 
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Recorder(Observer):
     def called(self, event: str, *content: Any) -> None:
         CALLS.append((event, *content))
         if event == self.fails:
-            raise OSError(f"no {event}")
+            raise ModuleNotFoundError(f"no {event}", name="box")
 
     def begin_step(self, step: int) -> None:
         self.called("begin", step)
@@ -80,7 +80,8 @@ def test_one_that_fails_is_one_warning(
     summary = observed(image_root, tmp_path, entry)
     assert summary["status"] == "finished" and CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert f"Recorder: OSError: no {event}; training continues" in warning
+    text = f"no {event}; training continues without it; pip install box"
+    assert f"Recorder: ModuleNotFoundError: {text}" in warning
 
 
 def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path: Path) -> None:

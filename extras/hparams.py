@@ -1,0 +1,28 @@
+"""TensorBoard's tab HPARAMS: a row for each run, with the keys that affect its result.
+
+By default, conf/config.yaml names it: log.observers=[extras.hparams:Row].
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from conf.schema import result_keys, show
+from engine.log.observer import Observer
+
+
+class Row(Observer):
+    """Writes the row at each validation, with the best value so far. After a resume, it is one."""
+
+    def validated(self, row: Mapping[str, Any], rows: Any) -> None:
+        config, name = self.log.run.config, self.log.best_by.name
+        keys = {"recipe": config.recipe, **result_keys(config)}
+
+        def add(board: Any) -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            typed = {k: v if type(v) in (int, float) else show(v) for k, v in keys.items()}
+            # Without the first part, which lists all keys, the tab begins with those that differ.
+            board.file_writer.add_summary(hparams(typed, {})[1])
+            board.add_scalar(f"best/{name}", self.log.state.best[name], row["step"])
+
+        self.log.tracker.board("HPARAMS", add)
