@@ -59,7 +59,7 @@ CODE_KEYS = {
     *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
 }
 # Group -> key that takes more than the choices of the group.
-NAME_KEYS = {"model": "model.name", "data": "data.root"}
+NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end

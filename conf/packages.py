@@ -1,8 +1,11 @@
-"""Import of torchvision when its build does not match the installed torch."""
+"""Import of torchvision when its build does not match the installed torch, and of timm."""
 
+import importlib.util
 import re
 import sys
 from types import ModuleType
+
+from conf.schema import UserError
 
 
 def import_torchvision() -> ModuleType:
@@ -29,3 +32,13 @@ def import_torchvision() -> ModuleType:
             )
             for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
                 del sys.modules[name]
+
+
+def import_timm(given: str) -> ModuleType:
+    """Import timm; raise UserError if it is missing. `given`: the key=value that asks for it."""
+    if importlib.util.find_spec("timm") is None:
+        raise UserError(f"{given}: timm is not installed; pip install timm")
+    import_torchvision()  # timm imports it too, without this handling of operators
+    import timm.optim
+
+    return timm

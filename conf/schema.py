@@ -199,8 +199,12 @@ FAKE = {"data.source": one_of("fake")}
 FILES = {"data.source": one_of("folder")}
 NO_FOLD = {"data.val_fold": NULL, **FILES}
 STEP = {"schedule.name": one_of("step")}
-HAS_MOMENTUM = all_but("optim", *set(group_names("optim")) - {"sgd"})
-HAS_BETAS = all_but("optim", "sgd")
+NO_MOMENTS = ("adadelta", "adafactor", "adagrad", "asgd", "rprop")  # of torch.optim, nor momentum
+MOMENTS = {"adam", "adamax", "nadam", "radam"} | set(group_names("optim")) - {"sgd"}
+HAS_MOMENTUM = all_but("optim", *NO_MOMENTS, *MOMENTS)
+HAS_NESTEROV = all_but("optim", *NO_MOMENTS, *MOMENTS, "rmsprop")
+HAS_BETAS = all_but("optim", *NO_MOMENTS, "rmsprop", "sgd")
+HAS_EPS = all_but("optim", "adafactor", "asgd", "rprop", "sgd")
 
 
 @dataclass
@@ -320,24 +324,25 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", RESULT, one_of("sgd", "adamw") | CODE, short=after_colon)
-    """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
-    checkout; optim=NAME takes one with its defaults"""
+    name: str = key("sgd", RESULT, TEXT, short=after_colon)
+    """optimiser: sgd, adamw, another class of torch.optim in lower case, timm/<name> of timm, or
+    module:name of a function of (model, optim, **optim.args) in this checkout; optim=NAME takes one
+    with its defaults"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
     """further arguments of the optimiser, such as {amsgrad: true} of adamw"""
     lr: float = key(0.1, RESULT, POSITIVE)
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, RESULT, FRACTION, when=HAS_MOMENTUM)
-    """sgd: momentum"""
-    nesterov: bool = key(False, RESULT, BOOL, when=HAS_MOMENTUM)
+    """sgd, rmsprop: momentum"""
+    nesterov: bool = key(False, RESULT, BOOL, when=HAS_NESTEROV)
     """sgd: Nesterov momentum"""
     betas: list[float] = key(
         [0.9, 0.999], RESULT, each(number(0, 1, below=True), 2, 2), when=HAS_BETAS
     )
-    """all but sgd: decay rates of the two moments"""
-    eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
-    """all but sgd: term added to the denominator"""
-    weight_decay: float = key(1e-4, RESULT, number(0))
+    """adamw and others with two moments: their decay rates"""
+    eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_EPS)
+    """nearly all but sgd: term added to the denominator"""
+    weight_decay: float = key(1e-4, RESULT, number(0), when=all_but("optim", "rprop"))
     """weight decay"""
     decay_norms: bool = key(True, RESULT, BOOL)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the

@@ -4,7 +4,6 @@ And what is done to a model of any of them: freezing parameters, and the memory 
 The state_dict keys are those of the libraries, so that weights can be exchanged with them.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from conf.named import import_object, is_name
-from conf.packages import import_torchvision
+from conf.packages import import_timm, import_torchvision
 from conf.schema import UserError, did_you_mean, show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -150,11 +149,7 @@ def _of_timm(
     in_channels: int = RGB,
     **options: Any,
 ) -> nn.Module:
-    if importlib.util.find_spec("timm") is None:
-        raise UserError(f"model.name=timm/{name}: timm is not installed; pip install timm")
-    import_torchvision()  # timm imports it too, without this handling of operators
-    import timm
-
+    timm = import_timm(f"model.name=timm/{name}")
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
