@@ -392,9 +392,10 @@ class Train:
     every class; validation measures the cross-entropy"""
     bce_threshold: float | None = key(None, RESULT, number(0, 1, below=True) | NULL)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(None, RESULT, one_of("balanced") | NULL | WEIGHTS)
+    class_weights: Any = key(None, RESULT, one_of("balanced", "sampled") | NULL | WEIGHTS)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
-    {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
+    {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named; sampled draws images
+    with replacement, each class with the same probability, and the loss has no weights"""
     label_smoothing: float = key(0.0, RESULT, FRACTION)
     """label smoothing"""
     ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)

@@ -167,7 +167,11 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
 
 
 RESUMED = {
-    "NAdam": ["model=resnet_tiny", "optim.name=nadam", "optim.args={decoupled_weight_decay: true}"],
+    "NAdam, classes drawn alike": [
+        "model=resnet_tiny",
+        "optim.name=nadam",
+        "train.class_weights=sampled",
+    ],
     "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],
     "dropout, AdamW, average, mixup, cutmix": [
         *("model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw"),
