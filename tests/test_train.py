@@ -167,11 +167,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
 
 
 RESUMED = {
-    "NAdam, classes drawn alike": [
-        "model=resnet_tiny",
-        "optim.name=nadam",
-        "train.class_weights=sampled",
-    ],
+    "NAdam, classes drawn alike": ["optim.name=nadam", "train.class_weights=sampled"],
     "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],
     "dropout, AdamW, average, mixup, cutmix": [
         *("model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw"),

@@ -69,9 +69,3 @@ def test_a_name_of_timm() -> None:
     assert build_optimizer(nn.Linear(2, 2), Optim("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="did you mean timm/lion"):
         build_optimizer(nn.Linear(2, 2), Optim("timm/lino"))
-
-
-def test_an_optimiser_of_the_checkout_and_its_arguments() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = build_optimizer(model, Optim("engine.optim:adamw", {"amsgrad": True}))
-    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["amsgrad"]
