@@ -50,7 +50,7 @@ def library_class(name: str) -> Callable[..., Optimizer]:
     Raises UserError if there is none, or the training step cannot use it.
     """
     find: Callable[[str], Callable[..., Optimizer]] = partial(getattr, torch.optim)
-    known = {each.lower(): each for each in torch.optim.__all__ if each[0].isupper()}
+    known = {each.lower(): each for each in vars(torch.optim) if each[0].isupper()}
     if name.startswith("timm/"):
         timm = import_timm(f"optim.name={name}").optim
         names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # of other packages
