@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -123,9 +123,10 @@ def open_feed(
         most = max(started, 2 * active if measured else 0)
     factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     part = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
-    train_sampler = TrainSampler(
-        num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **part
-    )
+    order: dict[str, Any] = {"seed": config.train.seed, "repeats": data.repeats, **part}
+    if config.train.class_weights == "sampled":
+        order["labels"] = datasets.train.labels
+    train_sampler = TrainSampler(num_samples=len(datasets.train), **order)
     val_sampler = ValSampler(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)

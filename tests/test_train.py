@@ -167,6 +167,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
 
 
 RESUMED = {
+    "NAdam, classes drawn alike": ["optim.name=nadam", "train.class_weights=sampled"],
     "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],
     "dropout, AdamW, average, mixup, cutmix": [
         *("model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw"),
@@ -178,7 +179,7 @@ RESUMED = {
         *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=adamw"),
     ],
 }
-SLOW = list(RESUMED)[:2]
+SLOW = list(RESUMED)[1:3]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny"]),
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         *((False, ["model=resnet_tiny", f"optim={n}", "train.ema_decay=0.9"]) for n in OPTIMIZERS),
+        (False, ["model=resnet_tiny", "optim.name=nadam"]),
         (True, ["model.name=efficientnet_b0", "train.micro_batch=4"]),
         pytest.param(
             *(False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
