@@ -277,10 +277,6 @@ class Loader:
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
-    pin_memory: Any = key("auto", NOTHING, AUTO | BOOL)
-    """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", NOTHING, AUTO | whole(1, 64))
-    """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, NOTHING, whole(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
@@ -288,12 +284,6 @@ class Loader:
     each other"""
     start_method: str = key(START_METHOD, NOTHING, one_of("forkserver", "spawn", "fork"))
     """multiprocessing start method of the workers"""
-
-
-@dataclass
-class Autotune:
-    refresh: bool = key(False, NOTHING, BOOL)
-    """loader.workers=auto: measure again instead of using the cached result"""
 
 
 @dataclass
@@ -449,7 +439,6 @@ class Config:
 
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
-    autotune: Autotune = field(default_factory=Autotune)
     augment: Augment = field(default_factory=Augment)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
