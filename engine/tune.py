@@ -117,9 +117,10 @@ def tune(
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     """Return the file of a result: its name depends on all that the rates depend on."""
-    world, pool, identity = run.world, feed.train.loader.pool, run.facts["identity"]
-    machine = [platform.node(), len(pool.workers), world.size, world.local_size]
-    known = [compute.name, compute.compile, torch.__version__, *feed.modes, *machine]
+    world, loader, identity = run.world, feed.train.loader, run.facts["identity"]
+    machine = [platform.node(), len(loader.pool.workers), world.size, world.local_size]
+    decoders = [feed.config.loader.decoder, loader.dataset.decoder]
+    known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
     known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
     return default_cache_dir() / "autotune" / f"{name}.json"
