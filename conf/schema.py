@@ -307,9 +307,9 @@ class Model:
     channels_last: Any = key("auto", NOTHING, AUTO | BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", NOTHING, COMPILE)
-    """torch.compile mode: auto is default on a GPU for more than 2,000 steps, else off; tuned
-    searches the block sizes of every kernel, which takes minutes; recompute needs less memory,
-    because the backward pass computes activations again"""
+    """torch.compile mode: auto is off on a CPU or for up to 2,000 steps, tuned for a run of hours,
+    else default; tuned searches the block sizes of every kernel, which takes minutes once;
+    recompute needs less memory, because the backward pass computes activations again"""
 
 
 @dataclass

@@ -37,6 +37,9 @@ PEAK_FLOPS = {
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
+# And it searches the block sizes of all kernels for more operations of a GPU than this, an hour of
+# an H200. For ResNet-50, the first start takes 132 s more, and a step is 1.06 times as fast.
+MANY_OPERATIONS = 2e18
 
 # model.compile=recompute computes activations again in the backward pass instead of keeping them:
 # the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
@@ -98,10 +101,13 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
     )
 
 
-def choose_compute(config: Config, datasets: Datasets, device: torch.device, steps: int) -> Compute:
+def choose_compute(
+    config: Config, datasets: Datasets, device: torch.device, steps: int, rank_images: int = 0
+) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
-    `steps`: of the run. Raises UserError if the model does not take the images.
+    `steps`: of the run; `rank_images`: of a rank in each. Raises UserError if the model does not
+    take the images.
     """
     shape = datasets.train.fields[IMAGE].device_shape
     with torch.device("meta"):
@@ -113,7 +119,7 @@ def choose_compute(config: Config, datasets: Datasets, device: torch.device, ste
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
-    mode = resolve_compile(config.model.compile, device, steps)
+    mode = resolve_compile(config, device, steps, 3 * flops * steps * rank_images)
     rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
     return Compute(
         device=device,
@@ -182,15 +188,18 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
-def resolve_compile(choice: str, device: torch.device, steps: int) -> str:
+def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
     """Resolve model.compile=auto.
 
-    `steps`: of the whole run, so that a resumed run, which has fewer left, keeps its mode: another
-    one rounds differently.
+    `steps` and `operations` of a rank: of the whole run, so that a resumed run, which has fewer
+    left, keeps its mode: another one rounds differently.
     """
-    if choice != "auto":
-        return choice
-    return "default" if steps > MANY_STEPS and device.type == "cuda" else "off"
+    if config.model.compile != "auto":
+        return config.model.compile
+    if device.type != "cuda" or steps <= MANY_STEPS:
+        return "off"
+    is_long = operations > MANY_OPERATIONS and not config.train.deterministic
+    return "tuned" if is_long else "default"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:

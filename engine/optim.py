@@ -52,7 +52,9 @@ def library_class(name: str) -> Callable[..., Optimizer]:
     find: Callable[[str], Callable[..., Optimizer]] = partial(getattr, torch.optim)
     known = {each.lower(): each for each in vars(torch.optim) if each[0].isupper()}
     if name.startswith("timm/"):
-        timm = import_timm(f"optim.name={name}").optim
+        import_timm(f"optim.name={name}")
+        import timm.optim as timm
+
         names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # of other packages
         find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
     refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT

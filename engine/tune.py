@@ -30,7 +30,6 @@ from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json
 from engine.log.tracker import Tracker
-from engine.log.verdict import remedies, verdict
 from engine.run import Run
 from engine.state import TrainState, untouched
 from engine.step_graph import FIRST_STEPS, StepGraph
@@ -93,7 +92,7 @@ def tune(
         return 0.0
     pool, world = feed.train.loader.pool, run.world
     path = _cache(feed, compute, run)
-    tuner = Tuner(feed, step, compute, world, stop, state.step)
+    tuner = Tuner(feed, step, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
         tuner.configure(setting["mode"], setting["workers"], setting["alone"])
         how = f"measured by an earlier run; remove {path} to measure again"
@@ -140,7 +139,6 @@ class Tuner:
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
     step: Callable[[Batch], object]  # a real training step; the caller restores the state
-    compute: Compute
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
@@ -183,7 +181,6 @@ class Tuner:
             f"{self.max_workers(mode)}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.wait:.1%} waiting",
-            *verdict([trial], remedies(self.compute, self.feed)),
         ]
 
     def search(self) -> None:

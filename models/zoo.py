@@ -150,7 +150,7 @@ def import_timm(given: str) -> ModuleType:
     """Import timm; raise UserError if it is missing. `given`: the key=value that asks for it."""
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"{given}: timm is not installed; pip install timm")
-    import timm.optim
+    import timm
 
     return timm
 

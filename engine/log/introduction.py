@@ -70,7 +70,8 @@ def facts(
         f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
     )
     layout = ", channels_last" if compute.channels_last else ""
-    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}"
+    slow = " (the first start takes minutes)" * (compute.compile == "tuned")
+    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{slow}"
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:

@@ -2,8 +2,7 @@
 
 The causes are input, copies, CPU cores, kernel launches, and the step with the exchange of
 gradients. Each is a share of the time; the largest is named. If none reaches WAITS, the step itself
-limits, unless the host delays it. `loader.workers=auto` prints the same verdict; its search in
-tune.py has its own thresholds.
+limits, unless the host delays it.
 """
 
 import socket
@@ -94,7 +93,7 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
         "core-bound": [end, *decode],
         "copy-bound": ["use more PCIe lanes"],
         "launch-bound": ["raise loader.batch_size"],
-        "compute-bound": ["set model.compile=tuned"] * (compute.compile == "default"),
+        "compute-bound": [],
     }
 
 

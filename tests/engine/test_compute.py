@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import models
+from conf.compose import from_words
 from engine.compute import choose_precision, compiled, count_flops, resolve_compile
 from tests.engine.plans import compute
 
@@ -68,17 +69,23 @@ def test_peak_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "device", "steps", "found"),
+    ("word", "device", "epochs", "found"),  # of 5,004.5 steps
     [
-        ("auto", CPU, 9_999, "off"),
-        ("default", CPU, 10, "default"),
-        ("off", CUDA, 9_999, "off"),
-        ("auto", CUDA, 2_000, "off"),
-        ("auto", CUDA, 2_001, "default"),
+        ("model.compile=auto", CPU, 90, "off"),
+        ("model.compile=default", CPU, 1, "default"),
+        ("model.compile=off", CUDA, 90, "off"),
+        ("model.compile=auto", CUDA, 0.3, "off"),
+        ("model.compile=auto", CUDA, 60, "default"),
+        ("model.compile=auto", CUDA, 90, "tuned"),
+        ("train.deterministic=true", CUDA, 90, "default"),
     ],
 )
-def test_compile_mode(choice: str, device: torch.device, steps: int, found: str) -> None:
-    assert resolve_compile(choice, device, steps) == found
+def test_compile_mode_of_resnet50(
+    word: str, device: torch.device, epochs: float, found: str
+) -> None:
+    config = from_words(["data=fake", f"train.epochs={epochs}", word])
+    steps = round(5_004.5 * epochs)
+    assert resolve_compile(config, device, steps, 3 * 8_180_000_000 * 256 * steps) == found
 
 
 def test_published_flops() -> None:

@@ -32,7 +32,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     train = SimpleNamespace(loader=loader)
     feed: Any = SimpleNamespace(train=train, modes=("cpu",), max_workers=MOST, num_cores=MOST)
     never: Any = None
-    tuner = Recorded(feed, never, never, world, never, 0)
+    tuner = Recorded(feed, never, world, never, 0)
     tuner.probe, tuner.demand = Shares(cpu_ms=1e3 / probed), demand
     tuner.search()
     return best_setting(tuner.trials)[1]

@@ -167,7 +167,6 @@ RE_ENCODE, CORES = "re-encode the images once with scr", "use a machine with mor
         (["loader.workers=4", "loader.decoder=region"], 10, STORAGE, ["move"]),  # as auto
         (["loader.workers=3", "loader.decoder=region"], 10, STORAGE, ["move", AUTO]),
         ([], 10, "compute-bound", []),
-        (["model.compile=default"], 10, "compute-bound", ["set model.compile=tuned"]),
     ],
 )
 def test_remedies_that_apply(

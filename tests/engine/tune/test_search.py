@@ -50,7 +50,7 @@ def tune(
     feed: Any = SimpleNamespace(train=train, modes=tuple(speed), **sizes)
     never: Any = None
     probe = Shares(cpu_ms=1e3 / speed["cpu"][1])
-    arguments = feed, never, never, ALONE, never, 0, probe, demand, deadline
+    arguments = feed, never, ALONE, never, 0, probe, demand, deadline
     tuner = SimulatedTuner(*arguments, speed=speed)
     tuner.search()
     return *best_setting(tuner.trials), tuner.order

@@ -21,7 +21,6 @@ from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
 from pipeline.pool import Pool
 from tests.conftest import Clock
-from tests.engine.plans import compute
 from tests.pipeline.loaders import opened
 
 CPU = torch.device("cpu")
@@ -36,7 +35,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def tuner_of(feed: Feed, step: Callable[[Batch], object], *, cores: int, world: World) -> Tuner:
     """On a machine that has cores for so many workers."""
     feed.num_cores = cores
-    return Tuner(feed, step, compute(), world, StopSignal(replace(world, size=1)), 0)
+    return Tuner(feed, step, world, StopSignal(replace(world, size=1)), 0)
 
 
 @pytest.fixture
