@@ -19,14 +19,17 @@ from torch import Tensor
 from conf.schema import Config, UserError
 from extras.gpu_decode.decoder import EngineError, GpuDecoder, why_no_engines
 from extras.gpu_decode.geometry import (
+    CLIP_BOTTOM,
+    CLIP_RIGHT,
     COLUMNS,
     HEIGHT,
     LENGTH,
     OFFSET,
+    SCALE_X,
+    SCALE_Y,
     WIDTH,
     engines_support,
     write_geometry,
-    write_pixels,
 )
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
@@ -174,8 +177,8 @@ class EngineDataset(DatasetWrapper):
         row = np.zeros(COLUMNS)
         if self._due > 0 and self._send(picture, row):
             return {GEOMETRY: row}
-        row[:] = 0
-        write_pixels(row, self.size)
+        row[:] = 0  # LENGTH too: the row holds pixels of the final size
+        row[[CLIP_RIGHT, CLIP_BOTTOM]], row[[SCALE_X, SCALE_Y]] = self.size, 1
         return {**self.dataset.image_fields(picture), GEOMETRY: row}
 
     def _send(self, picture: Picture, row: np.ndarray) -> bool:
