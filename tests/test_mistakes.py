@@ -23,6 +23,7 @@ from tests.processes import ROOT, descendants, needs_linux
 from tests.ranks import Ranks
 from tests.results import tree
 from tests.small_run import SMALL_RUN
+from tests.stored import as_tar
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
@@ -45,6 +46,7 @@ DATA: dict[str, Callable[[Path], object]] = {
         [shutil.move(path, root) for path in (root / "train").iterdir()]
         and [shutil.rmtree(root / split) for split in ("train", "val")]
     ),
+    "a-tar": lambda root: as_tar(root / "train", root / "images.tar"),
     "no-train": lambda root: shutil.rmtree(root / "train"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
     "only-a-file": lambda root: only_a_file(root / "val"),
