@@ -74,10 +74,7 @@ def status(
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["loader.workers=0"],
-        ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"],
-    ],
+    [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
     ids=" ".join,
 )
 def test_same_result(overrides: list[str], go: Any, folder: Path, short: Ended) -> None:
@@ -182,8 +179,7 @@ SLOW = list(RESUMED)[:2]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RESUMED],
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RESUMED]
 )
 def test_resume_after_max_steps(
     case: str, go: Any, folder: Path, image_root: Path, tmp_path: Path

@@ -1,6 +1,5 @@
 """Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,9 @@ def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     return config_values(completed(config, images, ranks))
 
 
-def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights: weights) -> str:
-    torch.save(content(models.build(name, num_classes=5, image_size=64).state_dict()), path)
-    return f"model.weights={path}"
-
-
 @pytest.mark.parametrize(
     "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def test_frozen_stages(device: str, pretrained: Path, image_root: Path, tmp_path: Path) -> None:
     """With a moving average, after a resume, and on a GPU in a CUDA graph."""
@@ -121,7 +112,9 @@ def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
 def test_files_of_other_projects(
     tmp_path: Path, file: str, content: Any, name: str, resize: dict[str, Any] | None
 ) -> None:
-    weights = saved(tmp_path / file, "resnet_tiny", content)
+    model = models.build("resnet_tiny", num_classes=5, image_size=64)
+    torch.save(content(model.state_dict()), tmp_path / file)
+    weights = f"model.weights={tmp_path / file}"
     values = decided(36, weights)
     assert values["model.name"] == name
     if resize:

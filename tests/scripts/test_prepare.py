@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -314,13 +315,6 @@ def report_of(to: Path) -> dict[str, Any]:
     return dict(json.loads((to / "prepare.json").read_text()))
 
 
-def refused(source: Path) -> str:
-    with pytest.raises(UserError) as error:
-        recognise(str(source))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(
@@ -434,7 +428,9 @@ def test_what_is_wrong_and_what_to_do(
         else:
             content[name] = change() if callable(change) else change
     monkeypatch.chdir(tmp_path)
-    assert message in refused(write(tmp_path / "source", content))
+    with pytest.raises(UserError) as error:
+        recognise(str(write(tmp_path / "source", content)))
+    assert message in str(error.value) and "\n" not in str(error.value)
     assert os.listdir() == ["source"]  # no pickle was executed
 
 
@@ -477,10 +473,8 @@ def test_files_are_linked_or_on_another_file_system_copied(
     report = report_of(tmp_path / "linked")
     assert (report["linked"], report["copied"], report["bytes"]) == (12, 0, 0)
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
+    refused = OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     assert run(source, tmp_path / "copied") == 0
     assert written(tmp_path / "copied") == EXPECTED and links(tmp_path / "copied") == {1}
     assert report_of(tmp_path / "copied")["bytes"] == sum(map(len, EXPECTED.values()))
