@@ -170,9 +170,10 @@ RESUMED = {
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
         "train.ema_decay=0.9",
     ],
-    "repeated augmentation, micro-batches, AdamW": [
+    "repeated augmentation, micro-batches, AdamW, frozen layers": [
         *("data.repeats=3", "train.micro_batch=4", "train.loss=bce", "train.bce_threshold=0.2"),
         *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=adamw"),
+        *("model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"),
     ],
 }
 SLOW = list(RESUMED)[:2]
