@@ -52,7 +52,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("typed", "rewrite", "observers", "left_out"),
     [
         ("data=fake", "None", "['here:One']", "gone.curves:Curves, gone.layers:rewrite, gone:Two"),
-        ("data=fake model=vit_s16", "None", "['here:One']", "gone.curves:Curves, gone.layers:rew"),
         ("data=fake log.observers=[]", "None", "[]", "gone.layers:rewrite"),
     ],
 )

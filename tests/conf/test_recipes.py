@@ -5,10 +5,9 @@ import shlex
 
 import pytest
 import torch
-from torch import nn
 
 import models
-from conf.schema import FOLDER, Config, Optim, group_names
+from conf.schema import FOLDER, Config, group_names
 from engine.compute import count_flops
 from engine.optim import build_optimizer
 from engine.schedule import Schedule
@@ -25,20 +24,6 @@ def transforms(config: Config) -> tuple[augment.Compose, augment.Compose]:
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train = build_transform(config.augment.train, "augment.train")
     return train, build_transform(config.augment.val, "augment.val")
-
-
-def check_weight_decay(model: nn.Module, config: Optim) -> None:
-    """Without optim.decay_norms, no norm, bias or layer scale has weight decay."""
-    groups = build_optimizer(model, config).param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    found = {name: decay[id(p)] for name, p in model.named_parameters()}
-    for name, weight_decay in found.items():
-        module, _, last = name.rpartition(".")
-        layer = model.get_submodule(module)
-        is_weight = isinstance(layer, (nn.Linear, nn.Conv2d)) and last == "weight"
-        expected = config.weight_decay if config.decay_norms or is_weight else 0.0
-        assert weight_decay == expected, name
-    assert len(set(found.values())) == (1 if config.decay_norms else 2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -65,7 +50,7 @@ def test_recipe_builds(recipe: str) -> None:
         )
     for side in {train.image_size, val.image_size}:
         assert count_flops(model, (3, side, side)) > 0
-    check_weight_decay(model, config.optim)
+    build_optimizer(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
     schedule = Schedule(config, images)
     steps = schedule.steps

@@ -27,6 +27,8 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
     with torch.device("meta"):
         model = build(name, num_classes=1000, image_size=224)
     shapes = dict(model.named_parameters())
+    (everything,) = build_optimizer(model, Optim(weight_decay=0.5)).param_groups
+    assert everything["weight_decay"] == 0.5
     groups = build_optimizer(model, Optim(weight_decay=0.5, decay_norms=False)).param_groups
     of = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     signs = {key: "+" if of[id(p)] == 0.5 else "-" for key, p in shapes.items()}

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from conf.compose import from_words
+from engine.distributed import join_world
 from engine.log import introduction
 from engine.log.console import header, train_line, val_line
 from engine.log.introduction import setup_notes
@@ -102,6 +103,18 @@ def test_an_interval_is_read_one_step_late() -> None:
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
     assert meter.read() == Interval(3, 1, {"loss": 1000.0, "top1": 0.0})
+
+
+@pytest.mark.gpu
+def test_values_are_added_without_waiting_for_the_gpu() -> None:
+    with join_world("cuda") as world:
+        meter, loss = Meter(world), torch.ones((), device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                meter.add({"loss": loss})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:
