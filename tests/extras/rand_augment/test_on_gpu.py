@@ -65,13 +65,6 @@ def rows_of(drawn: Sequence[Sequence[Operation]], size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def made_on_gpu(images: np.ndarray, drawn: Sequence[Sequence[Operation]]) -> np.ndarray:
-    """Apply operations to uint8 [B, S, S, 3] on a GPU."""
-    pixels = torch.from_numpy(images).cuda().permute(0, 3, 1, 2)
-    found = apply_operations(pixels, rows_of(drawn, images.shape[1]))
-    return found.permute(0, 2, 3, 1).cpu().numpy()
-
-
 def all_operations(name: str, size: int) -> list[Operation]:
     """With both signs, of every list, the nearest pixel; some of them interpolated."""
     drawn = {}
@@ -220,9 +213,10 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
-    found = made_on_gpu(np.concatenate([images] * len(drawn)), operations)
+    pixels = torch.from_numpy(np.concatenate([images] * len(drawn))).cuda().permute(0, 3, 1, 2)
+    found = apply_operations(pixels, rows_of(operations, size)).permute(0, 2, 3, 1)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found.cpu().numpy(), expected)
 
 
 @pytest.mark.gpu
