@@ -59,7 +59,7 @@ CODE_KEYS = {
     *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
 }
 # Group -> key that takes more than the choices of the group.
-NAME_KEYS = {"model": "model.name", "data": "data.root"}
+NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 HYDRA = {  # words of Hydra's own command line, and what to write instead
     "~": "no key can be removed; give it another value, such as null",

@@ -199,8 +199,12 @@ FAKE = {"data.source": one_of("fake")}
 FILES = {"data.source": Check(lambda source: source not in ("fake", "demo"), "folder")}
 NO_FOLD = {"data.val_fold": NULL, **FILES}
 STEP = {"schedule.name": one_of("step")}
-HAS_MOMENTUM = all_but("optim", *set(group_names("optim")) - {"sgd"})
-HAS_BETAS = all_but("optim", "sgd")
+# Classes of torch.optim without moments; momentum of rmsprop is one of its optim.args.
+NO_MOMENTS = ("adadelta", "adafactor", "adagrad", "asgd", "rmsprop", "rprop")
+MOMENTS = {"adam", "adamax", "nadam", "radam"} | set(group_names("optim")) - {"sgd"}
+HAS_MOMENTUM = all_but("optim", *NO_MOMENTS, *MOMENTS)
+HAS_BETAS = all_but("optim", *NO_MOMENTS, "sgd")
+HAS_EPS = all_but("optim", "adafactor", "asgd", "rprop", "sgd")
 
 
 @dataclass
@@ -273,10 +277,6 @@ class Loader:
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
-    pin_memory: Any = key("auto", NOTHING, AUTO | BOOL)
-    """page-lock the batch buffers of a GPU; auto is true"""
-    prefetch_factor: Any = key("auto", NOTHING, AUTO | whole(1, 64))
-    """tasks of 32 images per worker at a time: auto is 3, or what loader.workers=auto chooses"""
     prefetch_batches: int = key(4, NOTHING, whole(1, 64))
     """batches kept ready on the device"""
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
@@ -284,12 +284,6 @@ class Loader:
     each other"""
     start_method: str = key(START_METHOD, NOTHING, one_of("forkserver", "spawn", "fork"))
     """multiprocessing start method of the workers"""
-
-
-@dataclass
-class Autotune:
-    refresh: bool = key(False, NOTHING, BOOL)
-    """loader.workers=auto: measure again instead of using the cached result"""
 
 
 @dataclass
@@ -320,9 +314,10 @@ class Model:
 
 @dataclass
 class Optim:
-    name: str = key("sgd", RESULT, one_of("sgd", "adamw") | CODE, short=after_colon)
-    """optimiser: sgd, adamw, or module:name of a function of (model, optim, **optim.args) in this
-    checkout; optim=NAME takes one with its defaults"""
+    name: str = key("sgd", RESULT, TEXT, short=after_colon)
+    """optimiser: sgd, adamw, another class of torch.optim in lower case, timm/<name> of timm, or
+    module:name of a function of (model, optim, **optim.args) in this checkout; optim=NAME takes one
+    with its defaults"""
     args: dict[str, Any] = key({}, RESULT, ARGS)
     """further arguments of the optimiser, such as {amsgrad: true} of adamw"""
     lr: float = key(0.1, RESULT, POSITIVE)
@@ -334,10 +329,10 @@ class Optim:
     betas: list[float] = key(
         [0.9, 0.999], RESULT, each(number(0, 1, below=True), 2, 2), when=HAS_BETAS
     )
-    """all but sgd: decay rates of the two moments"""
-    eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_BETAS)
-    """all but sgd: term added to the denominator"""
-    weight_decay: float = key(1e-4, RESULT, number(0))
+    """adamw and others with two moments: their decay rates"""
+    eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_EPS)
+    """nearly all but sgd: term added to the denominator"""
+    weight_decay: float = key(1e-4, RESULT, number(0), when=all_but("optim", "rprop"))
     """weight decay"""
     decay_norms: bool = key(True, RESULT, BOOL)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
@@ -387,9 +382,10 @@ class Train:
     every class; validation measures the cross-entropy"""
     bce_threshold: float | None = key(None, RESULT, number(0, 1, below=True) | NULL)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
-    class_weights: Any = key(None, RESULT, one_of("balanced") | NULL | WEIGHTS)
+    class_weights: Any = key(None, RESULT, one_of("balanced", "sampled") | NULL | WEIGHTS)
     """balanced multiplies the loss of an image by images / (classes * images of its class);
-    {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named"""
+    {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named; sampled draws images
+    with replacement, each class with the same probability, and the loss has no weights"""
     label_smoothing: float = key(0.0, RESULT, FRACTION)
     """label smoothing"""
     ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)
@@ -443,7 +439,6 @@ class Config:
 
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
-    autotune: Autotune = field(default_factory=Autotune)
     augment: Augment = field(default_factory=Augment)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)

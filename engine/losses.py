@@ -48,7 +48,7 @@ def keys_of(loss: str) -> set[str]:
 def class_weights(
     config: Train, datasets: Datasets, device: torch.device | None = None
 ) -> Tensor | None:
-    """Return the weight of each class, float32 [classes]; None: all count alike.
+    """Return the weight of each class, float32 [classes]; None: all count alike, also if sampled.
 
     The balanced ones are scikit-learn's: images / (classes * images of the class), with a mean of 1
     over all images. Raises UserError if a name is not that of a class.
@@ -56,8 +56,10 @@ def class_weights(
     given, classes = config.class_weights, datasets.classes
     if given is None:
         return None
-    if given == "balanced":
+    if given in ("balanced", "sampled"):
         counts = datasets.train.class_counts(len(classes))
+        if given == "sampled":
+            return None
         balanced = [sum(counts) / (len(classes) * max(1, n)) for n in counts]
         return torch.tensor(balanced, device=device)
     weights = {str(name): float(weight) for name, weight in given.items()}

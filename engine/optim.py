@@ -1,34 +1,65 @@
 """The optimisers.
 
 An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it in
-conf/optim/NAME.yaml as module:function.
+conf/optim/NAME.yaml as module:function. The classes of torch.optim and timm have names already.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from conf.named import import_object
-from conf.schema import Optim, UserError, show
+from conf.named import import_object, is_name
+from conf.schema import Optim, UserError, did_you_mean, group_names, show
+from models.zoo import import_timm
 
 Groups = list[dict[str, Any]]
+UNFIT = {  # classes of torch.optim -> why they are refused
+    "lbfgs": "it computes the loss several times in a step; give another one",
+    "muon": "it takes matrices only; timm/muon takes the other weights, too",
+    "optimizer": "it is the base of the others",
+    "sparseadam": "it takes sparse gradients only; give adam",
+}
 
 
-def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: Optim) -> Optimizer:
     """Create the optimiser of the parameters that are not frozen.
 
-    Raises UserError if `optim.name` names no function, or this one does not take `optim.args`.
+    Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
     """
-    create = OPTIMIZERS.get(config.name) or import_object(config.name, "optim.name")
+    create = OPTIMIZERS.get(config.name)
+    if create is None and is_name(config.name):
+        create = import_object(config.name, "optim.name")
+    create = create or partial(of_class, library_class(config.name))
     try:
-        optimizer: torch.optim.Optimizer = create(model, config, **config.args)
+        return create(model, config, **config.args)
     except (TypeError, ValueError) as error:
         if not config.args:
             raise
         raise UserError(f"optim.args={show(config.args)}: {error}; change them") from None
-    return optimizer
+
+
+def library_class(name: str) -> Callable[..., Optimizer]:
+    """Return the class of torch.optim whose name this is in lower case; that of timm for timm/NAME.
+
+    Raises UserError if there is none, or the training step cannot use it.
+    """
+    find: Callable[[str], Callable[..., Optimizer]] = partial(getattr, torch.optim)
+    known = {each.lower(): each for each in vars(torch.optim) if each[0].isupper()}
+    if name.startswith("timm/"):
+        timm = import_timm(f"optim.name={name}").optim
+        names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # of other packages
+        find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
+    refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT
+    if name in refused or name not in known:
+        reason = refused.get(name, f"there is no such optimiser{did_you_mean(name, known)}")
+        raise UserError(f"optim.name={name}: {reason}")
+    return find(known[name])
 
 
 def decay_groups(model: nn.Module, config: Optim) -> Groups:
@@ -42,31 +73,47 @@ def decay_groups(model: nn.Module, config: Optim) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def sgd(model: nn.Module, config: Optim, **args: Any) -> torch.optim.Optimizer:
-    groups = decay_groups(model, config)
-    options = {"fused": is_on_gpu(groups), "momentum": config.momentum, **args}
-    optimizer = torch.optim.SGD(groups, lr=config.lr, nesterov=config.nesterov, **options)
-    if options["fused"] and options["momentum"]:
+def of_class(
+    kind: Callable[..., Optimizer], model: nn.Module, config: Optim, **args: Any
+) -> Optimizer:
+    """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
+    groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # of timm's names
+    takes = {n: p.default for n, p in inspect.signature(kind).parameters.items() if n not in bound}
+    for name in args.keys() - takes.keys():
+        raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, takes)}")
+    keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    moments = ("momentum", "nesterov") if "nesterov" in takes else ()
+    keys |= {name: getattr(config, name) for name in ("weight_decay", *moments)}
+    for name, value in [*keys.items()]:
+        if takes.get(name) is None or np.shape(takes[name]) != np.shape(value):
+            del keys[name]  # such as eps of Adafactor, which is two numbers
+    on_gpu, can = groups[0]["params"][0].is_cuda, takes.keys() & {"fused", "capturable"}
+    if "capturable" not in takes and kind is not torch.optim.SGD:
+        can = set()
+    optimizer = kind(groups, **keys, **{**dict.fromkeys(can, on_gpu), **args})
+    if on_gpu and not can:
+        optimizer.register_step_pre_hook(refuse_capture)
+    return optimizer
+
+
+def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
+    """Raise RuntimeError in a CUDA graph, which would repeat one number of steps from the host."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
+
+
+def sgd(model: nn.Module, config: Optim, **args: Any) -> Optimizer:
+    optimizer = of_class(torch.optim.SGD, model, config, **args)
+    if optimizer.defaults["fused"] and optimizer.defaults["momentum"]:
         # If torch.amp.GradScaler skips its first step, it does not write the momentum: random
         # values remain.
-        for parameter in [p for group in groups for p in group["params"]]:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def adamw(model: nn.Module, config: Optim, **args: Any) -> torch.optim.Optimizer:
-    groups = decay_groups(model, config)
-    fused = is_on_gpu(groups)
-    options = {"fused": fused, "capturable": fused, **args}  # the step may be part of a CUDA graph
-    betas = config.betas[0], config.betas[1]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
-
-
-def is_on_gpu(groups: Groups) -> bool:
-    return bool(groups[0]["params"][0].is_cuda)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "adamw": adamw}
+adamw = partial(of_class, torch.optim.AdamW)
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:

@@ -129,12 +129,13 @@ class TrainState:
             self.ema.module.load_state_dict(stored["model"])
         if stored.get("loss_scale"):  # empty without fp16
             self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
-        # The optimiser's state, such as momentum, comes from the checkpoint. Its options, such as
-        # weight decay, come from the config; `capturable`, which decides on which device the state
-        # is, follows from the device.
+        # The optimiser's state, such as momentum, comes from the checkpoint; some of timm's count
+        # their steps in a group. Its options, such as weight decay, come from the config;
+        # `capturable`, which decides on which device the state is, follows from the device.
         old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
         groups = [
-            {**chosen, "params": group["params"]} for group, chosen in zip(old, now, strict=True)
+            {**group, **chosen, "params": group["params"]}
+            for group, chosen in zip(old, now, strict=True)
         ]
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
@@ -173,6 +174,7 @@ def untouched(state: TrainState) -> Iterator[None]:
             optimizer.state.clear()
             optimizer.state.update(moments)
             for group, chosen in zip(optimizer.param_groups, options, strict=True):
+                group.clear()
                 group.update(chosen)
             state.scaler.load_state_dict(scale)
             state.clear_gradients()

@@ -10,6 +10,7 @@ the mode is part of the run's identity. Nothing else here changes a result: orde
 are functions of (seed, epoch, index), and `untouched` restores the state that the steps changed.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -17,7 +18,9 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +28,7 @@ import torch
 
 from engine.compute import Compute
 from engine.distributed import World
+from engine.files import write_json
 from engine.log.tracker import Tracker
 from engine.log.verdict import remedies, verdict
 from engine.run import Run
@@ -35,6 +39,7 @@ from pipeline.batch import Batch
 from pipeline.clock import Shares
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
+from pipeline.machine import default_cache_dir
 from pipeline.pool import LoaderError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,8 @@ SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any cas
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
 # times as long per image in the run as in the trial.
 RESERVE = 1.4
+# The beginnings of what a run's identity has about the speed of its step and its images.
+MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
 
 Tried = dict[int, Shares]  # number of workers -> what some steps have shown, in order
 Trials = dict[str, Tried]  # by mode of the dataset
@@ -78,18 +85,18 @@ def tune(
 ) -> float:
     """Set mode and workers of the feed for loader.workers=auto; return images/s of the step alone.
 
-    The result is measured, or that of an earlier start of this run on this machine; autotune.json
-    in its folder has it. Returns 0 if nothing was measured. Raises LoaderError if an image cannot
-    be read.
+    The result is measured, or that of an earlier run with the same images and model on this
+    machine, from the user's cache. Returns 0 if nothing was measured. Raises LoaderError if an
+    image cannot be read.
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
         return 0.0
     pool, world = feed.train.loader.pool, run.world
-    machine = [compute.name, platform.node(), len(pool.workers), world.size, world.local_size]
+    path = _cache(feed, compute, run)
     tuner = Tuner(feed, step, compute, world, stop, state.step)
-    if setting := world.on_rank_0(lambda: _stored(run, feed, machine)):
+    if setting := world.on_rank_0(lambda: _stored(path, feed)):
         tuner.configure(setting["mode"], setting["workers"], setting["alone"])
-        how = "from an earlier start; autotune.refresh=true measures again"
+        how = f"measured by an earlier run; remove {path} to measure again"
     else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
@@ -100,20 +107,31 @@ def tune(
             return 0.0
         step.reset()
         how = f"measured in {setting['seconds']:.0f} s"
-        tracker.record("autotune.json", {**setting, "machine": machine})
+        if world.is_main:
+            path.parent.mkdir(exist_ok=True)
+            tracker.guard("autotune", write_json, path, setting)
     lines = [*setting["lines"], how]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
     return float(setting["alone"])
 
 
-def _stored(run: Run, feed: Feed, machine: list[Any]) -> dict[str, Any]:
-    """The result of an earlier start of this run; empty if there is none for this machine."""
-    try:
-        setting = dict(json.loads((run.path / "autotune.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
-    fits = setting.get("machine") == machine and setting.get("mode") in feed.modes
-    return setting if fits and not run.config.autotune.refresh else {}
+def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
+    """Return the file of a result: its name depends on all that the rates depend on."""
+    world, loader, identity = run.world, feed.train.loader, run.facts["identity"]
+    machine = [platform.node(), len(loader.pool.workers), world.size, world.local_size]
+    decoders = [feed.config.loader.decoder, loader.dataset.decoder]
+    known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
+    known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
+    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
+    return default_cache_dir() / "autotune" / f"{name}.json"
+
+
+def _stored(path: Path, feed: Feed) -> dict[str, Any]:
+    """Return the result in a file; empty if there is none."""
+    with suppress(OSError, ValueError, TypeError):
+        setting = dict(json.loads(path.read_bytes()))
+        return setting if setting.get("mode") in feed.modes else {}
+    return {}
 
 
 @dataclass

@@ -7,6 +7,7 @@ the block before it layer_decay squared times this, and so on.
         optim.name=extras.layer_decay:sgd 'optim.args={layer_decay: 0.75}'
 """
 
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,23 +18,16 @@ from conf.schema import Optim
 from engine import optim
 
 
-def sgd(model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any) -> Optimizer:
-    """Create the SGD of the core with a learning rate for each block."""
-    return scaled(optim.sgd(model, config, **args), model, layer_decay)
-
-
-def adamw(model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any) -> Optimizer:
-    """Create the AdamW of the core with a learning rate for each block."""
-    return scaled(optim.adamw(model, config, **args), model, layer_decay)
-
-
-def scaled(optimizer: Optimizer, model: nn.Module, layer_decay: float) -> Optimizer:
-    """Divide the groups of an optimiser by blocks, in place; `lr_scale` of a group is its factor.
+def decayed(
+    create: Any, model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any
+) -> Optimizer:
+    """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
 
     Raises ValueError if the factor is not in (0, 1].
     """
     if not 0 < layer_decay <= 1:
         raise ValueError("layer_decay must be > 0 and <= 1")
+    optimizer: Optimizer = create(model, config, **args)
     groups, optimizer.param_groups = optimizer.param_groups, []
     for distance, names in enumerate(reversed(blocks(model))):
         block = {model.get_parameter(name) for name in names}
@@ -42,6 +36,9 @@ def scaled(optimizer: Optimizer, model: nn.Module, layer_decay: float) -> Optimi
                 more = {"params": params, "lr_scale": layer_decay**distance}
                 optimizer.param_groups.append({**group, **more})
     return optimizer
+
+
+sgd, adamw = partial(decayed, optim.sgd), partial(decayed, optim.adamw)
 
 
 def blocks(model: nn.Module) -> list[list[str]]:

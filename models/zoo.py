@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -145,6 +146,15 @@ def _of_torchvision(
     return model
 
 
+def import_timm(given: str) -> ModuleType:
+    """Import timm; raise UserError if it is missing. `given`: the key=value that asks for it."""
+    if importlib.util.find_spec("timm") is None:
+        raise UserError(f"{given}: timm is not installed; pip install timm")
+    import timm.optim
+
+    return timm
+
+
 def _of_timm(
     name: str,
     pretrained: bool,
@@ -154,10 +164,7 @@ def _of_timm(
     in_channels: int = RGB,
     **options: Any,
 ) -> nn.Module:
-    if importlib.util.find_spec("timm") is None:
-        raise UserError(f"model.name=timm/{name}: timm is not installed; pip install timm")
-    import timm
-
+    timm = import_timm(f"model.name=timm/{name}")
     if ":" not in name and not timm.is_model(name):  # not of hf_hub: or local-dir:
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")

@@ -224,14 +224,16 @@ class TorchvisionTransform:
         return {"name": self.name, "parameters": self.parameters}
 
 
-def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
-    """Crop, resize and flip a mask as its image was, to the nearest pixel; decodes nothing.
+def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
+    """Crop, resize and flip a mask or points as their image was; decodes nothing.
 
-    Raises ValueError if the mask has another size than the file, or a transform changed the pixels
-    in another way.
+    Raises ValueError if a mask has another size than the file, or a transform changed the pixels in
+    another way.
 
     Args:
-        mask: integers [H, W] or [H, W, C] of the size of the image's file.
+        target: a mask, integers [H, W] or [H, W, C] of the size of the image's file, whose result
+            is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the
+            upper left corner of the file, and then of the result, perhaps outside of it.
         picture: what the transforms made of the image.
         fill: value of the pixels from outside the mask.
     """
@@ -240,15 +242,22 @@ def follow(mask: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
             "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
             "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
         )
-    if mask.shape[1::-1] != (size := picture.full_size):
-        raise ValueError(f"the mask's (width, height) is {mask.shape[1::-1]}, its image's {size}")
+    are_points = target.dtype.kind == "f"
+    if not are_points and target.shape[1::-1] != (size := picture.full_size):
+        raise ValueError(f"the mask's (width, height) is {target.shape[1::-1]}, its image's {size}")
     for step in picture.geometry:
-        mask = crop(mask, step.box, fill)
-        (height, width), (new_width, new_height) = mask.shape[:2], step.size
+        new_width, new_height = step.size
+        if are_points:
+            left, top, right, bottom = step.box
+            target = (target - (left, top)) * step.size / (right - left, bottom - top)
+            target = target * (-1, 1) + (new_width, 0) if step.mirrored else target
+            continue
+        target = crop(target, step.box, fill)
+        height, width = target.shape[:2]
         rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
         columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)
-        mask = mask[rows][:, columns[::-1] if step.mirrored else columns]
-    return mask
+        target = target[rows][:, columns[::-1] if step.mirrored else columns]
+    return target
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

@@ -3,21 +3,14 @@
 Recording a CUDA event takes microseconds and never waits for the GPU.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-# Between two measured steps on a GPU. The host waits for the end of each, and the GPU is idle for
-# 0.1 ms until the next step is launched.
-SAMPLE_SECONDS = 1.0
-MIN_PARTS, MAX_PARTS = 5, 256  # measured steps: with fewer, their parts count as unknown
 
 
 class Shares(NamedTuple):
@@ -42,11 +35,6 @@ class Shares(NamedTuple):
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
     worst_ms: float = 0.0  # of the steps
-    # From the moment when all ranks have their batches until this rank has computed its gradients,
-    # the standard error of that mean, and from there to the update of the weights. 0: not known.
-    own_ms: float = 0.0
-    own_error_ms: float = 0.0
-    exchange_ms: float = 0.0
     # Times of a worker per image: computing, waiting for storage, and waiting for a CPU core.
     cpu_ms: float = 0.0
     storage_ms: float = 0.0
@@ -57,11 +45,6 @@ class Shares(NamedTuple):
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
     slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
-
-    @property
-    def period_ms(self) -> float:
-        """From the start of a step to the start of the next one."""
-        return 1e3 * self.seconds / max(1, self.steps)
 
     @property
     def per_worker(self) -> float:
@@ -86,11 +69,10 @@ class Shares(NamedTuple):
 
 
 def mean_of(rows: Sequence[Shares]) -> Shares:
-    """Average rows, weighted by their seconds; the parts of a step are those of the last row."""
+    """Average rows, weighted by their seconds."""
     seconds = sum(row.seconds for row in rows)
     names = [name for name, kind in Shares.__annotations__.items() if kind is float]
     means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}
-    means |= {name: getattr(rows[-1], name) for name in ("own_ms", "own_error_ms", "exchange_ms")}
     steps = sum(row.steps for row in rows)
     return rows[-1]._replace(**means | {"seconds": seconds, "steps": steps})
 
@@ -132,11 +114,6 @@ class StepClock:
         self._idle: Any = None
         self._current: BatchEvents | None = None
         self._unread: deque[BatchEvents] = deque()
-        self._points: dict[str, Any] = {}  # "computed" and "averaged" of the newest step
-        # Times of the newest measured steps in ms: (computing gradients, exchanging them).
-        self.parts: deque[tuple[float, float]] = deque(maxlen=MAX_PARTS)
-        self._measures = False  # whether the host waits for the end of the newest step
-        self._measured = -math.inf  # when the last such step began
         self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
     def now(self) -> Any:
@@ -159,28 +136,15 @@ class StepClock:
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        events.drained = self.cuda and not self._measures and self._idle.query()
+        events.drained = self.cuda and self._idle.query()
         events.idle = self._idle
         events.begin = events.ready = self.now()
         self._current = events
-        # Decided now: if it depended on the step's duration, slow steps would be measured more.
-        now = time.monotonic()
-        self._measures = not self.cuda or now - self._measured >= SAMPLE_SECONDS
-        if self._measures:
-            self._measured = now
 
-    def mark(self, point: Literal["ready", "computed", "averaged"]) -> None:
-        """Mark when all ranks have their batches, or when gradients are computed or averaged."""
-        if self._current is None:
-            return
-        if point == "ready":
+    def ranks_ready(self) -> None:
+        """Mark that all ranks have their batches."""
+        if self._current is not None:
             self._current.ready = self.now()
-            return
-        if point not in self._points:  # may become part of a CUDA graph, which records it again
-            self._points[point] = (
-                torch.cuda.Event(enable_timing=True, external=True) if self.cuda else HostEvent()
-            )
-        self._points[point].record()
 
     def end_step(self) -> Any:
         """End the step, once its kernels are launched; return its event, None without a step."""
@@ -189,13 +153,6 @@ class StepClock:
         events, self._current = self._current, None
         self._idle = events.end = self.now()
         self._unread.append(events)
-        self._measures = self._measures and len(self._points) == 2
-        if self._measures:
-            events.end.synchronize()  # the next replay of a CUDA graph records the points again
-            computed, averaged = self._points["computed"], self._points["averaged"]
-            own = events.ready.elapsed_time(computed)
-            if own > 0:  # else the gradient of the first parameter was not computed in this step
-                self.parts.append((own, computed.elapsed_time(averaged)))
         return events.end
 
     def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
@@ -238,22 +195,7 @@ class StepClock:
             step_ms=float(np.median(spans)),
             worst_ms=float(spans.max()),
             on_gpu=self.cuda,
-            **self._parts(),
         )
-
-    def _parts(self) -> dict[str, Any]:
-        """Average the parts of the measured steps.
-
-        A single step may capture a CUDA graph, so the slowest tenth does not count. The exchange
-        takes longer if another rank computes its gradients later, so it is the 10th percentile.
-        """
-        if len(self.parts) < MIN_PARTS:
-            return {}
-        tenth = len(self.parts) // 10
-        own, exchanges = (sorted(part) for part in zip(*self.parts, strict=True))
-        usual = own[: len(own) - tenth]
-        error = stdev(usual) / math.sqrt(len(usual))
-        return {"own_ms": mean(usual), "own_error_ms": error, "exchange_ms": exchanges[tenth]}
 
 
 def waited_for_core() -> float:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-# loader.prefetch_factor=auto, in tasks per worker: measured on an H200.
-PREFETCH_FACTOR = 3
+TASKS_AHEAD = 3  # per worker: measured on an H200
 
 
 class RankInfo(Protocol):
@@ -121,22 +120,22 @@ def open_feed(
         # for storage, and need no core then.
         active, started = datasets.train.workers_in(modes[0], cores), cores
         most = max(started, 2 * active if measured else 0)
-    factor = PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     part = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
-    train_sampler = TrainSampler(
-        num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **part
-    )
+    order: dict[str, Any] = {"seed": config.train.seed, "repeats": data.repeats, **part}
+    if config.train.class_weights == "sampled":
+        order["labels"] = datasets.train.labels
+    train_sampler = TrainSampler(num_samples=len(datasets.train), **order)
     val_sampler = ValSampler(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     depth, share = loader.prefetch_batches, loader.batch_size // world.size
-    slots = slots_needed(share, most, factor, depth)
+    slots = slots_needed(share, most, TASKS_AHEAD, depth)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
     pool = Pool(
         rings,
-        prefetch_factor=factor,
+        tasks_ahead=TASKS_AHEAD,
         timeout_seconds=loader.timeout_seconds,
         start_method=loader.start_method,
     )
@@ -146,7 +145,7 @@ def open_feed(
     val = Prefetcher(val_loader, images, depth=depth)
     feed = Feed(config, train, val, len(val_sampler), modes, cores, most, measured)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
-    pinned = page_locked(buffers) if loader.pin_memory and train.cuda else nullcontext()
+    pinned = page_locked(buffers) if train.cuda else nullcontext()
     with pinned, pool, closing(train), closing(val):
         pool.activate(started)
         pool.activate(active)

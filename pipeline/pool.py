@@ -101,7 +101,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     rings: Sequence[Ring]
     _: KW_ONLY
-    prefetch_factor: int = 2  # tasks sent to a worker ahead of its replies
+    tasks_ahead: int = 2  # sent to a worker before its replies to those before
     timeout_seconds: float = 120.0  # `wait` fails if no worker replies for this long
     start_method: str = "forkserver"
 
@@ -178,7 +178,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
             worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
-            if len(worker.tasks) >= self.prefetch_factor:
+            if len(worker.tasks) >= self.tasks_ahead:
                 return
             worker.tasks.append(self.waiting.popleft())
             with contextlib.suppress(OSError):  # it has died, which `_receive` finds out
@@ -303,7 +303,7 @@ class Loader:
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
-def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
+def slots_needed(batch_size: int, workers: int, tasks_ahead: int, prefetch_batches: int) -> int:
     """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
-    in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
+    in_progress = -(-workers * tasks_ahead * min(TASK_ROWS, batch_size) // batch_size)
     return max(1, in_progress) + 1 + prefetch_batches + 1

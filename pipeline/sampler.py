@@ -8,7 +8,8 @@ each sample exactly once. Resuming needs only the step, and another number of ra
 batch differently.
 
 With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as without, but each of
-its images several times, each time with another augmentation.
+its images several times, each time with another augmentation. Where classes are drawn alike, it
+also has as many, and those of a rare class several times.
 """
 
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ class TrainSampler:
     # timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which blends
     # neighbours, does not blend an image with itself.
     repeats: int = 1
+    # int64 [num_samples]: draw each class with the same probability, its images with replacement
+    labels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.batch_size % self.world_size == 0
@@ -42,23 +45,29 @@ class TrainSampler:
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        return generator.permutation(self.num_samples)
+        if self.labels is None:
+            return generator.permutation(self.num_samples)
+        weights = 1 / np.bincount(self.labels)[self.labels]
+        return generator.choice(self.num_samples, self.num_samples, p=weights / weights.sum())
 
     def samples(self, step: int) -> np.ndarray:
         """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
 
         With `repeats`, each repetition counts as an epoch of its own, because the augmentation
-        depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r.
+        depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r. With
+        `labels`, each sample does.
         """
         stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")
-        epochs, places = np.divmod(stream[by_repetition[self.share]], self.num_samples)
+        stream = stream[by_repetition[self.share]]
+        epochs, places = np.divmod(stream, self.num_samples)
         positions, repetitions = np.divmod(places, self.repeats)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._order(int(epoch))[positions[chosen]]
-        return np.stack([epochs * self.repeats + repetitions, indices], axis=1)
+        seen = stream if self.labels is not None else epochs * self.repeats + repetitions
+        return np.stack([seen, indices], axis=1)
 
 
 class ValSampler:

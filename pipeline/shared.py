@@ -90,7 +90,7 @@ def page_locked(arrays: Sequence[SharedArray]) -> Iterator[None]:
         failed = thread.submit(_lock, arrays, torch.cuda.current_device()).result()
     if failed:
         logger.warning(
-            "loader.pin_memory: %s, so the batch buffers are ordinary memory and copies to the GPU "
+            "%s, so the batch buffers are ordinary memory and copies to the GPU "
             "are slower; raise ulimit -l or the memory limit",
             failed,
         )

@@ -40,8 +40,8 @@ def test_environment_variables() -> None:
 def test_what_each_key_affects() -> None:
     """The others affect the result. tests/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if f.metadata["affects"] == NOTHING}
-    sections = {"checkpoint", "run", "log", "autotune"}
-    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
+    sections = {"checkpoint", "run", "log"}
+    loader = ("workers", "prefetch_batches", "start_method")
     assert {name for name in found if name.split(".")[0] not in sections} == {
         *(f"loader.{name}" for name in loader),
         *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),

@@ -109,6 +109,7 @@ SCORES = {
     "Clips": ("top1", 90),
     "Rows of Hugging Face": ("top1", 90),
     "Other channels": ("top1", 90),
+    "Points": ("-loss", 0.05),
 }
 
 

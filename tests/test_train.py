@@ -164,6 +164,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
 
 
 RESUMED = {
+    "NAdam, classes drawn alike": ["optim.name=nadam", "train.class_weights=sampled"],
     "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],
     "dropout, AdamW, average, mixup, cutmix": [
         *("model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw"),
@@ -176,7 +177,7 @@ RESUMED = {
         *("model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"),
     ],
 }
-SLOW = list(RESUMED)[:2]
+SLOW = list(RESUMED)[1:3]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from torch import Tensor
 from engine.compute import Compute, longest_float
 from engine.distributed import World
 from engine.schedule import Schedule
-from engine.state import TrainState
-from pipeline.clock import Shares, StepClock
+from pipeline.clock import Shares
 
 # Name in a log row, and in TensorBoard's group `time` -> in Shares.
 TIME = {
@@ -95,14 +94,3 @@ def train_row(
     if peak := compute.peak_rate():
         row["mfu"] = rate / (peak * schedule.ranks)
     return row
-
-
-def mark_parts(state: TrainState, clock: StepClock) -> None:
-    """Mark in each step when gradients have been computed and averaged.
-
-    A backward pass ends at the input, so the gradient of the first parameter is one of the last.
-    Hooks on all of them would record hundreds of events in a CUDA graph.
-    """
-    first = next(p for p in state.model.parameters() if p.requires_grad)
-    first.register_post_accumulate_grad_hook(lambda _: clock.mark("computed"))
-    state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged"))

@@ -18,7 +18,7 @@ from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
-from engine.log.meter import Meter, mark_parts, train_row
+from engine.log.meter import Meter, train_row
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -77,8 +77,6 @@ class RunLog(ExitStack):
     def __enter__(self) -> "RunLog":
         self.world.on_rank_0(self._start_observers)
         self.enter_context(self.monitor)
-        if self.world.size > 1:
-            mark_parts(self.state, self.feed.train.clock)
         self.tracker.print(header(self.best_by))
         self._line_due = time.monotonic() + FIRST_LINE_SECONDS
         return self
@@ -105,7 +103,7 @@ class RunLog(ExitStack):
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
         self._tell(lambda observer: observer.begin_step(batch.step))
-        train.clock.mark("ready")
+        train.clock.ranks_ready()
 
     def log_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.

@@ -1,16 +1,14 @@
 """What limits the speed of a run: a sentence with the figures, and one with the remedies.
 
-Five causes within a rank (input, copies, CPU cores, kernel launches, the step) and two between
-ranks (a straggler, the exchange of gradients). Each is a share of the time; the largest is named.
-If none reaches WAITS, the step itself limits, unless the host delays it. `loader.workers=auto`
-prints the same verdict; its search in tune.py has its own thresholds.
+The causes are input, copies, CPU cores, kernel launches, and the step with the exchange of
+gradients. Each is a share of the time; the largest is named. If none reaches WAITS, the step itself
+limits, unless the host delays it. `loader.workers=auto` prints the same verdict; its search in
+tune.py has its own thresholds.
 """
 
-import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Literal
 
 from engine.compute import Compute
@@ -24,8 +22,8 @@ COPIES = 0.8  # share of the time in which copies run: the step no longer hides 
 SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
-# A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
-# machine differ by up to 13 % from run to run.
+# A lack of cores on a CPU counts from this share of the time on: ranks that share a machine differ
+# by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 # Fractions of the images/s that the step alone reached just after the start: the loader can cost 3
 # to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
@@ -67,8 +65,6 @@ class Verdict:
                 graph_refused=self.step.disabled_reason or "",
                 slowdowns=slowdowns,
             )
-            if own.graph_refused and own.on_gpu:  # its parts include waiting for the host
-                own = own._replace(own_ms=0.0, exchange_ms=0.0)
         if period == "epoch":
             self.rows["epoch"] = []
         ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
@@ -99,8 +95,6 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
         "copy-bound": ["use more PCIe lanes"],
         "launch-bound": ["raise loader.batch_size"],
         "compute-bound": ["set model.compile=tuned"] * (compute.compile == "default"),
-        "slowed by a straggler": ["check its clock and cooling, and which other processes use it"],
-        "communication-bound": ["use a faster link between the ranks", "raise loader.batch_size"],
     }
 
 
@@ -123,8 +117,7 @@ def combined(ranks: Sequence[Shares]) -> Shares:
     """
     row = max(ranks, key=lambda rank: (max(rank.idle, WAITS), rank.drained))
     sums = {key: len(ranks) * getattr(row, key) for key in ("rate", "alone", "workers")}
-    exchange = min(rank.exchange_ms for rank in ranks)  # does not wait for a straggler
-    row = row._replace(**sums, exchange_ms=exchange)
+    row = row._replace(**sums)
     cores = [rank.core for rank in ranks]
     if not row.on_gpu:
         return row._replace(core=min(cores))
@@ -145,8 +138,6 @@ def combined(ranks: Sequence[Shares]) -> Shares:
 def cause_of(run: Shares, ranks: Sequence[Shares]) -> str:
     """Return the name of the cause that costs the largest share of the time."""
     lost = {
-        "slowed by a straggler": straggler(ranks)[0],
-        "communication-bound": run.exchange_ms / max(run.period_ms, 1e-9),
         "core-bound": 0.0 if run.on_gpu or run.core < VARIES_ON_CPU else run.core,
         "input-bound": run.wait,
         "launch-bound": run.late if run.on_gpu else 0.0,
@@ -184,27 +175,6 @@ def lacks_core(run: Shares, ranks: Sequence[Shares]) -> bool:
     return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.alone
 
 
-def straggler(ranks: Sequence[Shares]) -> tuple[float, str]:
-    """Return the share in which the others wait for one rank, and the figures; 0 if not known.
-
-    It may be chance if the difference is less than three standard errors, or if ranks on a CPU vary
-    as much.
-    """
-    slow = max(ranks, key=lambda rank: rank.own_ms)
-    others = [rank for rank in ranks if rank is not slow]
-    if not others or not all(rank.own_ms for rank in ranks):
-        return 0.0, ""
-    others_ms = median(rank.own_ms for rank in others)
-    error = math.hypot(slow.own_error_ms, median(rank.own_error_ms for rank in others))
-    share = min(1.0, (slow.own_ms - others_ms) / slow.period_ms)
-    if slow.own_ms - others_ms <= 3 * error or not (slow.on_gpu or share >= VARIES_ON_CPU):
-        return 0.0, ""
-    return share, (
-        f"{slow.name} needs {slow.own_ms:.1f} ms to compute its gradients, the other ranks "
-        f"{others_ms:.1f} ms, and they wait for it {share:.0%} of the time"
-    )
-
-
 def rate_without_waits(run: Shares) -> float:
     """Return images/s of the step while the loader runs, without the time it waits for images."""
     return run.rate / max(1e-3, 1 - run.wait)
@@ -219,21 +189,19 @@ def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
         f"storage and {run.core_ms:.1f} ms for a core"
     )
     longest = max(ranks, key=lambda rank: rank.core)
+    exchange = "; a step includes the exchange of gradients" * (len(ranks) > 1)
     refused = f"; the step is not one CUDA graph: {run.graph_refused}" * bool(run.graph_refused)
     of_cause = {
-        "slowed by a straggler": straggler(ranks)[1],
-        "communication-bound": "averaging the gradients over the ranks takes "
-        f"{run.exchange_ms:.1f} of the {run.period_ms:.1f} ms of a step, and no rank computes then",
         "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core",
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
         "launch-bound": f"the GPU was idle {run.late:.0%} of the time, and before "
         f"{run.drained:.0%} of the steps, although the images were ready{refused}",
-        "compute-bound": "faster data loading would not help"
+        "compute-bound": f"faster data loading would not help{exchange}"
         if share >= AS_FAST
         else f"copies and transforms on the GPU run {run.copy:.0%} of the time",
     }
     alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < AS_FAST)
-    hot = max(ranks, key=lambda rank: (bool(rank.slowdowns), rank.own_ms))
+    hot = max(ranks, key=lambda rank: rank.slowdowns)
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
         f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.wait:.1%} of the time for images",

@@ -75,7 +75,7 @@ SAME = [  # pairs of commands that train the same thing
     ("", "data.root=/imagenet/../imagenet/"),
     ("", "data.val_size=224 data.image_size=224"),
     ("", "'augment.train=[{random_resized_crop: {size: 224}}, horizontal_flip]'"),
-    ("", "loader.workers=3 autotune.refresh=true loader.pin_memory=false"),
+    ("", "loader.workers=3 loader.prefetch_batches=2"),
     ("", "loader.decoder=pillow loader.timeout_seconds=5 loader.start_method=spawn"),
     ("", "train.max_steps=100 checkpoint.every_steps=7 checkpoint.keep=1"),
     ("", "log.every_steps=1 log.trackers=[] log.observers=[]"),

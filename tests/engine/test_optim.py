@@ -2,15 +2,18 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from conf.schema import Optim
-from engine.optim import build_optimizer
+from conf.compose import from_words
+from conf.schema import Optim, UserError, missing
+from engine.optim import UNFIT, build_optimizer
 from models import build
+from tests.libraries import timm_module
 
 
 def stored_lists() -> dict[str, Counter[str]]:
@@ -40,7 +43,23 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
     )
 
 
-def test_an_optimiser_of_the_checkout_and_its_arguments() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = build_optimizer(model, Optim("engine.optim:adamw", {"amsgrad": True}))
-    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["amsgrad"]
+KEYS = {"betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.7, "nesterov": True, "weight_decay": 0.5}
+CLASSES = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()}
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - UNFIT.keys()))
+def test_a_class_of_torch_gets_the_keys_that_have_an_effect(name: str) -> None:
+    """conf.schema lists them, because conf imports no torch."""
+    config = from_words(["data=fake", f"optim.name={name}"])
+    optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **KEYS))
+    assert type(optimizer).__name__ == CLASSES[name]
+    found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
+    assert found == {key for key in KEYS if not missing(config, f"optim.{key}")}
+
+
+def test_a_name_of_timm() -> None:
+    """It may stand for an option, which a key does not replace."""
+    timm_module("optim")
+    assert build_optimizer(nn.Linear(2, 2), Optim("timm/nesterov")).defaults["nesterov"]
+    with pytest.raises(UserError, match="did you mean timm/lion"):
+        build_optimizer(nn.Linear(2, 2), Optim("timm/lino"))

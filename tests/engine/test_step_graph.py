@@ -11,14 +11,12 @@ import train
 from conf.compose import from_words
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
-from engine.log.meter import mark_parts
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.clock import BatchEvents, StepClock
 from tests.batches import batch_of, on_device, toy_loss
 from tests.models.test_vit import short_vit
 from tests.optimizers import OPTIMIZERS
@@ -73,6 +71,7 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny"]),
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         *((False, ["model=resnet_tiny", f"optim={n}", "train.ema_decay=0.9"]) for n in OPTIMIZERS),
+        (False, ["model=resnet_tiny", "optim.name=nadam"]),
         (True, ["model.name=efficientnet_b0", "train.micro_batch=4"]),
         pytest.param(
             *(False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
@@ -133,31 +132,16 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
 
 
 @pytest.mark.gpu
-def test_points_within_a_graph_are_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end destroys the graph, also if it is still referred to: NCCL waits for its graphs."""
-    monkeypatch.setattr("pipeline.clock.SAMPLE_SECONDS", 0.0)
-    compute, state, step = build(world, "model=resnet_tiny")
-    clock = StepClock(cuda=True)
-    clock.start()
-    mark_parts(state, clock)
+def test_the_end_destroys_the_graph(world: World) -> None:
+    """Also if it is still referred to: NCCL waits for its graphs."""
+    compute, _, step = build(world, "model=resnet_tiny")
     with step:
         for number in range(STEPS):
-            batch = random_batch(compute, number)
-            clock.begin_step(BatchEvents(copy_begin=clock.now(), copy_end=clock.now()))
-            clock.mark("ready")
-            step(batch)
-            clock.end_step()
-        torch.cuda.synchronize()
-        before, last = clock.shares(STEPS - 1), clock.shares(1)
+            step(random_batch(compute, number))
         assert step.disabled_reason is None and step._captured is not None
         graph = step._captured[0]
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
-    assert before is not None and last is not None
-    assert len(clock.parts) == STEPS
-    own, exchange = clock.parts[-1]
-    assert own > 0 and exchange > 0
-    assert own + exchange < last.step_ms
 
 
 @pytest.mark.gpu

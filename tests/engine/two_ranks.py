@@ -22,13 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from conf.schema import UserError
 from engine import memory
 from engine.distributed import World, average_gradients, join_world
-from engine.log.meter import mark_parts
 from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
-from pipeline.clock import BatchEvents, StepClock
 from tests.batches import batch_of, toy_loss
 from tests.engine.plans import schedule
 from train import train_step
@@ -151,22 +149,6 @@ def check_memory(world: World) -> None:
     assert {*world.all_gather(after)} == {after} != {before}
 
 
-def check_parts(world: World) -> None:
-    """From the two parts of a step, the verdict finds the rank for which the others wait."""
-    state, clock = classifier(), StepClock(cuda=False)
-    mark_parts(state, clock)
-    network = world.wrap(state.model, (3, 2, 2))
-    batch = batch_of(image=torch.randn(8, 3, 2, 2), label=torch.randint(0, 3, (8,)))
-    clock.start()
-    clock.begin_step(BatchEvents(copy_begin=clock.now(), copy_end=clock.now()))
-    clock.mark("ready")
-    train_step(state, network, toy_loss, batch, lr=0.5)
-    clock.end_step()
-    clock.shares()
-    ((own, exchange),) = clock.parts
-    assert own > 0 and exchange > 0
-
-
 def check_stops(world: World) -> None:
     """A signal to one rank stops both before the same step."""
     term, usr1, interrupt = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -212,7 +194,6 @@ def main() -> None:
             check_running_statistics(each)
             check_accumulation(each)
             check_memory(each)
-        check_parts(world)
         check_layers_left_out(world)
         check_stops(world)
         check_validation_stops(world)

@@ -137,11 +137,22 @@ def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
     return chain(Picture(source), random.Random(seed))
 
 
+def own_pixels(picture: Picture) -> float:
+    """The share of the image's pixels, as points, that are on their own value in the mask."""
+    centres = np.argwhere(MASK)[:, ::-1] + 0.5
+    points = np.floor(follow(centres, picture)).astype(int)
+    inside = ((points >= 0) & (points < picture.size)).all(1)
+    columns, rows = points[inside].T
+    found = follow(MASK, picture)[rows, columns]
+    return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0: cropped, then filled
+
+
 @pytest.mark.parametrize("entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP]])
 def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
     for seed in range(8):
         picture = moved(entries, seed)
         np.testing.assert_array_equal(picture.pixels()[..., 0], follow(MASK, picture) * 100)
+        assert own_pixels(picture) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,6 +171,7 @@ def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
         assert np.median(abs(colours - mask)) < 5, seed
         assert (abs(colours - mask) > 50).mean() < 0.05, seed
         assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test has the power to tell
+        assert own_pixels(picture) > 0.97, seed
 
 
 def test_no_mask_follows_a_transform_of_torchvision() -> None:

@@ -24,15 +24,25 @@ def test_every_sample_once_an_epoch_though_batches_straddle(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_ranks_together_take_what_one_rank_takes(world_size: int, repeats: int) -> None:
-    options = {"num_samples": 37, "batch_size": 8, "seed": 5, "repeats": repeats}
+@pytest.mark.parametrize("kind", [{}, {"repeats": 3}, {"labels": np.arange(37) % 5}])
+def test_ranks_together_take_what_one_rank_takes(world_size: int, kind: dict[str, object]) -> None:
+    options = {"num_samples": 37, "batch_size": 8, "seed": 5, **kind}
     alone = TrainSampler(**options)
     ranks = [TrainSampler(rank=r, world_size=world_size, **options) for r in range(world_size)]
     for step in range(30):
         shares = [rank.samples(step) for rank in ranks]
         assert {share.shape for share in shares} == {(8 // world_size, 2)}
         np.testing.assert_array_equal(np.concatenate(shares), alone.samples(step))
+
+
+def test_classes_are_drawn_alike_and_no_sample_is_the_same() -> None:
+    """The augmentation depends on both numbers. 4,000 draws: 5 standard deviations are 0.04."""
+    labels = np.repeat([0, 1, 3], [890, 100, 10])  # no image of class 2
+    sampler = TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels)
+    drawn = rows(sampler, range(80))
+    assert len(set(drawn)) == len(drawn)
+    shares = np.bincount(labels[np.array(drawn)[:, 1]]) / len(drawn)
+    np.testing.assert_allclose(shares, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.04)
 
 
 def test_resuming_late_in_a_long_run_is_exact() -> None:

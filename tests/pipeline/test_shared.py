@@ -89,7 +89,7 @@ def test_all_buffers_or_none_are_page_locked(
         assert len(locked) == (2 if most == 9 else 0)
         assert page_locked_bytes() == (8 * 9 + 7 * 8 if most == 9 else 0)
     assert not locked and page_locked_bytes() == 0
-    warning = "loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch buffers are "
+    warning = "0.0 MiB cannot be page-locked (2), so the batch buffers are "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
 

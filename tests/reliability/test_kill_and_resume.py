@@ -29,7 +29,7 @@ RUN += ["loader.timeout_seconds=1000"]  # workers start slowly on a busy machine
 LOADERS = (  # the first two need no new interpreter
     ["loader.workers=0"],
     ["loader.workers=2", "loader.start_method=fork", "loader.prefetch_batches=1"],
-    ["loader.workers=1", "loader.start_method=forkserver", "loader.prefetch_factor=3"],
+    ["loader.workers=1", "loader.start_method=forkserver"],
 )
 DECODERS = ("pillow", "region")
 # So many images that no epoch ends: a rank can only be stopped in a step.

@@ -22,6 +22,7 @@ from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.machine import default_cache_dir
 from tests import small_run
 from tests.engine.tune.tuning import compare_always, measure_on_cpu
 from tests.pipeline.loaders import (
@@ -271,7 +272,8 @@ def test_broken_engines(
     compare_always(monkeypatch.setattr)
     monkeypatch.setattr(PillowEngines, "broken", True)
     summary = small_run.run(image_root, tmp_path / "run", *AUTO)
-    assert json.loads((tmp_path / "run" / "autotune.json").read_text())["mode"] == "cpu"
+    (answer,) = (default_cache_dir() / "autotune").glob("*.json")
+    assert json.loads(answer.read_text())["mode"] == "cpu"
     stored = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000009.pt")
     assert stored["identity"]["pixels"] == "cpu"
     assert "loader.decoder=auto: hybrid is not used: it has decoded no image" in caplog.text
