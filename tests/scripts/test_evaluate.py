@@ -32,7 +32,6 @@ from tests.stored import as_list, as_tar
 HERE = ["train.device=cpu", "loader.workers=0"]
 SCRIPT = [sys.executable, evaluate.__file__]
 VALUES = ("loss", "top1", "macro_recall")
-FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +164,7 @@ def test_file_of_another_project(
 ) -> None:
     """It does not hold the names of the classes: the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
-    foreign = ["model.name=resnet_tiny", *FOREIGN]
+    foreign = ["model.name=resnet_tiny", *small_run.SMALL]
     other = measured(tmp_path / "weights.pth", *foreign, f"data.root={image_root}")
     assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")

@@ -18,6 +18,7 @@ from engine.log.meter import Interval, Meter, train_row
 from engine.metrics import BestBy
 from pipeline.build import build_datasets
 from pipeline.clock import Shares
+from tests.batches import without_waiting
 from tests.engine.plans import ALONE, WAITED, compute, schedule
 
 TOP1 = BestBy.of("top1")
@@ -109,12 +110,9 @@ def test_an_interval_is_read_one_step_late() -> None:
 def test_values_are_added_without_waiting_for_the_gpu() -> None:
     with join_world("cuda") as world:
         meter, loss = Meter(world), torch.ones((), device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             for _ in range(3):
                 meter.add({"loss": loss})
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:

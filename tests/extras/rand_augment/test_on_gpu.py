@@ -36,6 +36,7 @@ from pipeline.augment import Compose
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
+from tests.batches import without_waiting
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -226,13 +227,8 @@ def test_operations_do_not_wait_for_the_device() -> None:
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     apply_operations(images, operations)
-    torch.cuda.set_sync_debug_mode("error")
-    torch.use_deterministic_algorithms(True)  # refuses none of the kernels
-    try:
+    with without_waiting(deterministic=True):  # which refuses none of the kernels
         apply_operations(images, operations)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
