@@ -148,15 +148,11 @@ def half_width(std: float, runs: int, sigmas: float) -> float:
     uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20. A good run is
     below with a probability of 0.13 %.
     """
-    return std * quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
-
-
-def quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution, for a probability above 0.5.
-
-    With t = sqrt(freedom) * tan(a), the density is proportional to cos(a) ** (freedom - 1).
-    """
+    freedom = runs - 1
+    # Of Student's t distribution: with t = sqrt(freedom) * tan(a), the density is proportional to
+    # cos(a) ** (freedom - 1).
     angles = (np.arange(100_000) + 0.5) * (math.pi / 2 / 100_000)
     shares = np.cumsum(np.cos(angles) ** (freedom - 1))
-    angle = np.interp(probability - 0.5, 0.5 * shares / shares[-1], angles)
-    return math.sqrt(freedom) * math.tan(float(angle))
+    angle = np.interp(NormalDist().cdf(sigmas) - 0.5, 0.5 * shares / shares[-1], angles)
+    quantile = math.sqrt(freedom) * math.tan(float(angle))
+    return std * quantile * math.sqrt(1 + 1 / runs)

@@ -93,7 +93,10 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     elif own := exported(path):
         values = own.values
     else:
-        name = config.model.name if names_model else _model_of(path, content) or config.model.name
+        name, stored = config.model.name, stored_name(content)
+        if stored is not None and stored not in models.available():
+            stored = f"timm/{stored}"  # timm's files name the model without the prefix
+        name = name if names_model else published_model(path) or stored or name
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
         stated = published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})
@@ -111,14 +114,6 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     if "data.image_size" in typed:
         values["data.val_size"] = "${data.image_size}"
     return values
-
-
-def _model_of(path: Path, content: Any) -> str | None:
-    """Return the name of the model of a file that another project wrote; None if it is unknown."""
-    name = stored_name(content)
-    if name is not None and name not in models.available():
-        name = f"timm/{name}"  # timm's files name the model without the prefix
-    return published_model(path) or name
 
 
 def _bicubic(transform: Any, size: int) -> Any:

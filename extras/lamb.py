@@ -47,7 +47,10 @@ class Lamb(torch.optim.Optimizer):
             scale: Any = -group["lr"]
             if group["weight_decay"] != 0:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-                scale = list((scale * _trust_ratios(params, updates)).unbind())
+                weights, changes = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
+                both = (weights > 0) & (changes > 0)
+                ratios = torch.where(both, weights / changes, 1.0)  # the trust ratios
+                scale = list((scale * ratios).unbind())
             torch._foreach_mul_(updates, scale)
             torch._foreach_add_(params, updates)
 
@@ -77,9 +80,3 @@ class Lamb(torch.optim.Optimizer):
         updates = torch._foreach_div(means, first)
         torch._foreach_div_(updates, denominators)
         return updates
-
-
-def _trust_ratios(params: list[Tensor], updates: tuple[Tensor, ...]) -> Tensor:
-    """Norm of each parameter / norm of its update, float [n]; 1 where one of them is 0."""
-    weights, changes = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
-    return torch.where((weights > 0) & (changes > 0), weights / changes, 1.0)

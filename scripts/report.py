@@ -91,16 +91,14 @@ class Run:
         """Return the result, label -> text: the best value of the validations comes first."""
         (name, _, row), config, summary = self.best(), self.config, self.summary
         value, epoch = number_in(row.get(name)), rounded(round(number_in(row.get("epoch")), 1))
-        found = {
-            f"best {name}": f"{value:.2f} %" if name.startswith("top") else rounded(value),
-            "epoch": f"{epoch} of {rounded(number_in(config.get('train.epochs')))}",
-        }
-        found = found if row else {}
+        found = dict[str, str]()
+        if row:
+            text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
+            found[f"best {name}"] = text
+            found["epoch"] = f"{epoch} of {rounded(number_in(config.get('train.epochs')))}"
         if seconds := round(number_in(summary.get("seconds"), 0)):
-            found |= {
-                "time": str(timedelta(seconds=seconds)),
-                "device": summary.get("device", UNKNOWN),
-            }
+            found["time"] = str(timedelta(seconds=seconds))
+            found["device"] = summary.get("device", UNKNOWN)
             found["images/s"] = rounded(number_in(summary.get("images_per_second")))
         return {**found, "status": self.status}
 

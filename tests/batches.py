@@ -1,5 +1,8 @@
 """Batches that a test writes down, and a task of its own: tests of the engine survive another."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,6 +24,18 @@ def batch_of(step: int = 0, samples: Tensor | None = None, **fields: Tensor) -> 
 def on_device(batch: Batch, device: str) -> Batch:
     fields = {name: tensor.to(device) for name, tensor in batch.fields.items()}
     return Batch(fields, batch.samples.to(device), batch.step)
+
+
+@contextmanager
+def without_waiting(*, deterministic: bool = False) -> Iterator[None]:
+    """In the `with` block, waiting for the GPU is an error."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
 
 
 def toy_loss(

@@ -166,14 +166,10 @@ def processes() -> dict[int, Process]:
     return found
 
 
-def process_state(pid: int) -> str:
-    """Return the state of a process; X: there is none."""
-    found = processes().get(pid)
-    return found.state if found else "X"
-
-
 def is_running(pid: int) -> bool:
-    return process_state(pid) not in "ZX"
+    """Return whether a process exists and is no zombie."""
+    found = processes().get(pid)
+    return found is not None and found.state not in "ZX"
 
 
 def descendants(pid: int) -> set[int]:

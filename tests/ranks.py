@@ -111,18 +111,14 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"*.{name}")))
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def ranks_environment(number: int) -> list[dict[str, str]]:
     """Return the environment of each rank, as torchrun sets it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": port,
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
     }

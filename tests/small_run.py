@@ -9,22 +9,11 @@ from conf.compose import from_words
 from conf.schema import Config
 from tests import toy
 
-SMALL = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "train.device=cpu",
-]
+SMALL = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
+SMALL += ["train.device=cpu"]
 # 36 images in batches of 8: 9 steps, validated after steps 5 and 9.
-SMALL_RUN = [
-    *SMALL,
-    "loader.workers=1",
-    "train.epochs=2",
-    "schedule.warmup_epochs=0.5",
-    "log.every_steps=1",
-    "log.trackers=[]",
-]
+SMALL_RUN = [*SMALL, "loader.workers=1", "train.epochs=2", "schedule.warmup_epochs=0.5"]
+SMALL_RUN += ["log.every_steps=1", "log.trackers=[]"]
 
 
 def overrides_of(root: Path, folder: Path, *overrides: str) -> list[str]:

@@ -16,10 +16,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 def sources() -> dict[str, Path]:
     """Dotted name -> file, for every module of the project."""
-    files = [
-        ROOT / "train.py",
-        *(p for part in PARTS for p in sorted((ROOT / part).rglob("*.py"))),
-    ]
+    files = [ROOT / "train.py", *(p for part in PARTS for p in sorted((ROOT / part).rglob("*.py")))]
     return {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for p in files

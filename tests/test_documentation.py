@@ -33,10 +33,6 @@ RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet
 PLACEHOLDERS = re.compile(r"=\w+\(|\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
 
 
-def blocks_of(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.M | re.S)
-
-
 def text_of(page: Path) -> str:
     """Return the page without its blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
@@ -50,7 +46,8 @@ def inline_of(page: Path) -> list[str]:
 
 def commands_of(page: Path) -> list[str]:
     """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
-    lines = "".join(blocks_of(page, "sh")).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", page.read_text(), re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
     lines += [code for code in inline_of(page) if re.match(r"(python|torchrun) \S+ \S", code)]
     found = [COMMAND.search(line) for line in lines]
     return list(dict.fromkeys(match.group().strip() for match in found if match))

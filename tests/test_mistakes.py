@@ -23,6 +23,7 @@ from tests.processes import ROOT, descendants, needs_linux
 from tests.ranks import Ranks
 from tests.results import tree
 from tests.small_run import SMALL_RUN
+from tests.stored import as_tar
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
@@ -32,12 +33,6 @@ SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
 
-def only_a_file(split: Path) -> None:
-    shutil.rmtree(split)
-    split.mkdir()
-    (split / "a.jpg").touch()
-
-
 # Folders of images beside the working directory, and what is wrong with each.
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
@@ -45,9 +40,13 @@ DATA: dict[str, Callable[[Path], object]] = {
         [shutil.move(path, root) for path in (root / "train").iterdir()]
         and [shutil.rmtree(root / split) for split in ("train", "val")]
     ),
+    "a-tar": lambda root: as_tar(root / "train", root / "images.tar"),
     "no-train": lambda root: shutil.rmtree(root / "train"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
-    "only-a-file": lambda root: only_a_file(root / "val"),
+    "only-a-file": lambda root: (
+        [shutil.rmtree(path) for path in (root / "val").iterdir()]
+        and (root / "val" / "a.jpg").touch()
+    ),
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
     "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
 }

@@ -74,10 +74,7 @@ def status(
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["loader.workers=0"],
-        ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"],
-    ],
+    [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
     ids=" ".join,
 )
 def test_same_result(overrides: list[str], go: Any, folder: Path, short: Ended) -> None:
@@ -174,17 +171,17 @@ RESUMED = {
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
         "train.ema_decay=0.9",
     ],
-    "repeated augmentation, micro-batches, AdamW": [
+    "repeated augmentation, micro-batches, AdamW, frozen layers": [
         *("data.repeats=3", "train.micro_batch=4", "train.loss=bce", "train.bce_threshold=0.2"),
         *("augment.batch=[{mixup_or_cutmix: {group: 1}}]", "optim=adamw"),
+        *("model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"),
     ],
 }
 SLOW = list(RESUMED)[1:3]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RESUMED],
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RESUMED]
 )
 def test_resume_after_max_steps(
     case: str, go: Any, folder: Path, image_root: Path, tmp_path: Path

@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config, UserError
+from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import EngineError, GpuDecoder, why_no_engines
-from extras.gpu_decode.geometry import (
-    COLUMNS,
-    HEIGHT,
-    LENGTH,
-    OFFSET,
-    WIDTH,
-    engines_support,
-    write_geometry,
-    write_pixels,
-)
+from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
@@ -80,7 +72,7 @@ def _needs_pixels(dataset: Any) -> str:
     is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
     if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
         return "the dataset makes the images itself"
-    image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(COLUMNS)
+    image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(g.COLUMNS)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     transforms = dataset.transform.transforms
     for place in range(len(transforms)):
@@ -123,7 +115,7 @@ class EngineDataset(DatasetWrapper):
             **self.dataset.fields,
             IMAGE: Field(np.uint8, (self.size, self.size, 3), image=True, partial=True),
             FILE: Field(np.uint8, (self.room,), partial=True),
-            GEOMETRY: Field(np.float64, (COLUMNS,), partial=True),
+            GEOMETRY: Field(np.float64, (g.COLUMNS,), partial=True),
         }
 
     @property
@@ -171,11 +163,11 @@ class EngineDataset(DatasetWrapper):
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         if self.mode == CPU:
             return self.dataset.image_fields(picture)
-        row = np.zeros(COLUMNS)
+        row = np.zeros(g.COLUMNS)
         if self._due > 0 and self._send(picture, row):
             return {GEOMETRY: row}
-        row[:] = 0
-        write_pixels(row, self.size)
+        row[:] = 0  # LENGTH too: the row holds pixels of the final size
+        row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]], row[[g.SCALE_X, g.SCALE_Y]] = self.size, 1
         return {**self.dataset.image_fields(picture), GEOMETRY: row}
 
     def _send(self, picture: Picture, row: np.ndarray) -> bool:
@@ -187,7 +179,7 @@ class EngineDataset(DatasetWrapper):
         data, free = source.data, self._free
         if len(data) > len(free) or not engines_support(data) or not write_geometry(picture, row):
             return False
-        row[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(data), free.start, *source.size
+        row[[g.LENGTH, g.OFFSET, g.WIDTH, g.HEIGHT]] = len(data), free.start, *source.size
         self._free, self._due = free[len(data) :], self._due - 1
         self._files[free.start : self._free.start] = np.frombuffer(data, np.uint8)  # type: ignore[index]
         return True

@@ -154,8 +154,11 @@ class GpuDecoder:
         files_here = table[:, LENGTH] > 0
         if self._raw is None:
             self._raw = torch.empty_like(pixels, device=self.device)
-        for first, last in _runs(np.flatnonzero(~files_here)):
-            self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
+        made = np.flatnonzero(~files_here)
+        for part in np.split(made, np.flatnonzero(np.diff(made) > 1) + 1):  # neighbours: one copy
+            if len(part):
+                first, last = int(part[0]), int(part[-1]) + 1
+                self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
         row_bytes = pixels[0].nbytes
         table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
         table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
@@ -189,9 +192,3 @@ class GpuDecoder:
             torch.cuda.current_stream(self.device).synchronize()
         address: np.ndarray = self._decoded[0].data_ptr() + np.cumsum(size) - size
         return address
-
-
-def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges of consecutive rows as (first, last + 1): one copy per range."""
-    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-    return [(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]

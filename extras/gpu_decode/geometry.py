@@ -59,12 +59,6 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     return True
 
 
-def write_pixels(row: np.ndarray, size: int) -> None:
-    """Write into a row of zeros that it holds square pixels of this size, and needs no decoding."""
-    row[[CLIP_RIGHT, CLIP_BOTTOM]] = size
-    row[[SCALE_X, SCALE_Y]] = 1.0
-
-
 def engines_support(data: bytes) -> bool:
     """Whether the JPEG engines decode a colour JPEG: baseline, in one scan, and of a usual kind.
 

@@ -125,12 +125,8 @@ def kernel_row(operation: Operation, size: tuple[int, int]) -> list[float]:
         position, numbers = NAMES.index("solarize" if name == "invert" else name), [number]
     else:
         matrix = MATRICES[name](number, size) if name in MATRICES else (1, 0, 0, 0, 1, 0)
-        position = MOVED + interpolation
-        numbers = [*(matrix if interpolation else _fixed_point(matrix)), fill]
+        if not interpolation:  # Geometry.c copies the nearest pixels in units of 1 / 65536
+            centred = [(a, b, c + a * 0.5 + b * 0.5) for a, b, c in (matrix[:3], matrix[3:])]
+            matrix = tuple(math.floor(v * 65536 + 0.5) for line in centred for v in line)
+        position, numbers = MOVED + interpolation, [*matrix, fill]
     return [position, *numbers, *[0] * (COLUMNS - 1 - len(numbers))]
-
-
-def _fixed_point(matrix: tuple[float, ...]) -> list[int]:
-    """The matrix with which Geometry.c copies the nearest pixels, [6] in units of 1 / 65536."""
-    centred = [(a, b, c + a * 0.5 + b * 0.5) for a, b, c in (matrix[:3], matrix[3:])]
-    return [math.floor(value * 65536 + 0.5) for line in centred for value in line]

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from engine.compute import Compute
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
-from pipeline.sampler import scattered
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
@@ -71,8 +69,3 @@ def few(names: Iterable[Any], count: int = 5) -> str:
     names = [str(name) for name in names]
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
-
-
-def sample(count: int, number: int | None) -> list[int]:
-    """Return `number` positions below `count`, in order, or all."""
-    return sorted(islice(scattered(count), count if number is None else min(number, count)))

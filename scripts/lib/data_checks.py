@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -14,7 +15,8 @@ from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.decode import describe
 from pipeline.index import Index
-from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, sample, warn
+from pipeline.sampler import scattered
+from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, warn
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.trained import sorted_as_text
 
@@ -57,7 +59,7 @@ def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
-        rows = sample(len(index), case.sample)
+        rows = sorted(islice(scattered(len(index)), min(len(index), case.sample or len(index))))
         look = partial(examine, index, decode.resolve("auto"))
         seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
         files = case.examined[name] = list(seen)

@@ -36,8 +36,19 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
             changes with it.
     """
     if name.startswith("timm/"):
-        return _of_timm(name, val_size)
-    return _of_vision(name, path, val_size)
+        return _of_timm(name.removeprefix("timm/"), val_size)
+    from torchvision import models as vision
+
+    model, entry = _torchvision_files().get(path.name, (name, None))
+    if str(path) == "pretrained" and name in vision.list_models(module=vision):
+        entry = vision.get_model_weights(name).DEFAULT
+    if entry is None or model != name:
+        return None
+    transforms = entry.transforms()
+    (side,), (short_side,) = transforms.crop_size, transforms.resize_size
+    values = _preprocessing(side, short_side, transforms.interpolation.value, val_size)
+    values |= {"data.image_size": side, "data.mean": transforms.mean, "data.std": transforms.std}
+    return Stated(values, tuple(entry.meta["categories"] or ()))  # none for features without a head
 
 
 def published_model(path: Path) -> str | None:
@@ -64,27 +75,11 @@ def _torchvision_files() -> dict[str, tuple[str, Any]]:
     }
 
 
-def _of_vision(name: str, path: Path, val_size: int | None) -> Stated | None:
-    from torchvision import models as vision
-
-    model, entry = _torchvision_files().get(path.name, (name, None))
-    if str(path) == "pretrained" and name in vision.list_models(module=vision):
-        entry = vision.get_model_weights(name).DEFAULT
-    if entry is None or model != name:
-        return None
-    transforms = entry.transforms()
-    (side,), (short_side,) = transforms.crop_size, transforms.resize_size
-    values = _preprocessing(side, short_side, transforms.interpolation.value, val_size)
-    values |= {"data.image_size": side, "data.mean": transforms.mean, "data.std": transforms.std}
-    return Stated(values, tuple(entry.meta["categories"] or ()))  # none for features without a head
-
-
 def _of_timm(name: str, val_size: int | None) -> Stated | None:
     if importlib.util.find_spec("timm") is None:
         return None  # `build` explains it
     import timm
 
-    name = name.removeprefix("timm/")
     about = timm.get_pretrained_cfg(name)
     if ":" in name:  # hf_hub:OWNER/NAME or local-dir:FOLDER
         with torch.device("meta"):

@@ -5,6 +5,7 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -234,14 +235,9 @@ def sizes_in(
             f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
             "check the name"
         )
-    return _channels_in(weights, model), sizes[0]
-
-
-def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
-    """Return the input channels of weights of a model that was built for RGB."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Conv2d):
-            stored = weights.get(f"{name}.weight", layer.weight)
-            # In proportion, because a stem may see blocks of pixels.
-            return RGB * stored.shape[1] // layer.weight.shape[1] if stored.ndim == 4 else RGB
-    return RGB
+    layers = ((n, m.weight) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
+    for name, built in itertools.islice(layers, 1):
+        stored = weights.get(f"{name}.weight", built)
+        if stored.ndim == 4:  # in proportion, because a stem may see blocks of pixels
+            return RGB * stored.shape[1] // built.shape[1], sizes[0]
+    return RGB, sizes[0]

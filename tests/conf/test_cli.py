@@ -3,23 +3,15 @@
 import os
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from conf import cli
 from conf.compose import SECTIONS, from_words
-from conf.schema import (
-    FIELDS,
-    RESULT,
-    Config,
-    UserError,
-    config_values,
-    group_names,
-    sentences,
-)
+from conf.schema import FIELDS, RESULT, Config, UserError, config_values, group_names, sentences
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA
 from tests.processes import ROOT, needs_extras, run_command, run_python
@@ -102,12 +94,8 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     assert "No such file or directory: 'nowhere'; check the path" in printed
     assert printed.count("\n") == 1
     for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
-        assert cli.exit_status(partial(raised, error)) == status
+        assert cli.exit_status(Mock(side_effect=error)) == status
         assert capsys.readouterr().err == ""
-
-
-def raised(error: type[BaseException]) -> int:
-    raise error
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,9 +151,6 @@ def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.Mon
     for word, message in {
         "gone.pth": "^gone.pth: no such file or folder; give a file$",
         "run,optim.lr=0.4": "^run,optim.lr=0.4: ",
-        "data.root": "^data.root: is not key=value",
-        "data.val_size=x": "not allowed",
-        "--lr=3": "did you mean optim.lr",
     }.items():
         with pytest.raises(UserError, match=message):
             split_paths(["a.pth", word], what="a file")

@@ -9,6 +9,7 @@ import threading
 from concurrent import futures
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -55,11 +56,8 @@ def test_keep_and_best(tmp_path: Path) -> None:
 
 def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems have none, such as exFAT: the best checkpoint is a copy."""
-
-    def refuse(*_: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
+    refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     for step, best in ((1, 1), (2, 2), (3, 2)):
         save(tmp_path, content(step), keep=1, best_step=best)
     assert names(tmp_path) == {"best.pt", "step-00000002.pt", "step-00000003.pt"}

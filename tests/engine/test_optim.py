@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,6 @@ from conf.schema import Optim, UserError, missing
 from engine.optim import UNFIT, build_optimizer
 from models import build
 from tests.libraries import timm_module
-
-
-def options_of(model: nn.Module, option: str, **config: Any) -> dict[str, float]:
-    """Parameter name -> an option of its group."""
-    groups = build_optimizer(model, Optim(**config, decay_norms=False)).param_groups
-    of = {id(p): group[option] for group in groups for p in group["params"]}
-    return {name: of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def stored_lists() -> dict[str, Counter[str]]:
@@ -38,9 +30,11 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
     with torch.device("meta"):
         model = build(name, num_classes=1000, image_size=224)
     shapes = dict(model.named_parameters())
-    found = options_of(model, "weight_decay", weight_decay=0.5)
-    assert found.keys() == shapes.keys()
-    signs = {key: "+" if decay == 0.5 else "-" for key, decay in found.items()}
+    (everything,) = build_optimizer(model, Optim(weight_decay=0.5)).param_groups
+    assert everything["weight_decay"] == 0.5
+    groups = build_optimizer(model, Optim(weight_decay=0.5, decay_norms=False)).param_groups
+    of = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    signs = {key: "+" if of[id(p)] == 0.5 else "-" for key, p in shapes.items()}
     assert {sign for key, sign in signs.items() if shapes[key].dim() < 2} == {"-"}
     assert stored_lists()[name] == Counter(
         f"{sign} {re.sub(r'[0-9]+', '*', key)}"

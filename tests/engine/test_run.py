@@ -3,19 +3,16 @@
 import json
 import multiprocessing
 import signal
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conf import schema
-from conf.schema import Config, Data, UserError
+from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import FIXED, Run, accepted_changes
-from tests.engine.plans import ALONE
+from engine.run import FIXED, accepted_changes
 from tests.engine.run_dirs import (
     IDENTITY,
     add_checkpoint,
@@ -173,26 +170,3 @@ def test_finished_run(
     assert opened.finished_summary == finished
     assert ((run / "config.yaml").read_text() == "mine") == (finished is not None)
     assert (run / "summary.json").exists() == (finished is not None)
-
-
-@pytest.mark.parametrize(
-    ("data", "given", "refused"),
-    [
-        (Data(), "train/run", "is inside /"),  # the next scan would take it for a class
-        (Data(), "training/a", ""),
-        (Data(train="/images"), "/images/a", "where every folder is a class"),
-        (Data(source="fake"), "train/a", ""),
-    ],
-)
-def test_folder_inside_a_split(tmp_path: Path, data: Data, given: str, refused: str) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "dots").mkdir(parents=True)
-    before = tree(tmp_path)
-    own = schema.Run(dir=str(tmp_path / given))
-    run = Run(Config(data=replace(data, root=str(tmp_path)), run=own), ALONE)
-    if refused:
-        with pytest.raises(UserError, match=rf"^run\.dir=.*: .*{refused}"):
-            run.read_checkpoint()
-    else:
-        run.read_checkpoint()
-    assert tree(tmp_path) == before

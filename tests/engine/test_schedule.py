@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from conf import schema
-from conf.compose import from_words
 from conf.schema import Model, Train, UserError
 from engine.distributed import World
-from engine.log.introduction import setup_notes
 from engine.schedule import Schedule, make_schedule
-from pipeline.build import build_datasets
-from tests.engine.plans import ALONE, config, schedule
+from tests.engine.plans import config, schedule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def steps_where(schedule: Schedule, test: str) -> list[int]:
-    return [step for step in range(schedule.stop_step + 1) if getattr(schedule.due(step), test)]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +43,8 @@ def test_what_is_due(
     what: str, epochs: float, max_steps: int | None, every: int, steps: list[int]
 ) -> None:
     """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
-    found = steps_where(schedule(100, 10, epochs, max_steps, every), what)
-    assert [step for step in found if step] == steps
+    given = schedule(100, 10, epochs, max_steps, every)
+    assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
 
 
 def test_epochs_of_a_step() -> None:
@@ -132,19 +125,3 @@ def test_sync_bn_on_cpus_is_refused() -> None:
         make_schedule(given, 99, World(0, 2, 0, 2, CPU))
     make_schedule(given, 99, World(0, 1, 0, 1, CPU))
     make_schedule(given, 99, World(0, 2, 0, 2, CUDA))
-
-
-@pytest.mark.parametrize(
-    ("images", "batch", "advice"),
-    [
-        (280, 256, "loader.batch_size=16 optim.lr=0.00625"),
-        (2_560, 256, None),  # ten steps
-        (36, 8, None),  # no smaller batch is advised
-    ],
-)
-def test_batch_size_too_large_for_the_data(images: int, batch: int, advice: str | None) -> None:
-    given = from_words(
-        ["data=fake", f"data.fake_images={images}", f"loader.batch_size={batch}", "optim.lr=0.1"]
-    )
-    found = setup_notes(given, build_datasets(given), ALONE)
-    assert [line.split("images, ")[-1] for line in found] == ([f"try {advice}"] if advice else [])

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.compose import from_words
 from engine import checkpoint
-from engine.compute import choose_compute, dtype_of
-from engine.distributed import join_world
-from engine.log.meter import Meter
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
-from pipeline.build import build_datasets
-from tests.batches import batch_of, on_device, toy_loss
+from tests.batches import batch_of, toy_loss
 from tests.engine.run_dirs import content_of
 from tests.optimizers import OPTIMIZERS
 from tests.results import same
@@ -78,33 +73,6 @@ def test_average_of_buffers() -> None:
     average.update_parameters(model)
     found = average.module.running_mean.item(), average.module.num_batches_tracked.item()
     assert found == pytest.approx((0.9 * 2, 3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
-    """With average, clipping and mixed targets."""
-    options = ["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", f"optim={name}"]
-    config = from_words([*options, "data.image_size=32", "model.compile=off"])
-    with join_world("cuda") as world:
-        datasets = build_datasets(config)
-        compute = choose_compute(config, datasets, world.device, 0)
-        state = train.build_state(config, datasets, compute, world)
-        classes = len(datasets.classes)
-        image = torch.randn(16, 3, 32, 32, dtype=dtype_of(compute.precision))
-        label, target = torch.zeros(16, dtype=torch.int64), torch.full((16, classes), 1 / classes)
-        batch = on_device(batch_of(image=image, label=label, target=target), "cuda")
-        meter = Meter(world)
-        loss = compute.autocast()(toy_loss)
-        try:
-            for _ in range(4):
-                values = train.train_step(state, state.model, loss, batch, lr=0.1, clip_norm=1.0)
-                meter.add(values)
-                # From the second step on: the first one creates the optimiser's state.
-                torch.cuda.set_sync_debug_mode("error")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values())
 
 
 def test_params_sha256() -> None:

@@ -16,7 +16,7 @@ from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
 from pipeline.ring import EMPTY_ROW
-from tests.batches import batch_of, on_device
+from tests.batches import batch_of, on_device, without_waiting
 from tests.batches import toy_values as measure
 from tests.engine.plans import ALONE
 
@@ -105,13 +105,8 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         expected = [measure(network, batch) for batch in batches]
         for repeatable in (False, True):
-            torch.use_deterministic_algorithms(repeatable)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with without_waiting(deterministic=repeatable):
                 found = [measure(network, batch) for batch in batches]
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                torch.use_deterministic_algorithms(False)
             for one, other in zip(found, expected, strict=True):
                 assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -142,8 +137,7 @@ def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
     label = rng.choice(len(shares), 500, p=np.array(shares) / sum(shares))
     drawn = rng.integers(-1, len(shares), 500)
     prediction = np.where(rng.random(500) < 0.5, label, drawn)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a class that is predicted and has no images
+    with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
         recall = balanced_accuracy_score(label, prediction)
     found = macro_recall(torch.from_numpy(label), torch.from_numpy(prediction))
     assert found == pytest.approx(100 * recall)

@@ -41,11 +41,7 @@ def stored(kind: str) -> Lines:
     return [json.loads(line) for line in path(kind).read_text().splitlines()]
 
 
-def main(kinds: list[str]) -> None:
-    for kind in kinds:
+if __name__ == "__main__":
+    for kind in sys.argv[1:]:
         lines = KINDS[kind](stored(kind))
         path(kind).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

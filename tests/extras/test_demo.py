@@ -16,6 +16,7 @@ from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.augment import Compose, RandomResizedCrop
 from pipeline.dataset import FolderDataset
 from pipeline.index import load_index
+from tests.results import tree
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +34,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    paths = sorted(path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
-
-
 def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:
     places = itertools.product((("train", 4), ("val", 2)), CLASSES)
     expected = [f"{s}/{c}/{number:04d}.jpg" for (s, count), c in places for number in range(count)]
-    assert sorted(contents(drawn)) == sorted([*expected, "demo.json"])
+    files = {name: data for name, data in tree(drawn).items() if data is not None}
+    assert sorted(files) == sorted([*expected, "demo.json"])
     sizes = set()
     for path in drawn.rglob("*.jpg"):
         with Image.open(path) as image:
@@ -50,7 +47,7 @@ def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> No
             sizes.add(image.size)
     assert all(128 <= side <= 320 for size in sizes for side in size)
     assert len(sizes) > 50
-    assert len(set(contents(drawn).values())) == 61  # no two are equal
+    assert len(set(files.values())) == 61  # no two are equal
 
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
@@ -72,17 +69,13 @@ def test_other_files_are_refused_and_untouched(
     for place in (root, drawn):
         with pytest.raises(UserError, match=f"data.root={place}: .*pass another data.root"):
             draw_dataset(place)
-    assert contents(root) == {"train/cat.jpg": b"mine"}
-
-
-def split(root: Path) -> DemoDataset:
-    transform = Compose([RandomResizedCrop(size=24)])
-    return DemoDataset(Data(root=str(root)), "val", transform, decoder="auto", seed=0)
+    assert tree(root) == {"train": None, "train/cat.jpg": b"mine"}
 
 
 def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) -> None:
-    dataset, index = split(tmp_path / "demo"), load_index(drawn / "val", key="data.root")
-    files = FolderDataset(index, dataset.transform)
+    transform, index = Compose([RandomResizedCrop(size=24)]), load_index(drawn / "val", key="data")
+    data, files = Data(root=str(tmp_path / "demo")), FolderDataset(index, transform)
+    dataset = DemoDataset(data, "val", transform, decoder="auto", seed=0)
     assert dataset.index.classes == index.classes == tuple(sorted(CLASSES)) and names(tmp_path) == [
         "drawn"
     ]

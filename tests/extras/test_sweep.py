@@ -188,11 +188,7 @@ def test_a_signal_ends_the_sweep(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
 def test_a_signal_reaches_the_job(desk: Desk, number: int) -> None:
     """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""

@@ -249,19 +249,13 @@ def test_a_part_of_a_module() -> None:
 # ResNets have the names of torchvision's layers, and compute the same.
 
 
-def torchvision_resnet18(num_classes: int) -> nn.Module:
-    """ResNet-18 of torchvision with a 3x3 stem, stride 1, no pooling."""
+def test_resnet18_cifar_computes_the_same_as_torchvision() -> None:
+    """With a 3x3 stem, stride 1, no pooling."""
     from torchvision.models import resnet18
 
-    model = resnet18(num_classes=num_classes)
-    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
-
-
-def test_resnet18_cifar_computes_the_same_as_torchvision() -> None:
     torch.manual_seed(0)
-    ours, theirs = resnet18_cifar(10, 32), torchvision_resnet18(10)
+    ours, theirs = resnet18_cifar(10, 32), resnet18(num_classes=10)
+    theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 32, 32)

@@ -23,11 +23,7 @@ V2 = "1:cpu:/old\n0::/a/b\n"
     ],
 )
 def test_quota(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lines: str,
-    files: dict[str, str],
-    cores: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, files: dict[str, str], cores: float
 ) -> None:
     for name in ("GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
@@ -41,12 +37,7 @@ def test_quota(
 
 @pytest.mark.parametrize(
     ("found", "ranks", "workers"),
-    [
-        ((1, math.inf), 1, 1),
-        ((16, 4.9), 1, 3),
-        ((128, math.inf), 8, 15),
-        ((4, math.inf), 8, 1),
-    ],
+    [((1, math.inf), 1, 1), ((16, 4.9), 1, 3), ((128, math.inf), 8, 15), ((4, math.inf), 8, 1)],
 )
 def test_cores_for_workers(
     monkeypatch: pytest.MonkeyPatch, found: tuple[int, float], ranks: int, workers: int

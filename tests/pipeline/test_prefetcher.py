@@ -22,6 +22,7 @@ from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.pool import slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
+from tests.batches import without_waiting
 from tests.conftest import Clock
 from tests.pipeline.loaders import SIZE, open_loader, same
 
@@ -337,10 +338,7 @@ def test_loop_never_waits_for_the_device() -> None:
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
             total += used(batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             for batch in prefetcher.batches(3, 60):
                 total += used(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert total.isfinite().item()

@@ -71,12 +71,10 @@ def test_a_box_outside_the_image_writes_nothing(box: decode.Box) -> None:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(cache: Path) -> Iterator[Path]:
     """An empty cache folder, and no decoder in memory."""
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     region.load.cache_clear()
-    yield cache / "imagenet-trainer" / "native"
+    yield cache / "native"
     region.load.cache_clear()
 
 
@@ -88,11 +86,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_without_a_compiler_another_decoder_is_used(
-    compiler: str | None,
-    problem: str,
-    fresh: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    compiler: str | None, problem: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     if compiler is not None:
@@ -106,7 +100,6 @@ def test_without_a_compiler_another_decoder_is_used(
 
 @needs_compiler
 def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh: Path) -> None:
-    fresh.parent.mkdir(parents=True)
     fresh.write_text("a file")
     assert "File exists" in str(region.load())
     fresh.unlink()

@@ -34,11 +34,6 @@ class Touch:
         return os.system, ("touch executed",)
 
 
-def cut_off(content: Content, path: Path) -> None:
-    torch.save(content, path)
-    os.truncate(path, 5000)
-
-
 def zip_alone(_: Content, path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", b"")
@@ -50,7 +45,7 @@ FILES: dict[str, Callable[[Content, Path], object]] = {
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": zip_alone,
-    "zip cut off": cut_off,
+    "zip cut off": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
     "os.system": lambda _, path: torch.save(Touch(), path),
 }
 
@@ -135,10 +130,13 @@ def test_the_checkpoint_itself_is_taken(taken: Path, readers: list[Reader], path
     assert (path.parents[1] / "run").exists()
 
 
-def damage(data: bytearray, rng: random.Random) -> None:
-    """Flip a bit, overwrite a part or cut the rest off."""
-    start = rng.randrange(len(data))
-    way = rng.randrange(3)
+def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
+    """Damage a file; return whether loading refuses it, or has the same content anyway.
+
+    A bit is flipped, a part is overwritten, or the rest is cut off.
+    """
+    data, rng = bytearray(whole), random.Random(seed)
+    start, way = rng.randrange(len(data)), rng.randrange(3)
     if way == 0:
         data[start] ^= 1 << rng.randrange(8)
     elif way == 1:
@@ -146,12 +144,6 @@ def damage(data: bytearray, rng: random.Random) -> None:
         data[start:end] = rng.randbytes(end - start)
     else:
         del data[start:]
-
-
-def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
-    """Damage a file; return whether loading refuses it, or has the same content anyway."""
-    data = bytearray(whole)
-    damage(data, random.Random(seed))
     path.write_bytes(data)
     try:
         return same(content, checkpoint.load(path))

@@ -23,15 +23,9 @@ from tests.stored import as_tar, as_tars
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 # 36 images in batches of 12: 18 steps, validated after steps 9 and 18.
-RUN = [
-    "loader.batch_size=12",
-    "train.epochs=6",
-    "train.validate_every_epochs=3",
-    "train.ema_decay=0.9",
-    "augment.batch=[mixup]",
-    "checkpoint.every_steps=4",
-    "loader.timeout_seconds=1000",  # workers start slowly on a busy machine
-]
+RUN = ["loader.batch_size=12", "train.epochs=6", "train.validate_every_epochs=3"]
+RUN += ["train.ema_decay=0.9", "augment.batch=[mixup]", "checkpoint.every_steps=4"]
+RUN += ["loader.timeout_seconds=1000"]  # workers start slowly on a busy machine
 LOADERS = (  # the first two need no new interpreter
     ["loader.workers=0"],
     ["loader.workers=2", "loader.start_method=fork", "loader.prefetch_batches=1"],

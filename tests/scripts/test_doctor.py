@@ -31,8 +31,7 @@ Rows = dict[str, list[Row]]
 
 
 @pytest.fixture
-def root(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def root(image_root: Path, tmp_path: Path, cache: Path) -> Path:
     return shutil.copytree(image_root, tmp_path / "imagenet")
 
 

@@ -15,7 +15,7 @@ import train
 from conf.schema import UserError
 from engine import checkpoint
 from engine.compute import set_up_kernels
-from engine.distributed import World, join_world
+from engine.distributed import join_world
 from pipeline.batch import Batch, Field, ImageFormat, image_field
 from pipeline.build import build_val
 from pipeline.dataset import FolderDataset
@@ -24,15 +24,14 @@ from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.engine.plans import ALONE
 from tests.ranks import Ranks
 from tests.results import newest
 from tests.stored import as_list, as_tar
 
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 HERE = ["train.device=cpu", "loader.workers=0"]
 SCRIPT = [sys.executable, evaluate.__file__]
 VALUES = ("loss", "top1", "macro_recall")
-FOREIGN = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +164,7 @@ def test_file_of_another_project(
 ) -> None:
     """It does not hold the names of the classes: the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
-    foreign = ["model.name=resnet_tiny", *FOREIGN]
+    foreign = ["model.name=resnet_tiny", *small_run.SMALL]
     other = measured(tmp_path / "weights.pth", *foreign, f"data.root={image_root}")
     assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")

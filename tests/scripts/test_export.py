@@ -146,13 +146,6 @@ def test_the_accuracy_on_a_card(trained: Trained) -> None:
 # Models.
 
 
-def small_vit() -> nn.Module:
-    sizes = {"num_classes": 5, "image_size": 32, "width": 32, "depth": 2, "heads": 2, "hidden": 64}
-    model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes)
-    nn.init.normal_(model.head.weight)
-    return model
-
-
 def ordinal(num_classes: int, image_size: int) -> nn.Module:
     """A head with fewer outputs than classes: one for each pair of neighbours."""
     head = nn.Conv2d(3, num_classes - 1, 1)
@@ -177,10 +170,13 @@ def test_a_head_with_other_outputs_than_classes(trained: Trained, tmp_path: Path
 
 
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
-def test_another_model(trained: Trained, tmp_path: Path, to: str) -> None:
+def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None:
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""
     torch.manual_seed(0)
-    model, job = small_vit().eval(), job_for(trained, to, inside=True)
+    sizes = {"num_classes": 5, "image_size": 32, "width": 32, "depth": 2, "heads": 2, "hidden": 64}
+    model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes).eval()
+    nn.init.normal_(model.head.weight)
+    job = job_for(trained, to, inside=True)
     export.save(job, model, tmp_path / f"a.{to}")
     predict, _ = export.open_exported(job, tmp_path / f"a.{to}")
     export.compare(job, predict, model)

@@ -160,10 +160,7 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
 
 
 def test_command_line(
-    folder: Path,
-    damaged: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    folder: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run(words: str, *listed: bytes) -> tuple[str, str]:
         (damaged / "list").write_bytes(b"\n".join(os.fsencode(damaged) + n for n in listed))

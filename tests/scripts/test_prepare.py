@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -314,13 +315,6 @@ def report_of(to: Path) -> dict[str, Any]:
     return dict(json.loads((to / "prepare.json").read_text()))
 
 
-def refused(source: Path) -> str:
-    with pytest.raises(UserError) as error:
-        recognise(str(source))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(
@@ -373,10 +367,6 @@ def image_and(**columns: Any) -> bytes:
     return parquet({"image": image, **columns}, *("a", "b") * ("label" in columns))
 
 
-def nothing() -> Files:
-    return {}
-
-
 # The files, what is changed in them (a file, None without it, or a text and its replacement), and
 # what the message says.
 KIT, ANNOTATIONS = "ILSVRC2012_devkit_t12.tar.gz", "tiny-imagenet-200/val/val_annotations.txt"
@@ -384,22 +374,23 @@ Change = bytes | str | None | tuple[str, str] | Callable[[], bytes]
 CIFAR, CIFAR_3, SOLUTIONS = CIFARS[10][0], "cifar/data_batch_3", "LOC_val_solution.csv"
 PARTS = {f"part-{n}.tar": tar(SPLITS_IN_A_TAR) for n in range(2)}
 WITHOUT_LABEL = {f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"}
+NOTHING: Source = dict
 WRONG: list[tuple[Source, dict[str, Change], str]] = [
-    (nothing, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
-    (nothing, {"a/1.jpg": b"", "b.tar": b""}, "holds images (a/1.jpg) and tar files (b.tar); give"),
-    (nothing, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
-    (nothing, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
-    (nothing, {**PARTS}, "the names of the tar files do not contain train or val; rename them"),
-    (nothing, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
-    (nothing, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
-    (nothing, {"train.tar": b"no tar"}, "is damaged or incomplete"),
-    (nothing, {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+    (NOTHING, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
+    (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "holds images (a/1.jpg) and tar files (b.tar); give"),
+    (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
+    (NOTHING, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
+    (NOTHING, {**PARTS}, "the names of the tar files do not contain train or val; rename them"),
+    (NOTHING, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
+    (NOTHING, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
+    (NOTHING, {"train.tar": b"no tar"}, "is damaged or incomplete"),
+    (NOTHING, {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
     # Shards and Parquet.
-    (nothing, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
-    (nothing, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),
-    (nothing, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
-    (nothing, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
-    (nothing, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),
+    (NOTHING, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
+    (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),
+    (NOTHING, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
+    (NOTHING, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
+    (NOTHING, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),
     # CIFAR.
     (CIFAR, {CIFAR_3: None}, "data_batch_3: is damaged or incomplete"),
     (CIFAR, {CIFAR_3: CIFAR()[CIFAR_3][:-1]}, "data_batch_3: is damaged or incomplete ("),
@@ -409,7 +400,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (official, {KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
     (official, {KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number of"),
     (official, {KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
-    (nothing, {"ILSVRC2012_img_train.tar": b""}, "ILSVRC2012_img_val.tar is missing"),
+    (NOTHING, {"ILSVRC2012_img_train.tar": b""}, "ILSVRC2012_img_val.tar is missing"),
     (kaggle, {SOLUTIONS: ("n02119789 5 6 7 8", "n02100735 5 6 7 8")}, "solution.csv: is damaged"),
     (kaggle, {SOLUTIONS: ("val_00000001,", "val_00000002,")}, "solution.csv: is damaged"),
     (tiny, {ANNOTATIONS: ("val_3.JPEG\t", "val_9.JPEG\t")}, "val_3.JPEG has no label (2 in all)"),
@@ -434,7 +425,9 @@ def test_what_is_wrong_and_what_to_do(
         else:
             content[name] = change() if callable(change) else change
     monkeypatch.chdir(tmp_path)
-    assert message in refused(write(tmp_path / "source", content))
+    with pytest.raises(UserError) as error:
+        recognise(str(write(tmp_path / "source", content)))
+    assert message in str(error.value) and "\n" not in str(error.value)
     assert os.listdir() == ["source"]  # no pickle was executed
 
 
@@ -477,10 +470,8 @@ def test_files_are_linked_or_on_another_file_system_copied(
     report = report_of(tmp_path / "linked")
     assert (report["linked"], report["copied"], report["bytes"]) == (12, 0, 0)
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
+    refused = OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     assert run(source, tmp_path / "copied") == 0
     assert written(tmp_path / "copied") == EXPECTED and links(tmp_path / "copied") == {1}
     assert report_of(tmp_path / "copied")["bytes"] == sum(map(len, EXPECTED.values()))

@@ -111,14 +111,6 @@ def test_checkpoint(folder: Path, name: str) -> None:
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
 
 
-def test_checkpoint_of_another_version(folder: Path, tmp_path: Path) -> None:
-    content = torch.load(checkpoint.find_checkpoint(folder), weights_only=True)
-    content["config"]["of.another.version"] = content["config"].pop("data.on_error")
-    torch.save(content, path := tmp_path / "step-00000005.pt")
-    found = open_trained(path)
-    assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
-
-
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
     weights = open_trained(folder).weights["fc.weight"].numpy().tobytes()
     data = bytearray(checkpoint.find_checkpoint(folder).read_bytes())
@@ -141,8 +133,6 @@ def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
 def test_size_of_the_training_images_is_fixed(folder: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.image_size: .* write data\.val_size$"):
         open_trained(folder, ["data.image_size=40"])
-    with pytest.raises(UserError, match=r"^recipe=demo: the checkpoint holds the whole config"):
-        open_trained(folder, ["recipe=demo"])
 
 
 def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:

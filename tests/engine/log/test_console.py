@@ -18,6 +18,7 @@ from engine.log.meter import Interval, Meter, train_row
 from engine.metrics import BestBy
 from pipeline.build import build_datasets
 from pipeline.clock import Shares
+from tests.batches import without_waiting
 from tests.engine.plans import ALONE, WAITED, compute, schedule
 
 TOP1 = BestBy.of("top1")
@@ -52,10 +53,12 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return setup_notes(given, build_datasets(given), ALONE)
 
     assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
-    few, same = notes(f"data.root={image_root}", "data.val=train", "loader.batch_size=36")
-    assert few.startswith(
+    own = f"data.root={image_root}"
+    assert notes(own, "loader.batch_size=8") == []  # no smaller batch is advised
+    few, same = notes(own, "data.val=train", "loader.batch_size=36", "optim.lr=0.18")
+    assert few == (
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
-        "loader.batch_size=8 optim.lr="
+        "loader.batch_size=8 optim.lr=0.04"
     )
     assert same.startswith("data.val holds the training images")
 
@@ -107,12 +110,9 @@ def test_an_interval_is_read_one_step_late() -> None:
 def test_values_are_added_without_waiting_for_the_gpu() -> None:
     with join_world("cuda") as world:
         meter, loss = Meter(world), torch.ones((), device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             for _ in range(3):
                 meter.add({"loss": loss})
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:

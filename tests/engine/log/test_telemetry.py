@@ -21,10 +21,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "telemetry"]
-
-
 ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetHandleByUUID": "gpu",
     "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
@@ -78,7 +74,7 @@ def test_without_nvml(
 ) -> None:
     install(nvml)  # None is like a missing package
     with caplog.at_level(logging.INFO), GpuMonitor(device) as monitor:
-        wait_for("the end of the thread", lambda: threads() == [])
+        wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
         assert monitor.read() == {} and monitor.slowdowns() == ""
     expected = [] if warning is None else ["WARNING"]
     assert [record.levelname for record in caplog.records] == expected

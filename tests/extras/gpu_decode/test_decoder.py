@@ -66,11 +66,6 @@ def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -
     np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
 
 
-def black_and_white(seed: int) -> np.ndarray:
-    """Pixels of 0 and 255 only, where a bicubic filter overshoots most: uint8 [90, 130, 3]."""
-    return np.random.default_rng(seed).choice(np.array([0, 255], np.uint8), (90, 130, 3))
-
-
 def test_geometry_that_the_kernel_cannot_make() -> None:
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
@@ -199,7 +194,8 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
     """To one level, if both get the same pixels."""
     chain, count = transform(entries), 12
-    images = [black_and_white(seed) for seed in range(count // 2)]
+    # Pixels of 0 and 255 only, where a bicubic filter overshoots most.
+    images = [*np.random.default_rng(0).choice(np.uint8([0, 255]), (count // 2, 90, 130, 3))]
     images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
     rows = np.zeros((count, geometry.COLUMNS))
     for index, (row, image) in enumerate(zip(rows, images, strict=True)):

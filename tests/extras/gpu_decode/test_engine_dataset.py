@@ -16,16 +16,9 @@ from conf.schema import UserError
 from engine import checkpoint
 from extras import gpu_decode
 from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, EngineDataset, engines
+from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import EngineError
-from extras.gpu_decode.geometry import (
-    BICUBIC,
-    CLIP_BOTTOM,
-    CLIP_LEFT,
-    LENGTH,
-    MIRRORED,
-    OFFSET,
-    engines_support,
-)
+from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
@@ -75,7 +68,7 @@ class PillowEngines:
         scale: Tensor,
         shift: Tensor,
     ) -> None:
-        images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, LENGTH] > 0)
+        images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, g.LENGTH] > 0)
         if self.broken and len(encoded):
             raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
         for row in encoded:
@@ -87,12 +80,12 @@ class PillowEngines:
 
 
 def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
-    first, length = int(row[OFFSET]), int(row[LENGTH])
+    first, length = int(row[g.OFFSET]), int(row[g.LENGTH])
     picture = decode.open_picture(files[first : first + length].tobytes(), "pillow")
-    box: Any = tuple(map(int, row[CLIP_LEFT : CLIP_BOTTOM + 1]))
-    interpolation = decode.INTERPOLATIONS[int(row[BICUBIC])]
+    box: Any = tuple(map(int, row[g.CLIP_LEFT : g.CLIP_BOTTOM + 1]))
+    interpolation = decode.INTERPOLATIONS[int(row[g.BICUBIC])]
     cropped = picture.resized((size, size), box, interpolation=interpolation, quick=True)
-    return (cropped.mirrored() if row[MIRRORED] else cropped).pixels()
+    return (cropped.mirrored() if row[g.MIRRORED] else cropped).pixels()
 
 
 @pytest.fixture
@@ -120,7 +113,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     with open_loader(dataset, workers=1) as loader:
         loader.samples = lambda step: samples
         batch = next(loader.batches(0, 1))
-        assert np.flatnonzero(batch.fields[GEOMETRY][:, LENGTH] == 0).tolist() == [0, 1, 2, 3, 4]
+        assert np.flatnonzero(batch.fields[GEOMETRY][:, g.LENGTH] == 0).tolist() == [0, 1, 2, 3, 4]
         assert torch.equal(batch.fields["image"][:5], loaded(plain, samples)["image"][:5])
 
 

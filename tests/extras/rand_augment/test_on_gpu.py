@@ -36,6 +36,7 @@ from pipeline.augment import Compose
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
+from tests.batches import without_waiting
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -63,13 +64,6 @@ def rows_of(drawn: Sequence[Sequence[Operation]], size: int) -> Tensor:
     """The operations of the images of a batch, for the kernels."""
     rows = [[kernel_row(each, (size, size)) for each in operations] for operations in drawn]
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def made_on_gpu(images: np.ndarray, drawn: Sequence[Sequence[Operation]]) -> np.ndarray:
-    """Apply operations to uint8 [B, S, S, 3] on a GPU."""
-    pixels = torch.from_numpy(images).cuda().permute(0, 3, 1, 2)
-    found = apply_operations(pixels, rows_of(drawn, images.shape[1]))
-    return found.permute(0, 2, 3, 1).cpu().numpy()
 
 
 def all_operations(name: str, size: int) -> list[Operation]:
@@ -220,9 +214,10 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
-    found = made_on_gpu(np.concatenate([images] * len(drawn)), operations)
+    pixels = torch.from_numpy(np.concatenate([images] * len(drawn))).cuda().permute(0, 3, 1, 2)
+    found = apply_operations(pixels, rows_of(operations, size)).permute(0, 2, 3, 1)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found.cpu().numpy(), expected)
 
 
 @pytest.mark.gpu
@@ -232,13 +227,8 @@ def test_operations_do_not_wait_for_the_device() -> None:
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     apply_operations(images, operations)
-    torch.cuda.set_sync_debug_mode("error")
-    torch.use_deterministic_algorithms(True)  # refuses none of the kernels
-    try:
+    with without_waiting(deterministic=True):  # which refuses none of the kernels
         apply_operations(images, operations)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
