@@ -24,7 +24,7 @@ from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
-WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss
+WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed
 CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
 WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
 MAX_BARS = 25
@@ -53,7 +53,7 @@ class Pictures(Observer):
         ]
         write(folder / "confusion.csv", [CONFUSION, *pairs])
         worst = []
-        for row in found.worst(WORST_LISTED):
+        for row in found.worst(max(WORST_LISTED, len(found.labels) // 50)):
             i, j = found.labels[row], found.predictions[row]
             values = float(found.confidences[row]), float(found.losses[row])
             worst.append((dataset.name(row), classes[i], classes[j], *values, names[i], names[j]))
