@@ -325,11 +325,12 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
     """
     before = OmegaConf.create(dict(planned), parent=tree)
     recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
-    return {
-        name: show(short(value))
-        for name, value in result_keys(config).items()
-        if (short := FIELDS[name].metadata["short"])(value) != short(recipe[name])
-    }
+    changed = {}
+    for name, value in result_keys(config).items():
+        short = FIELDS[name].metadata["short"]
+        if short(value) != short(recipe[name]):
+            changed[name] = show(short(value))
+    return changed
 
 
 def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
