@@ -48,7 +48,7 @@ from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
 from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
-from engine.memory import explain, fit_memory
+from engine.memory import explain_limit, fit_memory
 from engine.metrics import BestBy, class_means, class_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
@@ -56,7 +56,7 @@ from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
-from engine.tune import tune
+from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
@@ -68,7 +68,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises:
-        UserError: the config or the data is wrong; nothing has been created.
+        UserError: the config or the data is wrong; nearly always, nothing has been created.
         LoaderError, CheckpointError, TrainingError: training failed.
     """
     started = time.monotonic()
@@ -77,7 +77,7 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        datasets, schedule, compute, loss, state = build_parts(config, run, world)
+        datasets, schedule, compute, loss_fn, state = build_parts(config, run, world)
         run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
         introduce(datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
@@ -86,13 +86,14 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
-        train_on_batch = enter(build_step(schedule, compute, loss, state, world))
+        train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
-        rate_alone = tune(feed, train_on_batch, compute, state, run, stop, tracker)
+        step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
+        # What was measured is part of the run: a resumed run keeps it.
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(compute, feed, train_on_batch, world, rate_alone)
+        verdict = Verdict(compute, feed, train_on_batch, world, step_rate)
         log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
@@ -119,7 +120,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(
-    schedule: Schedule, compute: Compute, loss: Loss, state: TrainState, world: World
+    schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
 ) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
     config, on_gpu = schedule.config, world.device.type == "cuda"
@@ -129,7 +130,7 @@ def build_step(
     lr = torch.zeros((), dtype=dtype, device=world.device)
     clip_norm, count = config.optim.clip_norm, schedule.micro_batches
     launch = partial(
-        train_step, state, network, loss, lr=lr, clip_norm=clip_norm, micro_batches=count
+        train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm, micro_batches=count
     )
 
     def begin(step: int) -> None:
@@ -143,7 +144,7 @@ def build_step(
 def train_step(
     state: TrainState,
     network: nn.Module,
-    loss: Loss,
+    loss_fn: Loss,
     batch: Batch,
     *,
     lr: float | Tensor,
@@ -154,7 +155,7 @@ def train_step(
 
     Args:
         network: the model, or DDP around it if there are several nodes.
-        loss: `training_loss`, or what `build_loss` makes of it.
+        loss_fn: `training_loss`, or what `build_loss` makes of it.
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
@@ -167,12 +168,12 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
-    outputs: list[Values] = []
+    logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
         with sync_gradients(network, enabled=number == micro_batches):
-            mean_loss, values = loss(network, micro_batch)
-            state.scaler.scale(mean_loss / micro_batches).backward()
-        outputs.append({"loss": mean_loss.detach(), **values})
+            loss, values = loss_fn(network, micro_batch)
+            state.scaler.scale(loss / micro_batches).backward()
+        logged.append({"loss": loss.detach(), **values})
     average_gradients(network)
     # Without fp16, the scaler only calls the optimiser.
     state.scaler.unscale_(state.optimizer)
@@ -183,7 +184,7 @@ def train_step(
     state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
-    means = {k: torch.stack([one[k].float() for one in outputs]).mean() for k in outputs[0]}
+    means = {k: torch.stack([row[k].float() for row in logged]).mean() for k in logged[0]}
     if state.scaler.is_enabled():
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
@@ -195,8 +196,8 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     Raises UserError if train.loss or a key that belongs to it is wrong.
     """
     weights = class_weights(config.train, datasets, compute.device)
-    loss = compute.autocast()(compiled(training_loss, compute.compile))
-    return partial(loss, criterion=build_criterion(config.train, weights))
+    loss_fn = compute.autocast()(compiled(training_loss, compute.compile))
+    return partial(loss_fn, criterion=build_criterion(config.train, weights))
 
 
 def training_loss(
@@ -224,8 +225,8 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Not compiled: the CPU decodes the validation images, which usually takes longer.
 
     Returns:
-        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, except
-        `confidence` and `score`. The others are for values of all rows (engine/metrics.py).
+        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, unless
+        an entry of METRICS in engine/metrics.py takes all of their rows, as of `confidence`.
     """
     return class_values(network(batch["image"]).float(), batch["label"])
 
@@ -308,16 +309,17 @@ def build_parts(
         steps, rank_images = schedule.stop_step, schedule.rank_images
         compute = choose_compute(config, datasets, world.device, steps, rank_images)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-        loss = build_loss(config, datasets, compute)
-        return datasets, schedule, compute, loss, build_state(config, datasets, compute, world)
+        loss_fn = build_loss(config, datasets, compute)
+        return datasets, schedule, compute, loss_fn, build_state(config, datasets, compute, world)
 
-    datasets, schedule, compute, loss, state = world.on_all_ranks(build)
+    datasets, schedule, compute, loss_fn, state = world.on_all_ranks(build)
+    # A validation of zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     BestBy.of(config.train.best_by).check(dry_run.names())
     world.on_all_ranks(datasets.create_files)  # creates images that are missing, if it can
-    return datasets, schedule, compute, loss, state
+    return datasets, schedule, compute, loss_fn, state
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:
@@ -354,7 +356,7 @@ def main(config: Config) -> int:
         return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
-    return cli.exit_status(status, limits=explain)
+    return cli.exit_status(status, limits=explain_limit)
 
 
 if __name__ == "__main__":

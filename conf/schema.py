@@ -367,7 +367,7 @@ class Train:
     seed: int = key(0, RESULT, whole(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
     precision: str = key("auto", RESULT, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
-    """auto is bf16 or, on a GPU without it, fp16 with a loss scale; fp32 on a CPU"""
+    """auto is bf16, on a GPU without it fp16 with a loss scale, and fp32 on other devices"""
     deterministic: bool = key(False, NOTHING, BOOL)
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", NOTHING, one_of("auto", "cpu", "cuda", "mps", "xpu"))

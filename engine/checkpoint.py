@@ -144,7 +144,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
-    Raises CheckpointError if the file is damaged, UserError if it is missing or something else.
+    Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
     """
     try:
         content: dict[str, Any] = read_torch_file(path)

@@ -37,8 +37,8 @@ PEAK_FLOPS = {
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
-# And it searches the block sizes of all kernels for more operations of a GPU than this, an hour of
-# an H200. For ResNet-50, the first start takes 132 s more, and a step is 1.06 times as fast.
+# It is tuned for a run with more operations per GPU than this, an hour of an H200. For ResNet-50,
+# the first start takes 132 s more, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
 
 # model.compile=recompute computes activations again in the backward pass instead of keeping them:
@@ -106,8 +106,8 @@ def choose_compute(
 ) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
-    `steps`: of the run; `rank_images`: of a rank in each. Raises UserError if the model does not
-    take the images.
+    `steps`: number of steps of the run; `rank_images`: images of this rank in one step. Raises
+    UserError if the model does not take the images.
     """
     shape = datasets.train.fields[IMAGE].device_shape
     with torch.device("meta"):

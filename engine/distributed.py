@@ -26,7 +26,7 @@ SYNC = "require_backward_grad_sync"  # the attribute that `no_sync` sets for DDP
 
 @dataclass
 class World:
-    """The ranks of a run, as this one sees them."""
+    """The ranks of a run. All call what is marked Collective, and in the same order."""
 
     rank: int
     size: int
@@ -148,7 +148,7 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def sync_gradients(network: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Whether the ranks exchange the gradients of backward passes in the `with` block.
+    """Enable or disable the exchange of gradients in the backward passes of the `with` block.
 
     As DDP's `no_sync`, but for any network. Within a block in which it is not enabled, it stays so.
     """

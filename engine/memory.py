@@ -11,7 +11,7 @@ import torch
 
 from engine.distributed import World, sync_gradients
 from engine.schedule import Schedule, micro_batches
-from engine.state import TrainingError, TrainState, untouched
+from engine.state import TrainingError, TrainState, restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.machine import reached_limit
@@ -70,7 +70,7 @@ def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
     """Take a step on this rank alone and undo it; return whether the memory was enough."""
     with (
         suppress(torch.OutOfMemoryError),
-        untouched(state),
+        restored_on_exit(state),
         sync_gradients(step.network, enabled=False),
     ):
         step.begin(batch.step)
@@ -80,7 +80,7 @@ def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
     return False
 
 
-def explain(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:
+def explain_limit(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:
     """Say which limit of the machine caused an error, and what to do; None if it was no limit.
 
     `remedy`: for an error of the memory of the device or the host.

@@ -164,5 +164,5 @@ def micro_batches(images: int, most: int | None) -> int:
 
 
 def suited_batch(images: int) -> int:
-    """Return the largest power of two with 16 steps per epoch; 8 for BatchNorm at least."""
+    """Return the largest power of two with 16 or more steps per epoch, at least 8 for BatchNorm."""
     return max(8, 2 ** int(math.log2(images / 16)))

@@ -1,4 +1,4 @@
-"""Everything that changes during training, in one object. Its state_dict is the checkpoint."""
+"""Everything that changes during training, in one object. Its state_dict is in each checkpoint."""
 
 import copy
 import hashlib
@@ -151,7 +151,7 @@ class TrainState:
 
 
 @contextmanager
-def untouched(state: TrainState) -> Iterator[None]:
+def restored_on_exit(state: TrainState) -> Iterator[None]:
     """Restore weights, buffers, optimiser, average and random state on exit, bit for bit.
 
     Tensors are restored in place: compiled steps and CUDA graphs refer to their addresses.

@@ -7,7 +7,7 @@ consumer's demand, not to its own maximum (arXiv 2101.12127).
 
 The pixels of a mode that decodes on the device differ a little from those of the CPU decoders, so
 the mode is part of the run's identity. Nothing else here changes a result: order and augmentation
-are functions of (seed, epoch, index), and `untouched` restores the state that the steps changed.
+are functions of (seed, epoch, index), and the state that the steps change is restored.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from engine.distributed import World
 from engine.files import write_json
 from engine.log.tracker import Tracker
 from engine.run import Run
-from engine.state import TrainState, untouched
+from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
@@ -73,7 +73,7 @@ class StoppedError(RuntimeError):
     """A signal has ended the measurement, on all ranks."""
 
 
-def tune(
+def tune_loader(
     feed: Feed,
     step: StepGraph,
     compute: Compute,
@@ -99,7 +99,7 @@ def tune(
     else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
-            with untouched(state):
+            with restored_on_exit(state):
                 setting = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
@@ -215,7 +215,7 @@ class Tuner:
         tried: Tried = {}
         while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
             rate = min(self.demand, device + workers * per_worker)
-            steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.batch_size)
+            steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             steps = max(MIN_STEPS, min(MAX_STEPS, steps))
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
@@ -302,7 +302,7 @@ class Tuner:
         guess = self.world.all_gather(seconds_of(3))[0]
         steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
         seconds = median(seconds_of(steps) for _ in range(rounds))
-        return self.feed.train.loader.batch_size / max(self.world.all_gather(seconds))
+        return self.feed.train.loader.local_batch_size / max(self.world.all_gather(seconds))
 
     def measure_worker(self) -> Shares:
         """Times of a worker that decodes batches that nothing uses."""

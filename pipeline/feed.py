@@ -72,7 +72,7 @@ class Feed:
         """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
         found, loader = self.train.clock.shares(steps, skip=skip), self.train.loader
         return found and found._replace(
-            rate=found.steps * loader.batch_size / found.seconds,
+            rate=found.steps * loader.local_batch_size / found.seconds,
             workers=loader.pool.active,
             decoder=loader.dataset.decoder,
             mode=self.mode,

@@ -69,13 +69,13 @@ class Ring:
     """A dataset and the memory for its batches."""
 
     dataset: Dataset
-    batch_size: int  # rows of this rank
+    local_batch_size: int  # rows of this rank
     slots: int
     # Replace unreadable samples up to this fraction of all; None: the first one is an error.
     max_bad_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        rows = self.slots, self.batch_size
+        rows = self.slots, self.local_batch_size
         self.fields = dict(self.dataset.fields)
         self.memory = {  # name of a field -> [slots, B, *shape]
             name: SharedArray((*rows, *each.shape), each.dtype)

@@ -14,7 +14,7 @@ import train
 from conf.schema import Optim, Train
 from engine.losses import build_criterion
 from engine.optim import build_optimizer
-from engine.state import MovingAverage, TrainingError, TrainState, check_loss, untouched
+from engine.state import MovingAverage, TrainingError, TrainState, check_loss, restored_on_exit
 from engine.step_graph import Values
 from pipeline.batch import Batch
 from tests.batches import batch_of, toy_loss
@@ -219,7 +219,7 @@ def test_the_scale_is_stored() -> None:
     state = new_state("sgd")
     train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
     stored = copy.deepcopy(state.state_dict())
-    with untouched(state):  # for example the steps of loader.workers=auto
+    with restored_on_exit(state):  # for example the steps of loader.workers=auto
         train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
     resumed = new_state("sgd")
     resumed.load_state_dict(stored)

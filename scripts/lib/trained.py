@@ -23,7 +23,7 @@ from conf.named import import_object
 from conf.schema import FOLDER, Config, Model, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
-from engine.memory import explain
+from engine.memory import explain_limit
 from models.weights import head_of
 from models.zoo import RGB
 from pipeline.build import check_channels
@@ -120,7 +120,7 @@ class Trained:
 def exit_status(command: Callable[[], int], script: str) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
     cli.log_to_stderr()
-    limits = partial(explain, remedy="lower loader.batch_size")
+    limits = partial(explain_limit, remedy="lower loader.batch_size")
     return cli.exit_status(command, script, limits=limits)
 
 

@@ -16,7 +16,7 @@ from conf.compose import from_words
 from engine import memory
 from engine.compute import choose_compute
 from engine.distributed import World, join_world
-from engine.memory import explain, fit_memory
+from engine.memory import explain_limit, fit_memory
 from engine.schedule import Schedule
 from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
@@ -127,7 +127,7 @@ def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> Non
     ],
 )
 def test_message(error: BaseException, says: str | None) -> None:
-    assert (explain(error) or "none").endswith(says or "none")
+    assert (explain_limit(error) or "none").endswith(says or "none")
 
 
 @pytest.mark.usefixtures("toy_runs")

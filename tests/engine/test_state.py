@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import train
 from engine import checkpoint
 from engine.optim import build_optimizer
-from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
+from engine.state import MovingAverage, TrainState, params_sha256, restored_on_exit, seed_step
 from models.resnet import resnet_tiny
 from tests.batches import batch_of, toy_loss
 from tests.engine.run_dirs import content_of
@@ -132,7 +132,7 @@ def test_untouched(name: str, steps: int) -> None:
     random = torch.get_rng_state()
 
     for error in (None, KeyError("stop")):
-        with suppress(KeyError), untouched(state):
+        with suppress(KeyError), restored_on_exit(state):
             for group in state.optimizer.param_groups:
                 group["lr"] = 0.5
             for _ in range(2):

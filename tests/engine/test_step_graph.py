@@ -12,7 +12,7 @@ from conf.compose import from_words
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.schedule import Schedule
-from engine.state import TrainState, params_sha256, untouched
+from engine.state import TrainState, params_sha256, restored_on_exit
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from models import zoo
 from pipeline.batch import Batch
@@ -151,7 +151,7 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
     for measured in (True, False):
         compute, state, step = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
         if measured:
-            with untouched(state):
+            with restored_on_exit(state):
                 for number in range(STEPS):
                     step(random_batch(compute, number))
             step.reset()

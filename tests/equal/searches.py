@@ -27,7 +27,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
             return Shares(rate=rate, wait=wait, alone=demand, cpu_ms=1e3 * workers / supply)
 
     dataset = SimpleNamespace(workers_in=lambda mode, cores: cores)
-    loader: Any = SimpleNamespace(batch_size=32, dataset=dataset)
+    loader: Any = SimpleNamespace(local_batch_size=32, dataset=dataset)
     world: Any = SimpleNamespace(size=1, on_rank_0=lambda make: make())
     train = SimpleNamespace(loader=loader)
     feed: Any = SimpleNamespace(train=train, modes=("cpu",), max_workers=MOST, num_cores=MOST)

@@ -94,8 +94,8 @@ def open_loader(
     **shape: Any,
 ) -> Iterator[Loader]:
     """Open a loader of one rank; `shape` has further arguments of `Ring`."""
-    ring = Ring(dataset, **{"batch_size": 8, "slots": slots} | shape)
-    batch_size = ring.batch_size
+    ring = Ring(dataset, **{"local_batch_size": 8, "slots": slots} | shape)
+    batch_size = ring.local_batch_size
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)

@@ -52,8 +52,8 @@ def open_prefetcher(
     mixing = Mixing(list(transforms), CLASSES, seed=11, rank=0, world_size=2)
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
-    options = {"workers": 0, "batch_size": BATCH, "start_method": start_method} | options
-    slots = slots_needed(options["batch_size"], options["workers"], 2, depth)
+    options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
+    slots = slots_needed(options["local_batch_size"], options["workers"], 2, depth)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
         prefetcher = kind(loader, format, depth=depth, mixing=mixing if mixed_by else None)
@@ -231,7 +231,9 @@ def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32, **option
     """Count the batches that differ from those of a CPU, which has no streams."""
     format = ImageFormat(CPU, *LEVELS, dtype)
     begin, end = found[0].step, found[-1].step + 1
-    with open_prefetcher(NOISE, format, batch_size=len(found[0].samples), **options) as prefetcher:
+    with open_prefetcher(
+        NOISE, format, local_batch_size=len(found[0].samples), **options
+    ) as prefetcher:
         expected = [batch.clone() for batch in prefetcher.batches(begin, end)]
     return sum(not same(*pair) for pair in zip(found, expected, strict=True))
 
@@ -272,7 +274,9 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
     unread: deque[torch.cuda.Event] = deque()
     ahead = []  # by how many steps the host is ahead
     format = ImageFormat(CUDA, *LEVELS, dtype, channels_last=True)
-    with open_prefetcher(NOISE, format, kind=kind, batch_size=LARGE_BATCH, **options) as prefetcher:
+    with open_prefetcher(
+        NOISE, format, kind=kind, local_batch_size=LARGE_BATCH, **options
+    ) as prefetcher:
         for batch in prefetcher.batches(0, steps):
             copies = copies or [batch.clone() for _ in range(steps)]  # to allocate waits
             torch.cuda._sleep(lag * LAG_CYCLES)

@@ -64,7 +64,7 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
     options = {"workers": workers, "start_method": start_method}
     # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
-    with open_loader(dataset, batch_size=80, slots=3, **options) as loader:
+    with open_loader(dataset, local_batch_size=80, slots=3, **options) as loader:
         pool, steps = loader.pool, []
         assert len(pool.workers) == workers
         for batch in loader.batches(0, 6):
@@ -122,7 +122,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
 
     monkeypatch.setattr("pipeline.ring.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
-    ring = Ring(Ahead(plain.index, plain.transform, seed=7), batch_size=8, slots=3)
+    ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
     with Pool([ring], tasks_ahead=3, start_method="fork") as pool:
         pool.activate(1)
@@ -234,7 +234,7 @@ for number in numbers:
     signal.signal(number, lambda number, frame: received.add(number))
 dataset = crops(Path(sys.argv[1]), Stuck)
 dataset.stop_at(0, 0)
-ring = Ring(dataset, batch_size=32, slots=2)
+ring = Ring(dataset, local_batch_size=32, slots=2)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
 pool = Pool([ring], start_method=sys.argv[2], timeout_seconds=1000)

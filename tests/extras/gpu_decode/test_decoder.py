@@ -227,7 +227,7 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0
     options: Any = {"start_method": "forkserver", "pinned": True, "in_use": 2}
-    with open_loader(dataset, workers=1, batch_size=13, **options) as loader:
+    with open_loader(dataset, workers=1, local_batch_size=13, **options) as loader:
         loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
         prefetcher = Prefetcher(loader, format, depth=1)
         for batch in prefetcher.batches(0, 2):
