@@ -59,7 +59,7 @@ CODE_KEYS = {
     *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
 }
 # Group -> key that takes more than the choices of the group.
-NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.name"}
+NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 HYDRA = {  # words of Hydra's own command line, and what to write instead
     "~": "no key can be removed; give it another value, such as null",
@@ -252,6 +252,7 @@ def _recipe(file: Path) -> dict[str, Any]:
             composed = compose("config", ["recipe=chosen", f"hydra.searchpath=[{folder}]"])
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
+            reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
             raise UserError(f"{file}: {reason}; correct it") from None
     return _dotted(cast(dict[str, Any], OmegaConf.to_container(composed)))
 

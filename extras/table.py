@@ -32,7 +32,8 @@ from pipeline.splits import held_out, hold_out, holds_out
 @holds_out
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     if not data.root:
-        raise UserError("data.root is missing: give a folder with train.csv and val.csv")
+        files = "a folder with train.csv and val.csv, or with data.val_fraction one CSV file"
+        raise UserError(f"data.root is missing: give {files}")
     options, root = options_of(data, decoder, seed), Path(data.root).expanduser()
     paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
     if part := held_out(data):
@@ -60,6 +61,8 @@ class TableDataset(FolderDataset):
     """The lines of a CSV file: an image, and its `numbers`, float32 [columns]."""
 
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; data=table reads numbers from CSV files")
         head, *rows = [cells for _, cells in csv_rows(path)] or [[]]
         self.columns = tuple(head[1:])
         if [cell.lower() for cell in head[:1]] != ["path"] or not self.columns or not rows:
@@ -73,7 +76,8 @@ class TableDataset(FolderDataset):
                 values = [float(text) for text in texts if "_" not in text]  # Python reads 1_000
             if len(values) != len(self.columns) or not all(abs(v) < 3e38 for v in values):
                 given = f"{path}: {name}: {','.join(texts)}"
-                raise UserError(f"{given}: give {len(self.columns)} finite number(s)")
+                count = f"give {len(self.columns)} finite number(s)"
+                raise UserError(f"{given}: {count}; for names of classes, leave data=table out")
             numbers[row] = values
         files = {"": [os.fsencode(row[0]) for row in rows]}
         super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)

@@ -63,6 +63,7 @@ from pipeline.batch import LABEL
 from pipeline.build import Datasets, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.feed import open_feed
+from pipeline.index import find_storage
 from pipeline.machine import cores_for_workers
 from pipeline.pool import TASK_ROWS, start_forkserver
 from pipeline.shared import SharedArray
@@ -170,7 +171,8 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
             cure = "data.root=/path/to/imagenet (with val/<class>/*) or data.val=/path/to/images"
             raise UserError(f"data.root is missing: pass {cure}")
         data = replace(data, root=str(Path(data.val).parent))
-    if "data.val" in typed:  # other images than the run has held out
+    other_root = "data.root" in typed and find_storage(os.path.join(str(data.root), data.val))
+    if "data.val" in typed or other_root:  # other images than the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
     augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))

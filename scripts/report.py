@@ -5,8 +5,8 @@
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
 Reads config.yaml, metrics.jsonl, summary.json and verdict.json of each run directory. Files may be
-missing: a run may be in progress, killed, or of another version. A folder of runs, such as that of
-a sweep, stands for its runs. The report is one self-contained file. Without --out it is report.html
+missing: a run may be in progress, killed, or of another version. A folder of runs
+stands for its runs. The report is one self-contained file. Without --out it is report.html
 in the given folder, or for several folders in the current one. Every numeric key of metrics.jsonl
 gets a chart, including metrics that a fork adds, unless it is always 0.
 

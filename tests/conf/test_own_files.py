@@ -71,6 +71,7 @@ MISTAKES = [  # a file of the folder, its content, the message
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),
     ("recipe/mine", "defaults: foo", "defaults must be a list"),
+    ("recipe/mine", "defaults: [/optim: adamw]", "use 'override /optim: adamw'"),
     ("model/wide", "model: {name: resnet18}", "there is no key model.model; "),
     ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
 ]

@@ -147,8 +147,9 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     summary = small_run.run(flat, folder, "data.val_fraction=0.25", *short)
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
-    # A test split, however it is stored, in place of the images that were held out.
+    # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
+    assert len(build_val(opened(folder, f"data.root={image_root}").config).val) == len(names)
     for kind, pack in {"": shutil.copytree, ".tar": as_tar, ".csv": as_list}.items():
         pack(image_root / "val", flat / f"test{kind}")
         test = opened(folder, "data.val=test")
