@@ -158,10 +158,10 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     if not files:
         parent = os.path.dirname(os.path.abspath(folder))
         nearby = sorted(os.listdir(parent))[:5] if os.path.isdir(parent) else []
+        more = f", write {key}=FOLDER for another name, or data.val_fraction=0.1 to hold some out"
         raise UserError(
             f"{key}={folder}: no such folder; {parent} holds {', '.join(nearby) or 'nothing'}: "
-            f"correct data.root, write {key}=FOLDER if it has another name, or data.val_fraction="
-            "0.1 to hold out a tenth of the images"
+            f"correct data.root{more * (key != 'data.root')}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
