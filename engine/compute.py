@@ -102,11 +102,11 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 
 
 def choose_compute(
-    config: Config, datasets: Datasets, device: torch.device, steps: int, rank_images: int = 0
+    config: Config, datasets: Datasets, device: torch.device, steps: int, local_batch_size: int = 0
 ) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
-    `steps`: number of steps of the run; `rank_images`: images of this rank in one step. Raises
+    `steps`: number of steps of the run; `local_batch_size`: images of this rank in one step. Raises
     UserError if the model does not take the images.
     """
     shape = datasets.train.fields[IMAGE].device_shape
@@ -119,7 +119,7 @@ def choose_compute(
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
-    mode = resolve_compile(config, device, steps, 3 * flops * steps * rank_images)
+    mode = resolve_compile(config, device, steps, 3 * flops * steps * local_batch_size)
     rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
     return Compute(
         device=device,

@@ -42,7 +42,7 @@ def fit_memory(
         step: it changes to the new micro-batches. Its function takes `micro_batches`.
         batches: the first batch, which is read only if the step is tried.
     """
-    parts, images = schedule.micro_batches, schedule.rank_images
+    parts, images = schedule.micro_batches, schedule.local_batch_size
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:

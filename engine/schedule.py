@@ -39,14 +39,15 @@ class Schedule:
         return self.config.loader.batch_size
 
     @property
-    def rank_images(self) -> int:
+    def local_batch_size(self) -> int:
         """The images of one step on a rank."""
         return self.batch_size // self.ranks
 
     @property
     def micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
-        return micro_batches(self.rank_images, self.config.train.micro_batch or self.fitted_batch)
+        most = self.config.train.micro_batch or self.fitted_batch
+        return micro_batches(self.local_batch_size, most)
 
     @property
     def steps_per_epoch(self) -> float:

@@ -107,7 +107,6 @@ def tune_loader(
         step.reset()
         how = f"measured in {setting['seconds']:.0f} s"
         if world.is_main:
-            path.parent.mkdir(exist_ok=True)
             tracker.guard("autotune", write_json, path, setting)
     lines = [*setting["lines"], how]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
@@ -122,7 +121,7 @@ def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
     known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
-    return default_cache_dir() / "autotune" / f"{name}.json"
+    return default_cache_dir() / f"autotune-{name}.json"
 
 
 def _stored(path: Path, feed: Feed) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.shared import SharedArray
-from pipeline.splits import held_out, hold_out, holds_out
+from pipeline.splits import held_out, hold_out
 
 
-@holds_out
 def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     if not data.root:
         files = "a folder with train.csv and val.csv, or with data.val_fraction one CSV file"
@@ -55,6 +54,9 @@ def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> 
         columns, others = show([*first.columns]), show([*other.columns])
         raise UserError(f"data.val={data.val}: has the columns {others}, training has {columns}")
     return first, other, first.columns
+
+
+table.holds_out = True  # type: ignore[attr-defined]
 
 
 class TableDataset(FolderDataset):

@@ -16,7 +16,7 @@ from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture, describe
-from pipeline.splits import held_out, holds_out, load_splits
+from pipeline.splits import held_out, load_splits
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
 
@@ -143,9 +143,11 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
-    build = DATASETS.get(data.source) or import_object(data.source, "data.source")
-    if (part := held_out(data)) and not getattr(build, "holds_out", False):
-        raise UserError(f"{part.given}: data.source={data.source} does not read it; leave it out")
+    build: Any = DATASETS.get(data.source)
+    if build is None:
+        build = import_object(data.source, "data.source")
+        if (part := held_out(data)) and not hasattr(build, "holds_out"):
+            raise UserError(f"{part.given}: data.source={data.source} does not read it; omit it")
     splits: Splits = build(data, train, val, decoder, config.train.seed)
     return splits
 
@@ -155,7 +157,6 @@ def options_of(data: Data, decoder: str, seed: int) -> dict[str, Any]:
     return {"decoder": decoder, "seed": seed, "exif_orientation": data.exif_orientation}
 
 
-@holds_out
 def folder(
     data: Data, train: Compose, val: Compose, decoder: str, seed: int, dataset: Any = FolderDataset
 ) -> Splits:
@@ -175,7 +176,7 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
 
 
 # data.source -> function of (data, training and validation transform, CPU decoder, seed). It may
-# also name one as module:name.
+# also name one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
 DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
     "fake": fake,

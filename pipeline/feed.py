@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -121,10 +121,11 @@ def open_feed(
         active, started = datasets.train.workers_in(modes[0], cores), cores
         most = max(started, 2 * active if measured else 0)
     part = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
-    order: dict[str, Any] = {"seed": config.train.seed, "repeats": data.repeats, **part}
-    if config.train.class_weights == "sampled":
-        order["labels"] = datasets.train.labels
-    train_sampler = TrainSampler(num_samples=len(datasets.train), **order)
+    labels = datasets.train.labels if config.train.class_weights == "sampled" else None
+    count, seed = len(datasets.train), config.train.seed
+    train_sampler = TrainSampler(
+        num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **part
+    )
     val_sampler = ValSampler(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)

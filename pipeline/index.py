@@ -324,7 +324,6 @@ def _changes(before: np.ndarray, now: np.ndarray) -> str:
 def _write_cache(cache: Path, scan: Scan) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
             written = Path(folder, cache.name)
             np.savez(written, **scan._asdict())

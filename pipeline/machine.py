@@ -61,7 +61,10 @@ def default_cache_dir() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
+    folder = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def reached_limit(error: BaseException) -> str | None:

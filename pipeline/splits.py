@@ -3,14 +3,12 @@
 import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from conf.schema import Data, UserError
 from pipeline.index import Index, find_storage, load_index
-
-T = TypeVar("T")
 
 
 class HeldOut(NamedTuple):
@@ -49,12 +47,6 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
                 f"{given}: is inside {place}, where every folder is a class of images; "
                 "give a folder outside it"
             )
-
-
-def holds_out(source: T) -> T:
-    """Mark a function of data.source that reads data.val_fraction and data.val_fold."""
-    source.holds_out = True  # type: ignore[attr-defined]
-    return source
 
 
 def load_splits(data: Data) -> tuple[Index, Index]:

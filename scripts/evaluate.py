@@ -15,12 +15,12 @@ evaluation/<name>,test. Earlier files are replaced.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import Config, UserError, typed_keys
+from conf.schema import UserError, typed_keys
 from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
@@ -101,10 +101,8 @@ class MirrorAverage(nn.Module):
         return (self.network(images).float() + mirrored) / 2
 
 
-def run(
-    trained: Trained, world: World, *, flip: bool, build: Callable[[Config], Datasets] = build_val
-) -> Evaluated:
-    """Evaluate one model on its validation images, the `val` of what `build` returns. Collective.
+def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
+    """Evaluate one model on its validation images. Collective.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
@@ -114,7 +112,7 @@ def run(
     parts = make_schedule(config, loader.batch_size, world).micro_batches
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
-    datasets = build(config)
+    datasets = build_val(config)
     datasets.create_files()
     classes = label_by_name(trained, datasets)
     trained.check_size(datasets.val_size)

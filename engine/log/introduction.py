@@ -26,14 +26,15 @@ def introduce(
     """Print what the run will do, or the summary of an earlier start that finished it."""
     if not run.world.is_main:
         return
-    resumed = [run.resumed if run.is_first_start else run.resumed.name] if run.resumed else []
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
         *facts(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
-        *(f"state    resumed from {name}" for name in resumed),
         *(f"history  {line}" for line in state.history),
     ]
+    if run.resumed is not None:
+        name = run.resumed if run.is_first_start else run.resumed.name
+        lines.append(f"state    resumed from {name}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
         lines += [
@@ -53,10 +54,10 @@ def facts(
         f"data     {schedule.images:,} training and {len(datasets.val):,} validation images, "
         f"{classes} {'classes' if 'label' in datasets.train.fields else 'outputs'}"
     )
-    part = schedule.rank_images // schedule.micro_batches
+    part = schedule.local_batch_size // schedule.micro_batches
     steps = f"{schedule.stop_step:,} of {schedule.batch_size} images"
     if schedule.ranks > 1:
-        steps += f" ({schedule.rank_images} on each of {schedule.ranks} ranks)"
+        steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"
     if schedule.micro_batches > 1:
         steps += f" in {schedule.micro_batches} micro-batches of {part}"
     steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {config.train.epochs:g} epochs"

@@ -37,7 +37,7 @@ def compose(root: Path, folder: Path, *overrides: str) -> Config:
 
 def answers() -> list[Path]:
     """Return the results in the user's cache, the newest last."""
-    found = (default_cache_dir() / "autotune").glob("*.json")
+    found = default_cache_dir().glob("autotune-*.json")
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 

@@ -272,7 +272,7 @@ def test_broken_engines(
     compare_always(monkeypatch.setattr)
     monkeypatch.setattr(PillowEngines, "broken", True)
     summary = small_run.run(image_root, tmp_path / "run", *AUTO)
-    (answer,) = (default_cache_dir() / "autotune").glob("*.json")
+    (answer,) = default_cache_dir().glob("autotune-*.json")
     assert json.loads(answer.read_text())["mode"] == "cpu"
     stored = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000009.pt")
     assert stored["identity"]["pixels"] == "cpu"
