@@ -86,6 +86,9 @@ class HostEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: "HostEvent") -> float:
         return 1000 * (end.seconds - self.seconds)
 

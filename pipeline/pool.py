@@ -44,6 +44,9 @@ TASK_ROWS = 32
 PRELOAD = [worker_main.__module__]  # what the forkserver imports once for all workers
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
+# How late the end of a copy is noticed. Meanwhile, workers receive tasks: those that a worker has
+# are done before a step of 2,048 images.
+POLL_SECONDS = 1e-3
 
 
 class LoaderError(RunError):
@@ -142,7 +145,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def done(self, tasks: Sequence[Task]) -> bool:
         """Whether all these tasks are done; receives pending replies and does not wait."""
         if not all(task.done for task in tasks):
-            self._receive(timeout=0)
+            self.receive(timeout=0)
         return all(task.done for task in tasks)
 
     def wait(self, tasks: Sequence[Task]) -> None:
@@ -153,7 +156,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         while not all(task.done for task in tasks):
             if not self.workers:
                 self.run(self.waiting.popleft())
-            elif not self._receive(self.timeout_seconds):
+            elif not self.receive(self.timeout_seconds):
                 busy = [worker for worker in self.workers if worker.tasks]
                 names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
                 raise LoaderError(
@@ -181,10 +184,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             if len(worker.tasks) >= self.tasks_ahead:
                 return
             worker.tasks.append(self.waiting.popleft())
-            with contextlib.suppress(OSError):  # it has died, which `_receive` finds out
+            with contextlib.suppress(OSError):  # it has died, which `receive` finds out
                 worker.pipe.send(worker.tasks[-1])
 
-    def _receive(self, timeout: float) -> bool:
+    def receive(self, timeout: float = POLL_SECONDS) -> bool:
         """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
         ready = connection.wait([worker.pipe for worker in self.workers], timeout)
         for worker in self.workers:
@@ -286,7 +289,8 @@ class Loader:
     def _submit(self, step: int) -> list[Task]:
         slot = step % self.ring.slots
         if event := self._copied.pop(slot, None):
-            event.synchronize()  # keeps the host only a few batches ahead of the device
+            while not event.query():  # keeps the host only a few batches ahead of the device
+                self.pool.receive()
         samples = self.samples(step)
         self.ring.samples.array[slot] = EMPTY_ROW
         return [

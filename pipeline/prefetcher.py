@@ -10,7 +10,7 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -86,11 +86,11 @@ class Prefetcher:
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
-        self._begin(lambda: None)()
+        self._begin(lambda: None).result()
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Callable[[], tuple[Batch, BatchEvents]]]] = deque()
+        ready: deque[tuple[DeviceSlot, Future[tuple[Batch, BatchEvents]]]] = deque()
         taken = 0
         self.clock.start()
         while True:
@@ -103,17 +103,24 @@ class Prefetcher:
                 taken += 1
             if not ready:
                 return
-            self._current, finish = ready.popleft()
-            batch, events = finish()
+            if not ready[0][1].done():
+                self.loader.pool.receive()
+                continue
+            self._current, upload = ready.popleft()
+            batch, events = upload.result()
             if self.cuda:
                 torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
             self.clock.begin_step(events)
             yield batch
             self.end_step()
 
-    def _begin(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Begin a call in the thread, if there is one, and return what waits for its result."""
-        return function if self._thread is None else self._thread.submit(function).result
+    def _begin(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function in the thread, or at once if there is none."""
+        if self._thread is not None:
+            return self._thread.submit(function)
+        called: Future[T] = Future()
+        called.set_result(function())
+        return called
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -154,8 +154,9 @@ class Event:
     def __init__(self) -> None:
         self.waited = 0
 
-    def synchronize(self) -> None:
+    def query(self) -> bool:
         self.waited += 1
+        return True
 
 
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
