@@ -24,10 +24,10 @@ from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
 from pipeline.batch import Batch
-from tests.limits import file_size_limit
-from tests.ranks import Ranks
-from tests.results import check_not_trained, rows, same, stored, tree
-from tests.small_run import command, compose, run
+from tests.helpers.limits import file_size_limit
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import check_not_trained, rows, same, stored, tree
+from tests.helpers.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run

@@ -17,8 +17,8 @@ from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainingError, TrainState, check_loss, restored_on_exit
 from engine.step_graph import Values
 from pipeline.batch import Batch
-from tests.batches import batch_of, toy_loss
-from tests.optimizers import OPTIMIZERS
+from tests.helpers.batches import batch_of, toy_loss
+from tests.helpers.optimizers import OPTIMIZERS
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)

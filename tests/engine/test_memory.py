@@ -22,10 +22,10 @@ from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from tests.batches import toy_loss
 from tests.engine.plans import ALONE
-from tests.processes import run_python
-from tests.small_run import run
+from tests.helpers.batches import toy_loss
+from tests.helpers.processes import run_python
+from tests.helpers.small_run import run
 
 CUDA = replace(ALONE, device=torch.device("cuda", 0))
 

@@ -13,7 +13,7 @@ from conf.compose import from_words
 from conf.schema import Optim, UserError, missing
 from engine.optim import UNFIT, build_optimizer
 from models import build
-from tests.libraries import timm_module
+from tests.helpers.libraries import timm_module
 
 
 def stored_lists() -> dict[str, Counter[str]]:

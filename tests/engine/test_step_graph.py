@@ -17,9 +17,9 @@ from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
 from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from tests.batches import batch_of, on_device, toy_loss
+from tests.helpers.batches import batch_of, on_device, toy_loss
+from tests.helpers.optimizers import OPTIMIZERS
 from tests.models.test_vit import short_vit
-from tests.optimizers import OPTIMIZERS
 
 SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = ["data=fake", f"data.image_size={SIZE}", f"loader.batch_size={ROWS}"]

@@ -27,8 +27,8 @@ from engine.step_graph import StepGraph, Values
 from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
-from tests.batches import batch_of, toy_loss
 from tests.engine.plans import schedule
+from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
 
 

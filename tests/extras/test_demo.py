@@ -16,7 +16,7 @@ from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.augment import Compose, RandomResizedCrop
 from pipeline.dataset import FolderDataset
 from pipeline.index import load_index
-from tests.results import tree
+from tests.helpers.results import tree
 
 
 @pytest.fixture(autouse=True)

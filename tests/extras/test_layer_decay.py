@@ -9,7 +9,7 @@ from conf.schema import Optim, UserError
 from engine.optim import build_optimizer
 from extras.layer_decay import blocks
 from models.vit import vit_s16
-from tests.libraries import timm_module
+from tests.helpers.libraries import timm_module
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:

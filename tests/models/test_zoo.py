@@ -20,8 +20,8 @@ from conf.schema import Model, UserError
 from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
 from scripts.lib.trained import sizes_in
-from tests.libraries import timm_module
-from tests.results import same
+from tests.helpers.libraries import timm_module
+from tests.helpers.results import same
 
 
 def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:

@@ -22,8 +22,8 @@ from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.pool import slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
-from tests.batches import without_waiting
 from tests.conftest import Clock
+from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -12,8 +12,8 @@ from pipeline.build import build_datasets, build_val
 from pipeline.containers import Folder
 from pipeline.index import Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
-from tests.small_run import SMALL
-from tests.stored import as_tar, samples
+from tests.helpers.small_run import SMALL
+from tests.helpers.stored import as_tar, samples
 
 
 def splits(root: object, **keys: object) -> tuple[Index, Index]:

@@ -18,8 +18,8 @@ from engine.log.meter import Interval, Meter, train_row
 from engine.metrics import BestBy
 from pipeline.build import build_datasets
 from pipeline.clock import Shares
-from tests.batches import without_waiting
 from tests.engine.plans import ALONE, WAITED, compute, schedule
+from tests.helpers.batches import without_waiting
 
 TOP1 = BestBy.of("top1")
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}

@@ -23,8 +23,8 @@ from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.machine import default_cache_dir
-from tests import small_run
 from tests.engine.tune.tuning import compare_always, measure_on_cpu
+from tests.helpers import small_run
 from tests.pipeline.loaders import (
     CPU,
     Files,
