@@ -49,12 +49,12 @@ from engine.log.tracker import Tracker
 from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, class_means, class_values
+from engine.metrics import BestBy, Values, class_means, class_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
-from engine.step_graph import StepGraph, Values
+from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches

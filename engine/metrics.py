@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from conf.named import import_object
 from conf.schema import UserError, did_you_mean
 
+Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -12,15 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.metrics import Values
 from pipeline.batch import Batch
 
 logger = logging.getLogger(__name__)
-
-Values = dict[str, Tensor]
-"""Named tensors on the device. A step's tensors of shape [] are logged under their names."""
 
 # The steps before the capture compile, choose kernels and create the optimiser's state.
 STEPS_BEFORE_CAPTURE = 3

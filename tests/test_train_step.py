@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import train
 from conf.schema import Optim, Train
 from engine.losses import build_criterion
+from engine.metrics import Values
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainingError, TrainState, check_loss, restored_on_exit
-from engine.step_graph import Values
 from pipeline.batch import Batch
 from tests.helpers.batches import batch_of, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS

@@ -11,9 +11,10 @@ import train
 from conf.compose import from_words
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
+from engine.metrics import Values
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, restored_on_exit
-from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
+from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
 from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets

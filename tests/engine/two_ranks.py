@@ -22,8 +22,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from conf.schema import UserError
 from engine import memory
 from engine.distributed import World, average_gradients, join_world
+from engine.metrics import Values
 from engine.state import TrainState, params_sha256
-from engine.step_graph import StepGraph, Values
+from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
