@@ -129,16 +129,16 @@ def build_step(
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
     clip_norm, count = config.optim.clip_norm, schedule.micro_batches
-    launch = partial(
+    step_function = partial(
         train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm, micro_batches=count
     )
 
-    def begin(step: int) -> None:
+    def before_step(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
     disabled_reason = None if on_gpu else "it is only for CUDA"
-    return StepGraph(launch, begin, state.clear_gradients, network, disabled_reason)
+    return StepGraph(step_function, before_step, state.clear_gradients, network, disabled_reason)
 
 
 def train_step(

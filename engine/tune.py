@@ -75,7 +75,7 @@ class StoppedError(RuntimeError):
 
 def tune_loader(
     feed: Feed,
-    step: StepGraph,
+    train_on_batch: StepGraph,
     compute: Compute,
     state: TrainState,
     run: Run,
@@ -92,7 +92,7 @@ def tune_loader(
         return 0.0
     pool, world = feed.train.loader.pool, run.world
     path = _cache(feed, compute, run)
-    tuner = Tuner(feed, step, world, stop, state.step)
+    tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
         tuner.configure(setting["mode"], setting["workers"], setting["alone"])
         how = f"measured by an earlier run; remove {path} to measure again"
@@ -104,7 +104,7 @@ def tune_loader(
         except StoppedError:
             feed.set_mode(feed.modes[0])
             return 0.0
-        step.reset()
+        train_on_batch.reset()
         how = f"measured in {setting['seconds']:.0f} s"
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
@@ -137,7 +137,7 @@ class Tuner:
     """Measures all ranks at once. Each figure is that of the slowest rank."""
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
-    step: Callable[[Batch], object]  # a real training step; the caller restores the state
+    train_on_batch: Callable[[Batch], object]  # really; the caller restores the state
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
@@ -150,7 +150,7 @@ class Tuner:
         """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
         (resident,) = [batch.clone() for batch in self.batches(1)]
         for _ in range(FIRST_STEPS):  # these may compile
-            self.step(resident)
+            self.train_on_batch(resident)
         self.synchronize()
         began = time.perf_counter()
         self.deadline = began + LATE_SECONDS
@@ -242,7 +242,7 @@ class Tuner:
                 self.synchronize()
                 self.feed.train.clock.shares()
                 loader.ring.replies.clear()
-            self.step(batch)
+            self.train_on_batch(batch)
         shares = self.feed.shares(steps)
         assert shares is not None
         ranks = self.world.all_gather(shares)
@@ -293,7 +293,7 @@ class Tuner:
             self.synchronize()
             began = time.perf_counter()
             for _ in range(steps):
-                self.step(resident)
+                self.train_on_batch(resident)
             self.synchronize()
             return (time.perf_counter() - began) / steps
 

@@ -107,12 +107,12 @@ def measured_config(config: Config, device: torch.device) -> Config:
 
 
 def windows(
-    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
+    process: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Measure units per second in each of WINDOWS windows.
 
     Args:
-        step: processes some units and returns their number.
+        process: processes some units and returns their number.
         seconds: of all windows together.
         finish: waits until the units are complete.
     """
@@ -120,7 +120,7 @@ def windows(
     for _ in range(WINDOWS):
         began, done = time.perf_counter(), 0
         while done == 0 or time.perf_counter() - began < seconds / WINDOWS:
-            done += step()
+            done += process()
         finish()
         rates.append(done / (time.perf_counter() - began))
     return rates
@@ -182,12 +182,12 @@ def measure_steps(
     config = schedule.config
     state = train.build_state(config, datasets, compute, world)
     loss = train.build_loss(config, datasets, compute)
-    train_step = train.build_step(schedule, compute, loss, state, world)
+    train_on_batch = train.build_step(schedule, compute, loss, state, world)
     meter = Meter(world)
 
-    def step(batches: Iterator[Batch]) -> int:
+    def train_on_next(batches: Iterator[Batch]) -> int:
         batch = next(batches)
-        meter.add(train_step(batch))
+        meter.add(train_on_batch(batch))
         return len(batch.samples)
 
     def finish() -> None:
@@ -196,16 +196,16 @@ def measure_steps(
 
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        fit_memory(schedule, state, world, train_step, [next(kept)])
+        fit_memory(schedule, state, world, train_on_batch, [next(kept)])
         for _ in range(20 if world.device.type == "cuda" else 2):
-            step(kept)
+            train_on_next(kept)
         finish()
-        alone = windows(lambda: step(kept), seconds, finish)
+        alone = windows(lambda: train_on_next(kept), seconds, finish)
         batches = feed.train.batches(0, FOREVER)
-        warm_up(lambda: step(batches), feed)
+        warm_up(lambda: train_on_next(batches), feed)
         finish()
         feed.train.clock.shares()
-        fed = windows(lambda: step(batches), seconds, finish)
+        fed = windows(lambda: train_on_next(batches), seconds, finish)
         shares = feed.train.clock.shares()
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile}, batch already on the device"

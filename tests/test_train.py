@@ -337,12 +337,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     go: Any, status: Any, folder: Path, monkeypatch: Patch
 ) -> None:
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
-    step = train.train_step
+    train_step = train.train_step
 
     def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
         if batch.step == 6:
             batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
-        return step(state, network, loss, batch, **options)
+        return train_step(state, network, loss, batch, **options)
 
     monkeypatch.setattr(train, "train_step", diverge)
     options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]

@@ -40,7 +40,7 @@ class Verdict:
 
     compute: Compute
     feed: Feed
-    step: StepGraph
+    train_on_batch: StepGraph
     world: World
     alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
     rows: dict[str, list[Shares]] = field(default_factory=lambda: {"epoch": [], "run": []})
@@ -61,7 +61,7 @@ class Verdict:
             own = mean_of(rows)._replace(
                 name=f"rank {self.world.rank} on {socket.gethostname()}",
                 alone=self.alone,
-                graph_refused=self.step.disabled_reason or "",
+                graph_refused=self.train_on_batch.disabled_reason or "",
                 slowdowns=slowdowns,
             )
         if period == "epoch":

@@ -137,8 +137,8 @@ def check_memory(world: World) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return toy_loss(network, batch)
 
-    take = partial(train_step, state, network, loss, lr=0.5)
-    graph = StepGraph(take, lambda step: None, state.clear_gradients, network, "CPU")
+    step_function = partial(train_step, state, network, loss, lr=0.5)
+    graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network, "CPU")
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))

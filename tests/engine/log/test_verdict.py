@@ -102,10 +102,10 @@ def test_sentences(ranks: list[Shares], says: str) -> None:
 
 @contextmanager
 def open_run(image_root: Path, world: World = ALONE, *, alone: float = 0.0) -> Iterator[Verdict]:
-    step: Any = SimpleNamespace(disabled_reason=None)
+    train_on_batch: Any = SimpleNamespace(disabled_reason=None)
     small = ["loader.batch_size=16", "data.image_size=32"]
     with opened(image_root, *small, workers=0) as feed:
-        yield Verdict(compute(), feed, step, world, alone=alone)
+        yield Verdict(compute(), feed, train_on_batch, world, alone=alone)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """loader.workers=auto: measurements of workers and steps, made slow on purpose; stored results."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MEASURE_SECONDS", 0.4)
 
 
-def tuner_of(feed: Feed, step: Callable[[Batch], object], *, cores: int, world: World) -> Tuner:
+def tuner_of(feed: Feed, train_on_batch: Any, *, cores: int, world: World) -> Tuner:
     """On a machine that has cores for so many workers."""
     feed.num_cores = cores
-    return Tuner(feed, step, world, StopSignal(replace(world, size=1)), 0)
+    return Tuner(feed, train_on_batch, world, StopSignal(replace(world, size=1)), 0)
 
 
 @pytest.fixture
@@ -81,11 +81,11 @@ def test_step_that_is_slower_while_workers_run(
 ) -> None:
     """Twice as long on any batch but the resident one. Waiting for another rank is no slowdown."""
 
-    def step(batch: Batch) -> None:
+    def train_on_batch(batch: Batch) -> None:
         clock.now += 0.04
 
     world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-    tuner = tuner_of(clocked, step, cores=1, world=world)
+    tuner = tuner_of(clocked, train_on_batch, cores=1, world=world)
     tuner.demand = 32 / 0.02
     found = tuner.trial("cpu", 1, 9)
     images = 32 * 1e-4  # seconds; they are made between the steps
@@ -108,11 +108,11 @@ def test_several_ranks_get_a_reserve_of_workers(
         def on_rank_0(self, function: Any) -> Any:
             return function()
 
-    def step(batch: Batch) -> None:
+    def train_on_batch(batch: Batch) -> None:
         clock.now += 0.25
 
     world = EqualRanks(rank=0, size=ranks, local_rank=0, local_size=ranks, device=CPU)
-    found = tuner_of(clocked, step, cores=cores, world=world).measure()
+    found = tuner_of(clocked, train_on_batch, cores=cores, world=world).measure()
     assert found["workers"] == workers
     assert found["alone"] == pytest.approx(32 / 0.25)
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]
