@@ -35,7 +35,7 @@ from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.machine import default_cache_dir
@@ -65,7 +65,7 @@ RESERVE = 1.4
 # The beginnings of what a run's identity has about the speed of its step and its images.
 MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
 
-Tried = dict[int, Shares]  # number of workers -> what some steps have shown, in order
+Tried = dict[int, StepTimes]  # number of workers -> of some steps, in order
 Trials = dict[str, Tried]  # by mode of the dataset
 
 
@@ -141,7 +141,7 @@ class Tuner:
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
-    probe: Shares = Shares()  # of one worker that decodes, while nothing takes its batches
+    probe: StepTimes = StepTimes()  # of one worker that decodes, while nothing takes its batches
     demand: float = 0.0  # images/s of the step
     deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: Trials = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Tuner:
             "lines": self.lines(mode, workers, trial._replace(alone=self.demand)),
         }
 
-    def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
+    def lines(self, mode: str, workers: int, trial: StepTimes) -> list[str]:
         """Return the result for a reader."""
         decoder = self.feed.train.loader.dataset.decoder if mode == "cpu" else mode
         return [
@@ -179,7 +179,7 @@ class Tuner:
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
             f"{self.max_workers(mode)}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
-            f"{trial.wait:.1%} waiting",
+            f"{trial.data_wait:.1%} waiting",
         ]
 
     def search(self) -> None:
@@ -219,7 +219,7 @@ class Tuner:
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
             behind = max(trial.rate for trial in tried.values()) < top
-            waits = trial.wait > TOLERANCE
+            waits = trial.data_wait > TOLERANCE
             if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
             workers = next_number(tried, self.demand, most)
@@ -230,7 +230,7 @@ class Tuner:
         in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
         return number < MAX_TRIALS and (in_time or mode not in self.trials)
 
-    def trial(self, mode: str, workers: int, steps: int) -> Shares:
+    def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
         self.configure(mode, workers, self.demand)
         loader = self.feed.train.loader
@@ -240,14 +240,14 @@ class Tuner:
         for position, batch in enumerate(self.batches(warm + steps)):
             if position == warm:
                 self.synchronize()
-                self.feed.train.clock.shares()
+                self.feed.train.clock.step_times()
                 loader.ring.replies.clear()
             self.train_on_batch(batch)
-        shares = self.feed.shares(steps)
-        assert shares is not None
-        ranks = self.world.all_gather(shares)
+        times = self.feed.step_times(steps)
+        assert times is not None
+        ranks = self.world.all_gather(times)
         # All ranks are as fast as the one that waits longest.
-        waiting = max(ranks, key=lambda rank: rank.wait)
+        waiting = max(ranks, key=lambda rank: rank.data_wait)
         slow = min(ranks, key=lambda rank: rank.per_worker)
         return waiting._replace(
             rate=min(rank.rate for rank in ranks),
@@ -303,7 +303,7 @@ class Tuner:
         seconds = median(seconds_of(steps) for _ in range(rounds))
         return self.feed.train.loader.local_batch_size / max(self.world.all_gather(seconds))
 
-    def measure_worker(self) -> Shares:
+    def measure_worker(self) -> StepTimes:
         """Times of a worker that decodes batches that nothing uses."""
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
@@ -315,7 +315,7 @@ class Tuner:
                 break
         # The files of earlier steps are in memory now.
         self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
-        probes = self.world.all_gather(Shares(**loader.ring.worker_ms()))
+        probes = self.world.all_gather(StepTimes(**loader.ring.worker_ms()))
         return min(probes, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
@@ -342,15 +342,15 @@ class Tuner:
 # What is tried next and what is chosen are functions of the trials so far.
 
 
-def slowed(trial: Shares) -> bool:
+def slowed(trial: StepTimes) -> bool:
     """Whether the step was slower than alone, waits not counted: it lacks a core, or the GPU."""
-    return trial.rate < SLOWED * trial.alone * (1 - trial.wait)
+    return trial.rate < SLOWED * trial.alone * (1 - trial.data_wait)
 
 
 def is_enough(trials: Trials) -> bool:
     """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
     return any(
-        trial.wait <= TOLERANCE
+        trial.data_wait <= TOLERANCE
         and not slowed(trial)
         and workers * trial.per_worker >= SPARE * trial.rate
         for workers, trial in trials.get("cpu", {}).items()
@@ -375,7 +375,7 @@ def best_setting(trials: Trials) -> tuple[str, int]:
 def next_number(tried: Tried, demand: float, most: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
     now, trial = next(reversed(tried.items()))
-    if trial.wait > TOLERANCE:
+    if trial.data_wait > TOLERANCE:
         more = min(most, max(now + 1, round(1.3 * now)))
         if more not in tried:
             return more

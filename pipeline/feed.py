@@ -14,7 +14,7 @@ from pipeline import augment, machine
 from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.pool import Loader, Pool, slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
@@ -68,11 +68,11 @@ class Feed:
         dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
         dataset.set_mode(mode, workers=max(1, workers), demand=demand)
 
-    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
-        """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
-        found, loader = self.train.clock.shares(steps, skip=skip), self.train.loader
-        return found and found._replace(
-            rate=found.steps * loader.local_batch_size / found.seconds,
+    def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
+        """Return `StepClock.step_times` of the training, with its rate and workers."""
+        times, loader = self.train.clock.step_times(steps, skip=skip), self.train.loader
+        return times and times._replace(
+            rate=times.steps * loader.local_batch_size / times.seconds,
             workers=loader.pool.active,
             decoder=loader.dataset.decoder,
             mode=self.mode,

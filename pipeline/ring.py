@@ -91,7 +91,7 @@ class Ring:
         return [*self.memory.values(), self.samples]
 
     def worker_ms(self) -> dict[str, Any]:
-        """Average the newest tasks per image: the fields of `Shares` for a worker."""
+        """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
         replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
         images = max(1, sum(reply.rows for reply in replies))
         cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images

@@ -204,12 +204,12 @@ def measure_steps(
         batches = feed.train.batches(0, FOREVER)
         warm_up(lambda: train_on_next(batches), feed)
         finish()
-        feed.train.clock.shares()
+        feed.train.clock.step_times()
         fed = windows(lambda: train_on_next(batches), seconds, finish)
-        shares = feed.train.clock.shares()
+        times = feed.train.clock.step_times()
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile}, batch already on the device"
-    waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
+    waited = f"{100 * times.data_wait:.0f} %" if times else "unknown"
     waited = f"time in which the device waited for data: {waited}"
     return [Stage("step", alone, note), Stage("train", fed, waited)]
 

@@ -8,10 +8,9 @@ from conf.schema import Checkpoint, Config, Loader, Log, Train
 from engine.compute import Compute
 from engine.distributed import World
 from engine.schedule import Schedule
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 
-# The shares of some steps.
-WAITED = Shares(steps=4, seconds=2.0, wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0, worst_ms=1.0)
+WAITED = StepTimes(steps=4, seconds=2.0, data_wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0)
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 
 

@@ -96,10 +96,10 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
             if batch.step == 1:
                 with prefetcher.pause():
                     clock.now += 1
-        found = prefetcher.clock.shares()
+        found = prefetcher.clock.step_times()
     assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
-    assert found.step_ms == pytest.approx(100) == found.worst_ms
-    assert (found.wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
+    assert found.step_ms == pytest.approx(100) == found.step_worst_ms
+    assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
 
 
 class Stream:
@@ -287,7 +287,7 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 0:
-                prefetcher.clock.shares()  # as at a log step: else the clock keeps all events
+                prefetcher.clock.step_times()  # as at a log step: else the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
     mixed_by = options.get("mixed_by", ())
     wrong = count_wrong(found, dtype, mixed_by=mixed_by)

@@ -16,7 +16,7 @@ from engine.stop_signal import StopSignal
 from engine.tune import Tuner, slowed
 from pipeline import ring
 from pipeline.batch import Batch
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
 from pipeline.pool import Pool
@@ -61,7 +61,7 @@ def test_times_of_a_worker(clock: Clock, clocked: Feed, monkeypatch: pytest.Monk
     monkeypatch.setattr(ring, "waited_for_core", lambda: 0.2 * clock.now)
     for batch in clocked.train.loader.batches(0, 3):
         batch.release(None)
-    found = Shares(**clocked.train.loader.ring.worker_ms())
+    found = StepTimes(**clocked.train.loader.ring.worker_ms())
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((0.05, 0.02, 0.03))
     assert found.per_worker == pytest.approx(10_000)
 
@@ -70,9 +70,9 @@ class TwoRanks(World):
     """The other rank waits longer, or its workers are slower."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        if not isinstance(value, Shares):
+        if not isinstance(value, StepTimes):
             return [value]
-        return [value, value._replace(wait=0.6), value._replace(cpu_ms=9.0)]
+        return [value, value._replace(data_wait=0.6), value._replace(cpu_ms=9.0)]
 
 
 @pytest.mark.parametrize("kind", [World, TwoRanks])
@@ -90,7 +90,7 @@ def test_step_that_is_slower_while_workers_run(
     found = tuner.trial("cpu", 1, 9)
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
-    assert (found.rate, found.wait) == pytest.approx((32 / (0.04 + images), wait))
+    assert (found.rate, found.data_wait) == pytest.approx((32 / (0.04 + images), wait))
     assert slowed(found) == (kind is World)
     assert found.cpu_ms == (pytest.approx(0.1) if kind is World else 9.0)
 
