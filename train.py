@@ -262,14 +262,15 @@ def validate(
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)
-        if result.images == len(feed.val.loader.dataset):  # fewer after a signal
-            row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
-            for raw in raw_results:
-                row |= {f"{name}_raw": value for name, value in raw.values().items()}
-            best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
-            state.last = row
-            state.best = row if best else state.best
-            log.validated(row, result.names(), result.rows, best=best)
+        if result.images < len(feed.val.loader.dataset):
+            return  # a signal has ended it
+        row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
+        for raw in raw_results:
+            row |= {f"{name}_raw": value for name, value in raw.values().items()}
+        best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
+        state.last = row
+        state.best = row if best else state.best
+        log.validated(row, result.names(), result.rows, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:
