@@ -262,7 +262,7 @@ def validate(
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)
-        if result.images < len(feed.val.loader.dataset):
+        if result.images < len(feed.datasets.val):
             return  # a signal has ended it
         row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
         for raw in raw_results:

@@ -90,7 +90,7 @@ def tune_loader(
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
         return 0.0
-    pool, world = feed.train.loader.pool, run.world
+    pool, world = feed.pool, run.world
     path = _cache(feed, compute, run)
     tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
@@ -115,9 +115,9 @@ def tune_loader(
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     """Return the file of a result: its name depends on all that the rates depend on."""
-    world, loader, identity = run.world, feed.train.loader, run.facts["identity"]
-    machine = [platform.node(), len(loader.pool.workers), world.size, world.local_size]
-    decoders = [feed.config.loader.decoder, loader.dataset.decoder]
+    world, identity = run.world, run.facts["identity"]
+    machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
+    decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
     known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
     known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
@@ -173,7 +173,7 @@ class Tuner:
 
     def lines(self, mode: str, workers: int, trial: StepTimes) -> list[str]:
         """Return the result for a reader."""
-        decoder = self.feed.train.loader.dataset.decoder if mode == "cpu" else mode
+        decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
         return [
             f"the step takes {trial.alone:,.0f} img/s on a batch that is on the device",
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
@@ -203,7 +203,7 @@ class Tuner:
         workers, most = self.world.on_rank_0(
             lambda: (self.max_workers(mode), self.most_workers(mode))
         )
-        dataset, per_worker = self.feed.train.loader.dataset, self.probe.per_worker
+        dataset, per_worker = self.feed.datasets.train, self.probe.per_worker
         # Images/s that it decodes itself, known since `try_mode`.
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((t.rate for tried in self.trials.values() for t in tried.values()), default=0.0)
@@ -259,7 +259,7 @@ class Tuner:
 
     def max_workers(self, mode: str) -> int:
         """Number of workers of this rank for which there are cores."""
-        return self.feed.train.loader.dataset.workers_in(mode, self.feed.num_cores)
+        return self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
 
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
@@ -273,7 +273,7 @@ class Tuner:
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
-        self.feed.train.loader.pool.activate(min(workers, self.feed.max_workers))
+        self.feed.pool.activate(min(workers, self.feed.max_workers))
         self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
 
     def batches(self, count: int) -> Iterator[Batch]:
@@ -329,7 +329,7 @@ class Tuner:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             failure = describe(error)
-        if failure is None and self.feed.train.loader.dataset.device_rate == math.inf:
+        if failure is None and self.feed.datasets.train.device_rate == math.inf:
             failure = "it has decoded no image"
         return next(filter(None, self.world.all_gather(failure)), None)
 

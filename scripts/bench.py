@@ -165,7 +165,7 @@ def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
 
     warm_up(take, feed)
     rates = windows(take, seconds)
-    workers = feed.train.loader.pool.active
+    workers = feed.pool.active
     return Stage("loader", rates, f"{workers} workers, batch {batch_size}")
 
 

@@ -171,7 +171,7 @@ class RunLog(ExitStack):
         interval = self.meter.read()
         if interval is None:
             return
-        schedule, loader = self.schedule, self.feed.train.loader
+        schedule, pool = self.schedule, self.feed.pool
         before = interval.step - interval.steps
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
@@ -185,7 +185,7 @@ class RunLog(ExitStack):
         if not starting:
             self.verdict.add(times)
         row = train_row(interval, times, schedule, self.compute)
-        row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
+        row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         epochs = self.config.train.epochs
         self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
@@ -205,7 +205,7 @@ class RunLog(ExitStack):
         run.wait()
         stop.poll()
         rate = mean_of(self._times).rate if self._times else 0.0
-        unreadable = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
+        unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
@@ -213,7 +213,7 @@ class RunLog(ExitStack):
             "seconds": time.monotonic() - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
-            "workers": self.feed.train.loader.pool.active,
+            "workers": self.feed.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
             "unreadable_images": len(set[int]().union(*unreadable)),
         }

@@ -75,7 +75,7 @@ class Verdict:
 
 def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     """Return what helps against each cause, as far as it applies to this run."""
-    loader, dataset = feed.config.loader, feed.train.loader.dataset
+    loader, dataset = feed.config.loader, feed.datasets.train
     typed = {loader.workers, loader.decoder} != {"auto"}
     if compute.device.type != "cuda":  # where auto measures nothing: these may be its values
         typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"

@@ -178,8 +178,8 @@ def test_remedies_that_apply(
     device = torch.device("cpu" if "loader.decoder=region" in overrides else "cuda")
     computed = compute(device=device, compile=config.model.compile)
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
-    train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
+    datasets = SimpleNamespace(train=dataset)
+    feed: Any = SimpleNamespace(config=config, datasets=datasets, num_cores=4)
     known = remedies(computed, feed)
     assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
     found = known[cause]

@@ -45,9 +45,10 @@ def tune(
 ) -> tuple[str, int, list[tuple[str, int]]]:
     """Return the mode and the number of workers that are chosen, and the trials."""
     dataset = SimpleNamespace(workers_in=workers_in, device_rate=speed["gpu"][0])
-    train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32, dataset=dataset))
+    train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32))
     sizes = {"max_workers": 2 * CORES, "num_cores": CORES - 1}
-    feed: Any = SimpleNamespace(train=train, modes=tuple(speed), **sizes)
+    datasets = SimpleNamespace(train=dataset)
+    feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=tuple(speed), **sizes)
     never: Any = None
     probe = StepTimes(cpu_ms=1e3 / speed["cpu"][1])
     arguments = feed, never, ALONE, never, 0, probe, demand, deadline
