@@ -459,14 +459,14 @@ class Config:
 
 def sentences() -> dict[str, str]:
     """Dotted key -> the string below it, for --help."""
-    found = {}
+    texts = {}
     for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
         if isinstance(section, ast.ClassDef):
             for target, text in pairwise(section.body):
                 if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Expr):
                     name = f"{section.name.lower()}.{ast.unparse(target.target)}"
-                    found[name] = " ".join(ast.literal_eval(text.value).split())
-    return found
+                    texts[name] = " ".join(ast.literal_eval(text.value).split())
+    return texts
 
 
 def config_values(config: Config) -> dict[str, Any]:

@@ -29,15 +29,15 @@ def build_criterion(config: Train, class_weights: Tensor | None = None) -> Crite
     """
     if config.loss not in LOSSES:
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
-    taken, default = keys_of(config.loss), Train()
-    for name in sorted(set().union(*map(keys_of, LOSSES)) - taken):
+    keys, default = keys_of(config.loss), Train()
+    for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
         if (value := getattr(config, name)) != (unset := getattr(default, name)):
             raise UserError(
                 f"train.{name}={show(value)}: train.loss={config.loss} does not take it; give "
                 f"train.{name}={show(unset)}, or another loss"
             )
     given = {**vars(config), "class_weights": class_weights}
-    return partial(LOSSES[config.loss], **{name: given[name] for name in taken})
+    return partial(LOSSES[config.loss], **{name: given[name] for name in keys})
 
 
 def keys_of(loss: str) -> set[str]:

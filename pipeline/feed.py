@@ -157,7 +157,7 @@ def open_feed(
 
 def _highest(dataset: Dataset) -> int:
     """Return the level that stands for 1 in all images of a sample."""
-    kinds = {(each.highest, each.shape[-1]) for each in dataset.fields.values() if each.image}
+    kinds = {(field.highest, field.shape[-1]) for field in dataset.fields.values() if field.image}
     if len(kinds) != 1:
         raise UserError(
             "data.mean: normalises all images of a sample, which have several dtypes or numbers of "

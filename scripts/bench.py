@@ -80,19 +80,19 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps=0)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-        found: list[Stage] = []
+        stages: list[Stage] = []
         if hasattr(datasets.train, "read"):
             if "read" in only:
-                found.append(measure_read(datasets.train, seconds))
+                stages.append(measure_read(datasets.train, seconds))
             if "decode" in only:
-                found.append(measure_decode(datasets, seconds))
+                stages.append(measure_decode(datasets, seconds))
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-                found.append(measure_loader(feed, config.loader.batch_size, seconds))
+                stages.append(measure_loader(feed, config.loader.batch_size, seconds))
         if "step" in only or "train" in only:
-            stages = measure_steps(datasets, schedule, compute, world, seconds)
-            found += [stage for stage in stages if stage.name in only]
-    return found
+            steps = measure_steps(datasets, schedule, compute, world, seconds)
+            stages += [stage for stage in steps if stage.name in only]
+    return stages
 
 
 def measured_config(config: Config, device: torch.device) -> Config:

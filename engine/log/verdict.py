@@ -56,9 +56,9 @@ class Verdict:
         An epoch below its SHORT seconds gets no sentence. `slowdowns` says why this rank's GPU ran
         below its maximum clock.
         """
-        rows, own = self.rows[period], None
+        rows, times = self.rows[period], None
         if sum(row.seconds for row in rows) >= SHORT[period]:
-            own = mean_of(rows)._replace(
+            times = mean_of(rows)._replace(
                 name=f"rank {self.world.rank} on {socket.gethostname()}",
                 alone=self.alone,
                 graph_refused=self.train_on_batch.disabled_reason or "",
@@ -66,7 +66,7 @@ class Verdict:
             )
         if period == "epoch":
             self.rows["epoch"] = []
-        ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
+        ranks = [rank for rank in self.world.all_gather(times) if rank is not None]
         if len(ranks) == self.world.size:
             return verdict(ranks, remedies(self.compute, self.feed))
         few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"

@@ -161,8 +161,8 @@ def open_trained(
         count, shape = count or outputs, shape or (channels, size, size)
     check_channels(config.data, shape[-3])
     known = tuple(names) if len(names) == count else ()
-    found = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
-    return found if classes is None else replace(found, classes=_read_names(classes, found))
+    trained = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
+    return trained if classes is None else replace(trained, classes=_read_names(classes, trained))
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:

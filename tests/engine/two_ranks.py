@@ -182,7 +182,7 @@ def check_validation_stops(world: World) -> None:
                     yield batch
 
             feed: Any = SimpleNamespace(val=SimpleNamespace(batches=val), val_batches=len(batches))
-            assert len([*validation_batches(feed, stop, parts=2)]) == 2 * found
+            assert len([*validation_batches(feed, stop, micro_batches=2)]) == 2 * found
 
 
 def main() -> None:
