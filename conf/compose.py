@@ -34,7 +34,7 @@ from conf.schema import (
     KEYS,
     NAMES,
     Config,
-    Run,
+    RunConfig,
     UserError,
     check,
     config_values,
@@ -98,7 +98,7 @@ def from_words(
     config.changed = _changes(planned, tree, config)
     if config.run.name is None:
         tree.run.name = _run_name(file.stem, config, swept)
-        config.run = cast(Run, OmegaConf.to_object(tree.run))
+        config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
     return config
 
 

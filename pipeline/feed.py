@@ -67,8 +67,7 @@ class Feed:
         `demand`: images/s that this rank needs.
         """
         self.mode = mode
-        workers = max(1, self.pool.active)
-        self.datasets.train.set_mode(mode, workers=workers, demand=demand)
+        self.datasets.train.set_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
     def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
         """Return `StepClock.step_times` of the training, with its rate and workers."""

@@ -102,7 +102,7 @@ def measured_config(config: Config, device: torch.device) -> Config:
     """
     if config.model.compile == "auto" and device.type == "cuda":
         config = replace(config, model=replace(config.model, compile="default"))
-    constant = schema.Schedule("constant")
+    constant = schema.ScheduleConfig("constant")
     return replace(config, schedule=constant, optim=replace(config.optim, lr=1e-3))
 
 

@@ -20,7 +20,7 @@ import models
 from conf import cli
 from conf.compose import from_checkpoint, from_words, read_yaml
 from conf.named import import_object
-from conf.schema import FOLDER, Config, Model, UserError, typed_keys
+from conf.schema import FOLDER, Config, ModelConfig, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -219,7 +219,7 @@ def sorted_as_text(names: Sequence[str]) -> bool:
 
 
 def sizes_in(
-    weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
+    weights: Mapping[str, Tensor], config: ModelConfig, *, image_size: int, origin: str
 ) -> tuple[int, int]:
     """Return the numbers of input channels and of classes of weights.
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from conf.schema import Checkpoint, Config, Loader, Log, Train
+from conf.schema import CheckpointConfig, Config, LoaderConfig, LogConfig, TrainConfig
 from engine.compute import Compute
 from engine.distributed import World
 from engine.schedule import Schedule
@@ -18,10 +18,10 @@ def config(
     batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
 ) -> Config:
     return Config(
-        loader=Loader(batch_size=batch),
-        train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
-        log=Log(every_steps=5),
-        checkpoint=Checkpoint(every_steps=4),
+        loader=LoaderConfig(batch_size=batch),
+        train=TrainConfig(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
+        log=LogConfig(every_steps=5),
+        checkpoint=CheckpointConfig(every_steps=4),
     )
 
 
