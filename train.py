@@ -49,12 +49,12 @@ from engine.log.tracker import Tracker
 from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, class_means, class_values
+from engine.metrics import BestBy, Values, class_means, class_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
-from engine.step_graph import StepGraph, Values
+from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches
@@ -129,16 +129,16 @@ def build_step(
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
     clip_norm, count = config.optim.clip_norm, schedule.micro_batches
-    launch = partial(
+    step_function = partial(
         train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm, micro_batches=count
     )
 
-    def begin(step: int) -> None:
+    def before_step(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
     disabled_reason = None if on_gpu else "it is only for CUDA"
-    return StepGraph(launch, begin, state.clear_gradients, network, disabled_reason)
+    return StepGraph(step_function, before_step, state.clear_gradients, network, disabled_reason)
 
 
 def train_step(
@@ -262,14 +262,15 @@ def validate(
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)
-        if result.images == len(feed.val.loader.dataset):  # fewer after a signal
-            row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
-            for raw in raw_results:
-                row |= {f"{name}_raw": value for name, value in raw.values().items()}
-            best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
-            state.last = row
-            state.best = row if best else state.best
-            log.validated(row, result.names(), result.rows, best=best)
+        if result.images < len(feed.datasets.val):
+            return  # a signal has ended it
+        row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
+        for raw in raw_results:
+            row |= {f"{name}_raw": value for name, value in raw.values().items()}
+        best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
+        state.last = row
+        state.best = row if best else state.best
+        log.validated(row, result.names(), result.rows, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:

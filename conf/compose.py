@@ -34,7 +34,7 @@ from conf.schema import (
     KEYS,
     NAMES,
     Config,
-    Run,
+    RunConfig,
     UserError,
     check,
     config_values,
@@ -98,7 +98,7 @@ def from_words(
     config.changed = _changes(planned, tree, config)
     if config.run.name is None:
         tree.run.name = _run_name(file.stem, config, swept)
-        config.run = cast(Run, OmegaConf.to_object(tree.run))
+        config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
     return config
 
 
@@ -211,8 +211,8 @@ def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
         allowed = FIELDS[name].metadata["check"]
         try:
             OmegaConf.update(tree, name, value, merge=False)
-            found = cast(Any, OmegaConf.to_container(tree[section]))[last]
-            if "${" in str(found) or allowed.allows(found):  # a value with ${ is checked at the end
+            converted = cast(Any, OmegaConf.to_container(tree[section]))[last]
+            if "${" in str(converted) or allowed.allows(converted):  # ${...} is checked at the end
                 continue
         except OmegaConfBaseException:
             pass
@@ -259,13 +259,13 @@ def _recipe(file: Path) -> dict[str, Any]:
 
 def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return section -> key -> value as dotted key -> value."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for section, values in content.items():
         if isinstance(values, dict) and section not in NOT_KEYS:
-            found |= {f"{section}.{key}": value for key, value in values.items()}
+            dotted |= {f"{section}.{key}": value for key, value in values.items()}
         elif section not in NOT_KEYS:  # a mistake
-            found[section] = values
-    return found
+            dotted[section] = values
+    return dotted
 
 
 def _flat(tree: DictConfig) -> dict[str, Any]:
@@ -344,17 +344,17 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
     the same name only for the same training.
     """
-    parts = dict(config.changed)
+    values = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
-        parts["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
+        values["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
     if recipe == DEFAULT_RECIPE:
-        recipe = parts.pop("model.name", config.model.name)
+        recipe = values.pop("model.name", config.model.name)
 
     def rank(key: str) -> list[bool]:
         of_input = [key.startswith(f"{section}.") for section in NAMED_LAST]
         return [key != "model.name", key not in swept, *of_input]
 
-    full = [recipe, *(f"{key}={parts[key]}" for key in sorted(parts, key=rank))]
+    full = [recipe, *(f"{key}={values[key]}" for key in sorted(values, key=rank))]
     safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
     first, *rest = (part.replace("=-", "=") for part in safe)  # [0.9,0.95] as 0.9-0.95
     name = first[:NAME_LENGTH]

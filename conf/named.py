@@ -52,10 +52,10 @@ def import_object(value: str, key: str) -> Any:
     """
     check_there(value, key)
     module, _, name = value.partition(":")
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
+    attribute = getattr(importlib.import_module(module), name, None)
+    if attribute is None:
         raise UserError(f"{key}={value}: {module} has no {name}; write module:name")
-    return found
+    return attribute
 
 
 def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:

@@ -208,7 +208,7 @@ HAS_EPS = all_but("optim", "adafactor", "asgd", "rprop", "sgd")
 
 
 @dataclass
-class Data:
+class DataConfig:
     source: str = key("folder", RESULT, one_of("folder", "fake") | CODE, short=after_colon)
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
@@ -255,7 +255,7 @@ class Data:
 
 
 @dataclass
-class Augment:
+class AugmentConfig:
     train: list[Any] = key([], RESULT, LIST)
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
     val: list[Any] = key([], RESULT, LIST)
@@ -265,7 +265,7 @@ class Augment:
 
 
 @dataclass
-class Loader:
+class LoaderConfig:
     batch_size: int = key(256, RESULT, COUNT)
     """global batch size: images per optimiser step over all ranks"""
     workers: Any = key("auto", NOTHING, AUTO | whole(0, 4096))
@@ -287,7 +287,7 @@ class Loader:
 
 
 @dataclass
-class Model:
+class ModelConfig:
     name: str = key("resnet50", RESULT, TEXT)
     """a classifier of torchvision or of models/, timm/<name> of timm, or module:name of a function
     of (num_classes, image_size, **model.args) in this checkout"""
@@ -313,7 +313,7 @@ class Model:
 
 
 @dataclass
-class Optim:
+class OptimConfig:
     name: str = key("sgd", RESULT, TEXT, short=after_colon)
     """optimiser: sgd, adamw, another class of torch.optim in lower case, timm/<name> of timm, or
     module:name of a function of (model, optim, **optim.args) in this checkout; optim=NAME takes one
@@ -342,7 +342,7 @@ class Optim:
 
 
 @dataclass
-class Schedule:
+class ScheduleConfig:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
     warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
@@ -356,7 +356,7 @@ class Schedule:
 
 
 @dataclass
-class Train:
+class TrainConfig:
     prepare: Any = key(None, NOTHING, ENTRY | NULL)
     """module:name of a function of (config, world) that returns the config to train with, before
     anything else; null: train with this one"""
@@ -399,7 +399,7 @@ class Train:
 
 
 @dataclass
-class Checkpoint:
+class CheckpointConfig:
     every_steps: int = key(1000, NOTHING, COUNT)
     """steps between checkpoints; one is also written at each validation and at the end"""
     keep: int = key(2, NOTHING, COUNT)
@@ -412,7 +412,7 @@ class Checkpoint:
 
 
 @dataclass
-class Run:
+class RunConfig:
     name: str | None = key(None, NOTHING, RUN_NAME | NULL)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
     dir: str = key("runs/${run.name}", NOTHING, Check(bool, "a path"))
@@ -420,7 +420,7 @@ class Run:
 
 
 @dataclass
-class Log:
+class LogConfig:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
@@ -437,16 +437,16 @@ class Log:
 class Config:
     """What the user chose. Only the sections hold keys."""
 
-    data: Data = field(default_factory=Data)
-    loader: Loader = field(default_factory=Loader)
-    augment: Augment = field(default_factory=Augment)
-    model: Model = field(default_factory=Model)
-    optim: Optim = field(default_factory=Optim)
-    schedule: Schedule = field(default_factory=Schedule)
-    train: Train = field(default_factory=Train)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    run: Run = field(default_factory=Run)
-    log: Log = field(default_factory=Log)
+    data: DataConfig = field(default_factory=DataConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     # The overrides as typed, for overrides.yaml
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
@@ -459,14 +459,14 @@ class Config:
 
 def sentences() -> dict[str, str]:
     """Dotted key -> the string below it, for --help."""
-    found = {}
+    texts = {}
     for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
         if isinstance(section, ast.ClassDef):
             for target, text in pairwise(section.body):
                 if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    name = f"{section.name.lower()}.{ast.unparse(target.target)}"
-                    found[name] = " ".join(ast.literal_eval(text.value).split())
-    return found
+                    name = section.name.removesuffix("Config").lower(), ast.unparse(target.target)
+                    texts[".".join(name)] = " ".join(ast.literal_eval(text.value).split())
+    return texts
 
 
 def config_values(config: Config) -> dict[str, Any]:

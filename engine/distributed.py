@@ -79,11 +79,11 @@ class World:
     def require_same(self, values: dict[str, Any]) -> None:
         """Refuse the first value that differs between the ranks. Collective."""
         first, *others = self.all_gather(values)
-        for rank, own in enumerate(others, start=1):
-            for name in first | own:
-                if own.get(name) != first.get(name):
+        for rank, other in enumerate(others, start=1):
+            for name in first | other:
+                if other.get(name) != first.get(name):
                     raise UserError(
-                        f"{name}: is {show(own.get(name))} on rank {rank} and "
+                        f"{name}: is {show(other.get(name))} on rank {rank} and "
                         f"{show(first.get(name))} on rank 0; give every rank the same command and "
                         "data"
                     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conf.schema import Train, UserError, did_you_mean, show
+from conf.schema import TrainConfig, UserError, did_you_mean, show
 from pipeline.batch import Batch
 from pipeline.build import Datasets
 
@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 """(network, batch) -> the mean loss, float32 [], and named values to log: `train.training_loss`."""
 
 
-def build_criterion(config: Train, class_weights: Tensor | None = None) -> Criterion:
+def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) -> Criterion:
     """Return the loss function that train.loss names, with the keys of `train` that it takes.
 
     `class_weights`: float32 [classes] on the device; None: all alike. Raises UserError if there is
@@ -29,24 +29,24 @@ def build_criterion(config: Train, class_weights: Tensor | None = None) -> Crite
     """
     if config.loss not in LOSSES:
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
-    taken, default = keys_of(config.loss), Train()
-    for name in sorted(set().union(*map(keys_of, LOSSES)) - taken):
+    keys, default = keys_of(config.loss), TrainConfig()
+    for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
         if (value := getattr(config, name)) != (unset := getattr(default, name)):
             raise UserError(
                 f"train.{name}={show(value)}: train.loss={config.loss} does not take it; give "
                 f"train.{name}={show(unset)}, or another loss"
             )
     given = {**vars(config), "class_weights": class_weights}
-    return partial(LOSSES[config.loss], **{name: given[name] for name in taken})
+    return partial(LOSSES[config.loss], **{name: given[name] for name in keys})
 
 
 def keys_of(loss: str) -> set[str]:
     """Return the names of the keys of `train` that a loss takes."""
-    return inspect.signature(LOSSES[loss]).parameters.keys() & vars(Train()).keys()
+    return inspect.signature(LOSSES[loss]).parameters.keys() & vars(TrainConfig()).keys()
 
 
 def class_weights(
-    config: Train, datasets: Datasets, device: torch.device | None = None
+    config: TrainConfig, datasets: Datasets, device: torch.device | None = None
 ) -> Tensor | None:
     """Return the weight of each class, float32 [classes]; None: all count alike, also if sampled.
 

@@ -29,7 +29,7 @@ def fit_memory(
     schedule: Schedule,
     state: TrainState,
     world: World,
-    step: StepGraph,
+    train_on_batch: StepGraph,
     batches: Iterable[Batch],
 ) -> Schedule:
     """Try a run's first step; return the schedule with micro-batches that fit. Collective.
@@ -39,42 +39,42 @@ def fit_memory(
     nothing is tried, because the forward pass waits for the other ranks.
 
     Args:
-        step: it changes to the new micro-batches. Its function takes `micro_batches`.
+        train_on_batch: it changes to the new micro-batches, which its `step_function` takes.
         batches: the first batch, which is read only if the step is tried.
     """
-    parts, images = schedule.micro_batches, schedule.local_batch_size
+    count, images = schedule.micro_batches, schedule.local_batch_size
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
         return schedule
     for batch in batches:
-        while not all(world.all_gather(_fits(step, state, batch, parts))):
-            if parts == images:
+        while not all(world.all_gather(_fits(train_on_batch, state, batch, count))):
+            if count == images:
                 raise TrainingError(
                     f"loader.batch_size={schedule.batch_size}: out of memory on {world.device} "
                     "with micro-batches of 1; use a smaller model.name or data.image_size"
                 )
-            parts = micro_batches(images, images // parts // 2)
+            count = micro_batches(images, images // count // 2)
     if world.device.type == "cuda":  # StepGraph reads the peak; what was tried does not count
         torch.cuda.reset_peak_memory_stats()
-    if parts == schedule.micro_batches:
+    if count == schedule.micro_batches:
         return schedule
-    step.launch = partial(step.launch, micro_batches=parts)
-    part = images // parts
-    more = f"training in {parts} micro-batches of {part}, as with train.micro_batch={part}"
+    train_on_batch.step_function = partial(train_on_batch.step_function, micro_batches=count)
+    size = images // count
+    more = f"training in {count} micro-batches of {size}, as with train.micro_batch={size}"
     logger.warning("out of memory with %d images at a time: %s", images, more)
-    return replace(schedule, fitted_batch=part)
+    return replace(schedule, fitted_batch=size)
 
 
-def _fits(step: StepGraph, state: TrainState, batch: Batch, parts: int) -> bool:
-    """Take a step on this rank alone and undo it; return whether the memory was enough."""
+def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
+    """Take a step in `count` micro-batches on this rank alone and undo it; return if it fits."""
     with (
         suppress(torch.OutOfMemoryError),
         restored_on_exit(state),
-        sync_gradients(step.network, enabled=False),
+        sync_gradients(train_on_batch.network, enabled=False),
     ):
-        step.begin(batch.step)
-        step.launch(batch, micro_batches=parts)
+        train_on_batch.before_step(batch.step)
+        train_on_batch.step_function(batch, micro_batches=count)
         return True
     torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return False

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from conf.named import import_object
 from conf.schema import UserError, did_you_mean
 
+Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -66,9 +68,9 @@ def add_values(tables: Iterable[str]) -> None:
 
 def averaged(rows: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the rows whose mean is a value: not those that only a `compute` takes."""
-    taken = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
+    inputs = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
     floats = [name for name, row in rows.items() if row.ndim == 1 and row.is_floating_point()]
-    return [name for name in floats if name in METRICS or name not in taken]
+    return [name for name in floats if name in METRICS or name not in inputs]
 
 
 def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
@@ -133,9 +135,9 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
     `logits`: float [B, classes]; `labels`: int64 [B].
     """
-    own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
+    label_logits = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    rank = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    rank = ((logits > label_logits) | ((logits == label_logits) & earlier)).sum(1)
     valid = (labels >= 0) & logits.amax(1).isfinite()
     counted = {"top1": 1, "top5": 5} if logits.shape[1] > 5 else {"top1": 1}
     return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.named import import_object, is_name
-from conf.schema import Optim, UserError, did_you_mean, group_names, show
+from conf.schema import OptimConfig, UserError, did_you_mean, group_names, show
 from models.zoo import import_timm
 
 Groups = list[dict[str, Any]]
@@ -27,7 +27,7 @@ UNFIT = {  # classes of torch.optim -> why they are refused
 }
 
 
-def build_optimizer(model: nn.Module, config: Optim) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Create the optimiser of the parameters that are not frozen.
 
     Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
@@ -64,7 +64,7 @@ def library_class(name: str) -> Callable[..., Optimizer]:
     return find(known[name])
 
 
-def decay_groups(model: nn.Module, config: Optim) -> Groups:
+def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
     """Return at most two groups of the parameters to train: with and without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = set(trained) if config.decay_norms else linear_weights(model)
@@ -76,7 +76,7 @@ def decay_groups(model: nn.Module, config: Optim) -> Groups:
 
 
 def of_class(
-    kind: Callable[..., Optimizer], model: nn.Module, config: Optim, **args: Any
+    kind: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
     groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # of timm's names
@@ -104,7 +104,7 @@ def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
 
 
-def sgd(model: nn.Module, config: Optim, **args: Any) -> Optimizer:
+def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     optimizer = of_class(torch.optim.SGD, model, config, **args)
     if optimizer.defaults["fused"] and optimizer.defaults["momentum"]:
         # If torch.amp.GradScaler skips its first step, it does not write the momentum: random

@@ -72,10 +72,10 @@ class Run(AbstractContextManager["Run"]):
         """
         given = self.config.checkpoint.resume
         # An OSError becomes a UserError.
-        own = self.world.on_all_ranks(lambda: self.world.on_rank_0(self._own_checkpoints))
-        if own:
+        paths = self.world.on_all_ranks(lambda: self.world.on_rank_0(self._own_checkpoints))
+        if paths:
             self.is_first_start = False
-            self.resumed, self._stored = checkpoint.load_newest(own)
+            self.resumed, self._stored = checkpoint.load_newest(paths)
             # The same command again resumes. The checkpoint with which it began may be gone.
             began = [line for line in self._stored["state"]["history"] if line.startswith("began ")]
             if given != "auto" and not any(line.endswith(f" with {given}") for line in began):

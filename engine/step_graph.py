@@ -12,15 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.metrics import Values
 from pipeline.batch import Batch
 
 logger = logging.getLogger(__name__)
-
-Values = dict[str, Tensor]
-"""Named tensors on the device. A step's tensors of shape [] are logged under their names."""
 
 # The steps before the capture compile, choose kernels and create the optimiser's state.
 STEPS_BEFORE_CAPTURE = 3
@@ -41,16 +39,16 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     batches have the same shape.
     """
 
-    # Launches the kernels of a step on a batch; it must not wait for the GPU. All tensors that it
+    # Trains on a batch: it launches the kernels, and must not wait for the GPU. All tensors that it
     # uses, except the batch, must keep their addresses.
-    launch: Callable[..., Values]
-    # Called with the number of a step before its kernels are launched, to fill the tensors of
-    # values that change from step to step, such as the learning rate.
-    begin: Callable[[int], None]
+    step_function: Callable[..., Values]
+    # Called with the number of a step before `step_function`, to fill the tensors of values that
+    # change from step to step, such as the learning rate.
+    before_step: Callable[[int], None]
     # Called after a capture that failed, which has computed nothing: the gradients that it left
     # would be added to those of the next step.
     clear_gradients: Callable[[], None]
-    network: nn.Module  # what the step trains; more steps precede a capture if it is DDP
+    network: nn.Module  # what is trained; more steps precede a capture if it is DDP
     disabled_reason: str | None = None  # why no graph is captured; set if a capture fails
 
     def __post_init__(self) -> None:
@@ -72,15 +70,15 @@ class StepGraph(AbstractContextManager["StepGraph"]):
             self._captured = None
 
     def __call__(self, batch: Batch) -> Values:
-        """Take a step. The values are overwritten by the next one."""
-        self.begin(batch.step)
+        """Train on a batch. The next step overwrites the values that are returned."""
+        self.before_step(batch.step)
         if self.disabled_reason is not None:
-            return self.launch(batch)
+            return self.step_function(batch)
         self._steps += 1
         if self._captured is None and self._steps > self.steps_before_capture:
             self._capture(batch)
         if self._captured is None:
-            values = self.launch(batch)
+            values = self.step_function(batch)
             peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             self._needed = max(self._needed, peak)
             return values
@@ -109,7 +107,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         try:
             # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                values = self.launch(static)
+                values = self.step_function(static)
         except RuntimeError as error:
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self.clear_gradients()

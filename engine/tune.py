@@ -35,7 +35,7 @@ from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.machine import default_cache_dir
@@ -65,7 +65,7 @@ RESERVE = 1.4
 # The beginnings of what a run's identity has about the speed of its step and its images.
 MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
 
-Tried = dict[int, Shares]  # number of workers -> what some steps have shown, in order
+Tried = dict[int, StepTimes]  # number of workers -> of some steps, in order
 Trials = dict[str, Tried]  # by mode of the dataset
 
 
@@ -75,7 +75,7 @@ class StoppedError(RuntimeError):
 
 def tune_loader(
     feed: Feed,
-    step: StepGraph,
+    train_on_batch: StepGraph,
     compute: Compute,
     state: TrainState,
     run: Run,
@@ -90,9 +90,9 @@ def tune_loader(
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
         return 0.0
-    pool, world = feed.train.loader.pool, run.world
+    pool, world = feed.pool, run.world
     path = _cache(feed, compute, run)
-    tuner = Tuner(feed, step, world, stop, state.step)
+    tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
         tuner.configure(setting["mode"], setting["workers"], setting["alone"])
         how = f"measured by an earlier run; remove {path} to measure again"
@@ -104,7 +104,7 @@ def tune_loader(
         except StoppedError:
             feed.set_mode(feed.modes[0])
             return 0.0
-        step.reset()
+        train_on_batch.reset()
         how = f"measured in {setting['seconds']:.0f} s"
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
@@ -115,9 +115,9 @@ def tune_loader(
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     """Return the file of a result: its name depends on all that the rates depend on."""
-    world, loader, identity = run.world, feed.train.loader, run.facts["identity"]
-    machine = [platform.node(), len(loader.pool.workers), world.size, world.local_size]
-    decoders = [feed.config.loader.decoder, loader.dataset.decoder]
+    world, identity = run.world, run.facts["identity"]
+    machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
+    decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
     known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
     known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
@@ -137,11 +137,11 @@ class Tuner:
     """Measures all ranks at once. Each figure is that of the slowest rank."""
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
-    step: Callable[[Batch], object]  # a real training step; the caller restores the state
+    train_on_batch: Callable[[Batch], object]  # really; the caller restores the state
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
-    probe: Shares = Shares()  # of one worker that decodes, while nothing takes its batches
+    probe: StepTimes = StepTimes()  # of one worker that decodes, while nothing takes its batches
     demand: float = 0.0  # images/s of the step
     deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: Trials = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Tuner:
         """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
         (resident,) = [batch.clone() for batch in self.batches(1)]
         for _ in range(FIRST_STEPS):  # these may compile
-            self.step(resident)
+            self.train_on_batch(resident)
         self.synchronize()
         began = time.perf_counter()
         self.deadline = began + LATE_SECONDS
@@ -171,15 +171,15 @@ class Tuner:
             "lines": self.lines(mode, workers, trial._replace(alone=self.demand)),
         }
 
-    def lines(self, mode: str, workers: int, trial: Shares) -> list[str]:
+    def lines(self, mode: str, workers: int, trial: StepTimes) -> list[str]:
         """Return the result for a reader."""
-        decoder = self.feed.train.loader.dataset.decoder if mode == "cpu" else mode
+        decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
         return [
             f"the step takes {trial.alone:,.0f} img/s on a batch that is on the device",
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
             f"{self.max_workers(mode)}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
-            f"{trial.wait:.1%} waiting",
+            f"{trial.data_wait:.1%} waiting",
         ]
 
     def search(self) -> None:
@@ -203,7 +203,7 @@ class Tuner:
         workers, most = self.world.on_rank_0(
             lambda: (self.max_workers(mode), self.most_workers(mode))
         )
-        dataset, per_worker = self.feed.train.loader.dataset, self.probe.per_worker
+        dataset, per_worker = self.feed.datasets.train, self.probe.per_worker
         # Images/s that it decodes itself, known since `try_mode`.
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((t.rate for tried in self.trials.values() for t in tried.values()), default=0.0)
@@ -219,7 +219,7 @@ class Tuner:
             tried[workers] = trial = self.trial(mode, workers, steps)
             self.trials[mode] = tried
             behind = max(trial.rate for trial in tried.values()) < top
-            waits = trial.wait > TOLERANCE
+            waits = trial.data_wait > TOLERANCE
             if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
             workers = next_number(tried, self.demand, most)
@@ -230,7 +230,7 @@ class Tuner:
         in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
         return number < MAX_TRIALS and (in_time or mode not in self.trials)
 
-    def trial(self, mode: str, workers: int, steps: int) -> Shares:
+    def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
         self.configure(mode, workers, self.demand)
         loader = self.feed.train.loader
@@ -240,14 +240,14 @@ class Tuner:
         for position, batch in enumerate(self.batches(warm + steps)):
             if position == warm:
                 self.synchronize()
-                self.feed.train.clock.shares()
+                self.feed.train.clock.step_times()
                 loader.ring.replies.clear()
-            self.step(batch)
-        shares = self.feed.shares(steps)
-        assert shares is not None
-        ranks = self.world.all_gather(shares)
+            self.train_on_batch(batch)
+        times = self.feed.step_times(steps)
+        assert times is not None
+        ranks = self.world.all_gather(times)
         # All ranks are as fast as the one that waits longest.
-        waiting = max(ranks, key=lambda rank: rank.wait)
+        waiting = max(ranks, key=lambda rank: rank.data_wait)
         slow = min(ranks, key=lambda rank: rank.per_worker)
         return waiting._replace(
             rate=min(rank.rate for rank in ranks),
@@ -259,7 +259,7 @@ class Tuner:
 
     def max_workers(self, mode: str) -> int:
         """Number of workers of this rank for which there are cores."""
-        return self.feed.train.loader.dataset.workers_in(mode, self.feed.num_cores)
+        return self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
 
     def most_workers(self, mode: str) -> int:
         """As `max_workers`, and more if workers wait for storage: they leave their core to others.
@@ -273,7 +273,7 @@ class Tuner:
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
-        self.feed.train.loader.pool.activate(min(workers, self.feed.max_workers))
+        self.feed.pool.activate(min(workers, self.feed.max_workers))
         self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
 
     def batches(self, count: int) -> Iterator[Batch]:
@@ -293,7 +293,7 @@ class Tuner:
             self.synchronize()
             began = time.perf_counter()
             for _ in range(steps):
-                self.step(resident)
+                self.train_on_batch(resident)
             self.synchronize()
             return (time.perf_counter() - began) / steps
 
@@ -303,7 +303,7 @@ class Tuner:
         seconds = median(seconds_of(steps) for _ in range(rounds))
         return self.feed.train.loader.local_batch_size / max(self.world.all_gather(seconds))
 
-    def measure_worker(self) -> Shares:
+    def measure_worker(self) -> StepTimes:
         """Times of a worker that decodes batches that nothing uses."""
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
@@ -315,7 +315,7 @@ class Tuner:
                 break
         # The files of earlier steps are in memory now.
         self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
-        probes = self.world.all_gather(Shares(**loader.ring.worker_ms()))
+        probes = self.world.all_gather(StepTimes(**loader.ring.worker_ms()))
         return min(probes, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
@@ -329,7 +329,7 @@ class Tuner:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             failure = describe(error)
-        if failure is None and self.feed.train.loader.dataset.device_rate == math.inf:
+        if failure is None and self.feed.datasets.train.device_rate == math.inf:
             failure = "it has decoded no image"
         return next(filter(None, self.world.all_gather(failure)), None)
 
@@ -342,15 +342,15 @@ class Tuner:
 # What is tried next and what is chosen are functions of the trials so far.
 
 
-def slowed(trial: Shares) -> bool:
+def slowed(trial: StepTimes) -> bool:
     """Whether the step was slower than alone, waits not counted: it lacks a core, or the GPU."""
-    return trial.rate < SLOWED * trial.alone * (1 - trial.wait)
+    return trial.rate < SLOWED * trial.alone * (1 - trial.data_wait)
 
 
 def is_enough(trials: Trials) -> bool:
     """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
     return any(
-        trial.wait <= TOLERANCE
+        trial.data_wait <= TOLERANCE
         and not slowed(trial)
         and workers * trial.per_worker >= SPARE * trial.rate
         for workers, trial in trials.get("cpu", {}).items()
@@ -375,7 +375,7 @@ def best_setting(trials: Trials) -> tuple[str, int]:
 def next_number(tried: Tried, demand: float, most: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
     now, trial = next(reversed(tried.items()))
-    if trial.wait > TOLERANCE:
+    if trial.data_wait > TOLERANCE:
         more = min(most, max(now + 1, round(1.3 * now)))
         if more not in tried:
             return more

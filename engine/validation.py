@@ -70,13 +70,13 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
     sums = torch.zeros(1 + len(names), dtype=longest_float(world.device), device=world.device)
     columns: dict[str, list[Tensor]] = {}
     for values, valid in zip(batches, masks, strict=True):
-        own = [values[name].float().where(valid, 0).sum() for name in names]
-        sums += torch.stack([valid.sum(), *own])
+        batch_sums = [values[name].float().where(valid, 0).sum() for name in names]
+        sums += torch.stack([valid.sum(), *batch_sums])
         for name, value in values.items():
             columns.setdefault(name, []).append(value[valid])
     images, *totals = world.sum(sums).tolist()
     means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
-    shares = world.all_gather({name: torch.cat(parts).cpu() for name, parts in columns.items()})
+    shares = world.all_gather({name: torch.cat(tensors).cpu() for name, tensors in columns.items()})
     rows: Rows = {}
     for rank, share in enumerate(shares):
         for name, column in share.items():
@@ -86,14 +86,14 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
     return Validation(int(images), means, rows)
 
 
-def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[Batch]:
+def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iterator[Batch]:
     """Yield this rank's batches of the validation split until its end or a signal. Collective.
 
-    In as many parts as in training, because a whole batch may not fit into the GPU's memory.
+    In as many micro-batches as in training: a whole batch may not fit into the GPU's memory.
     """
     batches = feed.val.batches(0, feed.val_batches)
     for _ in range(stop.world.max(feed.val_batches)):
         if stop.poll():
             return
         if (batch := next(batches, None)) is not None:  # a rank may have one batch less
-            yield from batch.split(parts)
+            yield from batch.split(micro_batches)

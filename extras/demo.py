@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from conf.schema import Data, UserError
+from conf.schema import DataConfig, UserError
 from pipeline.augment import Compose
 from pipeline.build import Splits, options_of
 from pipeline.containers import Folder
@@ -175,7 +175,7 @@ def _palette(rng: np.random.Generator) -> Plane:
     return np.array(colours, np.float32)[:, :, None, None]
 
 
-def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def demo(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     options = options_of(data, decoder, seed)
     train_split = DemoDataset(data, data.train, train, **options)
     return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
@@ -187,7 +187,7 @@ class DemoDataset(FolderDataset):
     Raises UserError if data.root holds other files, or there is no such split.
     """
 
-    def __init__(self, data: Data, split: str, transform: Compose, **options: Any) -> None:
+    def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
             splits = " and ".join(COUNTS)
             raise UserError(f"data=demo draws the splits {splits} into one folder; {split} is none")

@@ -60,7 +60,7 @@ class Expectation(Observer):
         self._value = log.best_by if log.best_by.name in expect else BestBy.of("top1")
         self._schedule, changed = log.schedule, log.run.config.changed
         self._changed = {key: value for key, value in changed.items() if key not in LEFT_OUT}
-        image = log.feed.train.loader.dataset.name(0).lower()
+        image = datasets.train.name(0).lower()
         format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format
         same_data = data == tuple(expect[name] for name in DATA)

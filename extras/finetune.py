@@ -20,7 +20,7 @@ from engine.schedule import suited_batch
 from pipeline.build import build_datasets
 from scripts.lib.published import exported, published, published_model, stored_name
 
-Values = dict[str, Any]
+Settings = dict[str, Any]
 """Dotted key -> value."""
 
 # The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
@@ -66,7 +66,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
     return replace(found, run=config.run, notes=notes)  # named after what is typed
 
 
-def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:
+def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Settings:
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
@@ -81,7 +81,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
     }
 
 
-def of_weights(config: Config, typed: set[str]) -> Values:
+def of_weights(config: Config, typed: set[str]) -> Settings:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
     path, content = Path(str(config.model.weights)), {}
     if config.model.weights != "pretrained":

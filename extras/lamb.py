@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Optim
+from conf.schema import OptimConfig
 from engine.compute import longest_float
 from engine.optim import Groups, decay_groups
 
 Betas = tuple[float, float]
 
 
-def lamb(model: nn.Module, config: Optim, **args: Any) -> "Lamb":
+def lamb(model: nn.Module, config: OptimConfig, **args: Any) -> "Lamb":
     """Create the optimiser that conf/optim/lamb.yaml names."""
     betas = config.betas[0], config.betas[1]
     return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps, **args)

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from conf.schema import Optim
+from conf.schema import OptimConfig
 from engine import optim
 
 
 def decayed(
-    create: Any, model: nn.Module, config: Optim, *, layer_decay: float = 0.75, **args: Any
+    create: Any, model: nn.Module, config: OptimConfig, *, layer_decay: float = 0.75, **args: Any
 ) -> Optimizer:
     """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
 

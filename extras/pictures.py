@@ -39,7 +39,7 @@ class Pictures(Observer):
         if (found := Predictions.of(rows)) is not None:
             step, classes, tracker = row["step"], self.log.datasets.classes, self.log.tracker
             tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
-            tracker.images(partial(found.draw, classes, self.log.feed.val.loader.dataset), step)
+            tracker.images(partial(found.draw, classes, self.log.datasets.val), step)
 
     @staticmethod
     def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import Data, UserError, show
+from conf.schema import DataConfig, UserError, show
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, Field, image_field
 from pipeline.build import Splits, options_of
@@ -29,7 +29,7 @@ from pipeline.shared import SharedArray
 from pipeline.splits import held_out, hold_out
 
 
-def table(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def table(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     if not data.root:
         files = "a folder with train.csv and val.csv, or with data.val_fraction one CSV file"
         raise UserError(f"data.root is missing: give {files}")

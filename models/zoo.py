@@ -178,8 +178,8 @@ def _of_timm(
     if fixed and fixed != (image_size, image_size):
         model = timm.create_model(name, img_size=image_size, **common)
     if pretrained and getattr(model, "pretrained_cfg", {}).get("num_classes") != num_classes:
-        own = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
-        fit_weights(model, own, origin="model.weights=pretrained", new_head=True)
+        trained = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
+        fit_weights(model, trained, origin="model.weights=pretrained", new_head=True)
     return model
 
 

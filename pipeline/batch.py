@@ -97,10 +97,10 @@ class Batch:
     def split(self, count: int) -> "list[Batch]":
         """Views of `count` equal parts, in order."""
         columns = [tensor.chunk(count) for tensor in self.fields.values()]
-        parts = zip(self.samples.chunk(count), *columns, strict=True)
+        chunks = zip(self.samples.chunk(count), *columns, strict=True)
         return [
             Batch(dict(zip(self.fields, tensors, strict=True)), samples, self.step)
-            for samples, *tensors in parts
+            for samples, *tensors in chunks
         ]
 
     def copy_(self, other: "Batch") -> None:
@@ -132,7 +132,7 @@ class ImageFormat:
         last, usual = torch.channels_last, torch.contiguous_format
         self.memory_format = last if self.channels_last else usual
         # (x / highest - mean) / std as one multiplication and one addition
-        means, stds = (torch.tensor(each, dtype=torch.float64) for each in (self.mean, self.std))
+        means, stds = (torch.tensor(value, dtype=torch.float64) for value in (self.mean, self.std))
         # float32 [C, 1, 1], or [1, 1, 1] for all channels: a level x becomes scale * x + shift.
         self.scale = (1 / (self.highest * stds)).float().to(self.device)[:, None, None]
         self.shift = (-means / stds).float().to(self.device)[:, None, None]
@@ -162,12 +162,12 @@ class DeviceSlot:
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor of a field in this shape and dtype; uninitialised when first asked for."""
-        found = self._memory.get((name, dtype))
-        if found is None or found.numel() != math.prod(shape):
-            found = torch.empty(math.prod(shape), dtype=dtype, device=self.format.device)
+        tensor = self._memory.get((name, dtype))
+        if tensor is None or tensor.numel() != math.prod(shape):
+            tensor = torch.empty(math.prod(shape), dtype=dtype, device=self.format.device)
             if self.reused:
-                self._memory[name, dtype] = found
-        return found.view(tuple(shape))
+                self._memory[name, dtype] = tensor
+        return tensor.view(tuple(shape))
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
         """The tensor of images [B, ..., C, H, W] that the step reads."""

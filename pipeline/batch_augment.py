@@ -37,7 +37,7 @@ class Part:
     first: int  # this rank's first row
     count: int  # its number of rows
 
-    def own(self, values: np.ndarray) -> np.ndarray:
+    def of_rank(self, values: np.ndarray) -> np.ndarray:
         """Return this rank's rows of values [total, ...]."""
         return values[self.first : self.first + self.count]
 
@@ -72,7 +72,7 @@ class Mixup(Checked):
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         rng, count = part.rng, part.total
         keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
-        weight = to_device(part.own(keep), images)[:, None]
+        weight = to_device(part.of_rank(keep), images)[:, None]
         images = torch.lerp(part.partners(images), images, weight[:, :, None, None])
         return images, torch.lerp(part.partners(targets), targets, weight)
 
@@ -91,7 +91,7 @@ class Cutmix(Checked):
         rng, count = part.rng, part.total
         chosen = rng.random(count) < self.p
         share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        boxes, area = map(part.own, _pasted(share, images.shape[-1], rng))
+        boxes, area = map(part.of_rank, _pasted(share, images.shape[-1], rng))
         images = torch.where(_inside(boxes, images), part.partners(images), images)
         weight = to_device(area, images)[:, None]
         return images, torch.lerp(targets, part.partners(targets), weight)
@@ -115,7 +115,7 @@ class MixupOrCutmix(Checked):
     group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        rng, groups = part.rng, part.own(np.arange(part.total) // self.group)  # [B]
+        rng, groups = part.rng, part.of_rank(np.arange(part.total) // self.group)  # [B]
         count = math.ceil(part.total / self.group)
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
@@ -142,7 +142,7 @@ class RandomErasing(Checked):
     ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        boxes = part.own(self.boxes(part.total, images.shape[-1], part.rng))
+        boxes = part.of_rank(self.boxes(part.total, images.shape[-1], part.rng))
         # After normalisation, 0 is the mean.
         return images.masked_fill(_inside(boxes, images), 0.0), targets
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from conf.named import import_object, split_entry
-from conf.schema import Config, Data, UserError
+from conf.schema import Config, DataConfig, UserError
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, LABEL
@@ -86,7 +86,7 @@ def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) ->
     raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
 
 
-def check_channels(data: Data, channels: int) -> None:
+def check_channels(data: DataConfig, channels: int) -> None:
     """Refuse data.mean or data.std for another number of channels; one value is for all."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
@@ -139,7 +139,7 @@ def build_transform(entries: Sequence[Any], key: str) -> Compose:
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 
-def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
+def _splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
@@ -152,13 +152,18 @@ def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
     return splits
 
 
-def options_of(data: Data, decoder: str, seed: int) -> dict[str, Any]:
+def options_of(data: DataConfig, decoder: str, seed: int) -> dict[str, Any]:
     """Return the options of a FolderDataset."""
     return {"decoder": decoder, "seed": seed, "exif_orientation": data.exif_orientation}
 
 
 def folder(
-    data: Data, train: Compose, val: Compose, decoder: str, seed: int, dataset: Any = FolderDataset
+    data: DataConfig,
+    train: Compose,
+    val: Compose,
+    decoder: str,
+    seed: int,
+    dataset: Any = FolderDataset,
 ) -> Splits:
     options = options_of(data, decoder, seed)
     train_index, val_index = load_splits(data)
@@ -166,7 +171,7 @@ def folder(
     return train_split, dataset(val_index, val, **options), train_index.classes
 
 
-def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def fake(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     images, classes = data.fake_images, data.fake_classes
     return (
         FakeDataset(images, classes, train.image_size),
@@ -177,7 +182,7 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
 
 # data.source -> function of (data, training and validation transform, CPU decoder, seed). It may
 # also name one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
-DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
+DATASETS: dict[str, Callable[[DataConfig, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
     "fake": fake,
 }

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 
-class Shares(NamedTuple):
-    """What some steps of a rank have shown: shares of their time, unless a name says the unit.
+class StepTimes(NamedTuple):
+    """How some steps of a rank spent their time: shares of it, unless a name says the unit.
 
     The clock makes it, the log prints it, the verdict judges it, and the search for the number of
     workers compares it.
@@ -25,16 +25,16 @@ class Shares(NamedTuple):
     seconds: float = 0.0  # from the end of the step before the first one, without pauses
     rate: float = 0.0  # images/s of this rank
     alone: float = 0.0  # images/s of its step without the loader; 0 when not measured
-    wait: float = 0.0  # the device was idle because the next batch was not ready
+    data_wait: float = 0.0  # the device was idle because the next batch was not ready
     late: float = 0.0  # it was idle although the batch was ready: the host launched late
     # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.
     copy: float = 0.0
-    ranks: float = 0.0  # the step waited for other ranks to have their batches
+    ranks_wait: float = 0.0  # the step waited for other ranks to have their batches
     drained: float = 0.0  # of the steps: the GPU had finished all its work before
     core: float = 0.0  # since the last reading, the thread of the steps waited for a CPU core
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
-    worst_ms: float = 0.0  # of the steps
+    step_worst_ms: float = 0.0  # of the steps
     # Times of a worker per image: computing, waiting for storage, and waiting for a CPU core.
     cpu_ms: float = 0.0
     storage_ms: float = 0.0
@@ -54,12 +54,12 @@ class Shares(NamedTuple):
     @property
     def idle(self) -> float:
         """The device did not compute between the steps."""
-        return self.wait + self.late + (0.0 if self.on_gpu else self.copy)
+        return self.data_wait + self.late + (0.0 if self.on_gpu else self.copy)
 
     @property
     def compute(self) -> float:
         """What remains for the step."""
-        return max(0.0, 1 - self.idle - self.ranks)
+        return max(0.0, 1 - self.idle - self.ranks_wait)
 
     @property
     def busy(self) -> float:
@@ -68,10 +68,10 @@ class Shares(NamedTuple):
         return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
 
 
-def mean_of(rows: Sequence[Shares]) -> Shares:
+def mean_of(rows: Sequence[StepTimes]) -> StepTimes:
     """Average rows, weighted by their seconds."""
     seconds = sum(row.seconds for row in rows)
-    names = [name for name, kind in Shares.__annotations__.items() if kind is float]
+    names = [name for name, kind in StepTimes.__annotations__.items() if kind is float]
     means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}
     steps = sum(row.steps for row in rows)
     return rows[-1]._replace(**means | {"seconds": seconds, "steps": steps})
@@ -158,8 +158,8 @@ class StepClock:
         self._unread.append(events)
         return events.end
 
-    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
-        """Return the shares of the oldest unread steps, and count these steps as read.
+    def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
+        """Return the times of the oldest unread steps, and count these steps as read.
 
         Waits until the device has finished them. Returns None when there are no such steps.
 
@@ -185,18 +185,18 @@ class StepClock:
             waits, copying = np.maximum(0, gaps - copies), float(copies.sum())
         total = max(float(gaps.sum() + spans.sum()), 1e-6)
         (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
-        return Shares(
+        return StepTimes(
             steps=len(events),
             seconds=total / 1000,
-            wait=float(waits.sum()) / total,
+            data_wait=float(waits.sum()) / total,
             late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
             copy=float(copies.sum()) / total,
-            ranks=float(ms("begin", "ready").sum()) / total,
+            ranks_wait=float(ms("begin", "ready").sum()) / total,
             drained=sum(m.drained for m in events) / len(events),
             core=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(spans)),
-            worst_ms=float(spans.max()),
+            step_worst_ms=float(spans.max()),
             on_gpu=self.cuda,
         )
 

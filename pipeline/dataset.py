@@ -109,12 +109,12 @@ class Dataset(ABC):
         Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
         RefusedError to get the batch again with fields that workers make completely.
         """
-        found = {}
+        tensors = {}
         for name, rows in fields.items():
-            found[name] = slot.copy(name, rows)
+            tensors[name] = slot.copy(name, rows)
             if self.fields[name].image:
-                found[name] = slot.normalise(name, channels_first(found[name]))
-        return found
+                tensors[name] = slot.normalise(name, channels_first(tensors[name]))
+        return tensors
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -262,20 +262,20 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes)) if self._sizes else 0.0
 
     def notes(self) -> list[str]:
-        found, looked = [], self._of_some(NOTED, decode.lost)
+        notes, looked = [], self._of_some(NOTED, decode.lost)
         level = max(level for level, _ in looked)
         if 0 < level < decode.LOW_LEVEL:
-            found.append(
+            notes.append(
                 f"the 16-bit images have levels up to {level:,} of 65,535, and training keeps the "
                 f"upper 8 bits: they are nearly black; multiply their levels by {65535 // level}"
             )
         if clear := sum(transparent for _, transparent in looked):
-            found.append(
+            notes.append(
                 f"{clear} of {len(looked)} images looked at have transparent pixels, and training "
                 "sees the colours under them, often black; paint the images on one colour if their "
                 "alpha channel has the shape"
             )
-        return found
+        return notes
 
     def fingerprint(self) -> str:
         """Hash the names and labels of all files, and the sizes of a sample of them.

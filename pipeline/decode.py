@@ -285,8 +285,8 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of an image, from 1 to 8; 1 if it has none, or it is damaged."""
     with suppress(Exception):  # Pillow raises many kinds for damaged EXIF data
-        found = image.getexif().get(ORIENTATION, 1)
-        return found if found in range(1, 9) else 1
+        orientation = image.getexif().get(ORIENTATION, 1)
+        return orientation if orientation in range(1, 9) else 1
     return 1
 
 

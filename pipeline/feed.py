@@ -14,7 +14,7 @@ from pipeline import augment, machine
 from pipeline.batch import ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.pool import Loader, Pool, slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
@@ -43,6 +43,8 @@ class Feed:
     """Batches on the device for both splits, which share one pool of workers."""
 
     config: Config
+    datasets: Datasets
+    pool: Pool  # the workers
     train: Prefetcher
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
@@ -54,7 +56,7 @@ class Feed:
 
     def line(self) -> str:
         """Return the active workers and the decoder, for the console."""
-        workers, decoder = self.train.loader.pool.active, self.train.loader.dataset.decoder
+        workers, decoder = self.pool.active, self.datasets.train.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
         why = f"{'to be measured; ' * self.measured}there are cores for {self.num_cores}"
         return f"loader   {workers} worker{'s' * (workers != 1)} ({why}), decoder {names}"
@@ -65,16 +67,15 @@ class Feed:
         `demand`: images/s that this rank needs.
         """
         self.mode = mode
-        dataset, workers = self.train.loader.dataset, self.train.loader.pool.active
-        dataset.set_mode(mode, workers=max(1, workers), demand=demand)
+        self.datasets.train.set_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
-    def shares(self, steps: int | None = None, *, skip: int = 0) -> Shares | None:
-        """Return the shares of training steps, as `StepClock.shares`, with rate and workers."""
-        found, loader = self.train.clock.shares(steps, skip=skip), self.train.loader
-        return found and found._replace(
-            rate=found.steps * loader.local_batch_size / found.seconds,
-            workers=loader.pool.active,
-            decoder=loader.dataset.decoder,
+    def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
+        """Return `StepClock.step_times` of the training, with its rate and workers."""
+        times, loader = self.train.clock.step_times(steps, skip=skip), self.train.loader
+        return times and times._replace(
+            rate=times.steps * loader.local_batch_size / times.seconds,
+            workers=self.pool.active,
+            decoder=self.datasets.train.decoder,
             mode=self.mode,
             **loader.ring.worker_ms(),
         )
@@ -82,11 +83,10 @@ class Feed:
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Use all workers in the `with` block: the CPU decodes all validation images."""
-        pool = self.train.loader.pool
-        before = pool.active
-        pool.activate(len(pool.workers))
+        before = self.pool.active
+        self.pool.activate(len(self.pool.workers))
         yield
-        pool.activate(before)
+        self.pool.activate(before)
 
 
 def is_measured(config: Config, dataset: Dataset, device: torch.device, cores: int) -> bool:
@@ -144,7 +144,7 @@ def open_feed(
     val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
     train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
     val = Prefetcher(val_loader, images, depth=depth)
-    feed = Feed(config, train, val, len(val_sampler), modes, cores, most, measured)
+    feed = Feed(config, datasets, pool, train, val, len(val_sampler), modes, cores, most, measured)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
     pinned = page_locked(buffers) if train.cuda else nullcontext()
     with pinned, pool, closing(train), closing(val):
@@ -156,7 +156,7 @@ def open_feed(
 
 def _highest(dataset: Dataset) -> int:
     """Return the level that stands for 1 in all images of a sample."""
-    kinds = {(each.highest, each.shape[-1]) for each in dataset.fields.values() if each.image}
+    kinds = {(field.highest, field.shape[-1]) for field in dataset.fields.values() if field.image}
     if len(kinds) != 1:
         raise UserError(
             "data.mean: normalises all images of a sample, which have several dtypes or numbers of "

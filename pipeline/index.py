@@ -78,7 +78,7 @@ class Index:
 
     def rows(self, rows: np.ndarray) -> "Index":
         """Return the table of some of the samples; `rows`: int64 [n], their numbers."""
-        arrays = [each.array[rows] for each in (self.paths, self.labels, self.places)]
+        arrays = [column.array[rows] for column in (self.paths, self.labels, self.places)]
         copies = map(SharedArray.copy_of, arrays)
         return Index(self.root, self.classes, self.sources, self.left_out, *copies)
 
@@ -221,8 +221,8 @@ def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, lis
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(partial(_list_class, base, others), names))
-    classes = {name: images for name, (images, _) in zip(names, found, strict=True)}
+        listings = list(pool.map(partial(_list_class, base, others), names))
+    classes = {name: images for name, (images, _) in zip(names, listings, strict=True)}
     for name, images in classes.items():
         if not images:
             raise UserError(
@@ -230,7 +230,7 @@ def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, lis
                 f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
             )
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
-    return classes, [base, *chain.from_iterable(folders for _, folders in found)]
+    return classes, [base, *chain.from_iterable(folders for _, folders in listings)]
 
 
 def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
@@ -240,23 +240,23 @@ def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes],
     for folder, _, names in walk(os.path.join(base, name), others):
         folders.append(folder)
         below = os.path.relpath(folder, base)
-        for each in names:
-            if is_image(each):
-                images.append(os.path.join(below, each))
+        for file in names:
+            if is_image(file):
+                images.append(os.path.join(below, file))
             else:
-                others[os.path.join(folder, each)] = why_left_out(each)
+                others[os.path.join(folder, file)] = why_left_out(file)
     return sorted(images), folders
 
 
 def _list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
     """List the images in tar files, and the place of each; add the rest to `others`."""
     logger.info("%s: listing the images; the list is cached", given)
-    found: Places = {}
+    all_places: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for number, members in enumerate(pool.map(partial(_members_of, given), files)):
-            found |= {name: (number, *place) for name, place in members.items()}
-    paths = [path for path in found if b"/" in path and not why_left_out(path)]
-    inside = {path for path in found if b"/" in path or is_image(path)}.difference(paths)
+            all_places |= {name: (number, *place) for name, place in members.items()}
+    paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
+    inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
     others |= {path: why_left_out(path) or LOOSE for path in inside}
     if not paths:
         raise UserError(
@@ -265,7 +265,7 @@ def _list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Class
         )
     # Folders around all class folders, such as train/, are left out.
     outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
-    places = {path[len(outer) :].lstrip(b"/"): found[path] for path in paths}
+    places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
     classes: Classes = {}
     for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
         classes.setdefault(path.split(b"/")[0], []).append(path)
@@ -290,8 +290,8 @@ def _table(
     """Return the paths, labels and places of an Index; without `places`, of whole files."""
     paths = list(chain.from_iterable(classes))
     labels = np.repeat(np.arange(len(classes)), list(map(len, classes)))
-    found = list(map(places.__getitem__, paths)) if places else np.zeros((len(paths), 3))
-    return np.array(paths), labels, np.array(found, np.int64)
+    rows = list(map(places.__getitem__, paths)) if places else np.zeros((len(paths), 3))
+    return np.array(paths), labels, np.array(rows, np.int64)
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:

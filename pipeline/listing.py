@@ -33,23 +33,23 @@ def why_left_out(path: bytes) -> str:
     return "" if is_image(path) else ending or "no ending"
 
 
-def count_left_out(found: LeftOut) -> str:
+def count_left_out(left_out: LeftOut) -> str:
     """Say in one line how much is left out for which reason; "" if nothing is."""
-    if not found:
+    if not left_out:
         return ""
-    counts = Counter(sorted(found.values())).most_common(5)
-    example = os.fsdecode(min(path for path, reason in found.items() if reason == counts[0][0]))
+    counts = Counter(sorted(left_out.values())).most_common(5)
+    example = os.fsdecode(min(path for path, reason in left_out.items() if reason == counts[0][0]))
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in counts)
-    what = "file or folder is" if len(found) == 1 else "files or folders are"
-    text = f"{len(found):,} {what} not read: {reasons}, such as {example}"
+    what = "file or folder is" if len(left_out) == 1 else "files or folders are"
+    text = f"{len(left_out):,} {what} not read: {reasons}, such as {example}"
     return " ".join(f"{text}; rename or convert what should be read".split())
 
 
-def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+def walk(top: bytes, left_out: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
     """Yield each folder from `top` on, the folders and the files in it, sorted, as os.walk does.
 
     Links are followed; they may lead in a circle, so a folder comes once. What is hidden is added
-    to `found` instead, and so is a link to a folder around it: it leads to images of all classes.
+    to `left_out` instead. So is a link to a folder around it: it leads to images of all classes.
     """
     seen = set()
     for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
@@ -63,7 +63,7 @@ def walk(top: bytes, found: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[
             target = os.path.realpath(os.path.join(folder, name))
             if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                 skipped[name] = "link to a folder around it"
-        found |= {os.path.join(folder, name): reason for name, reason in skipped.items()}
+        left_out |= {os.path.join(folder, name): reason for name, reason in skipped.items()}
         inner[:] = sorted(name for name in inner if name not in skipped)
         yield folder, inner, sorted(name for name in names if name not in skipped)
 

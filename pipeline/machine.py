@@ -29,9 +29,9 @@ def cpu_quota() -> float:
     groups = GROUPS.read_text().splitlines() if GROUPS.exists() else []
     for group in (line[3:] for line in groups if line.startswith("0::")):
         folder = MOUNT / group.strip("/")
-        for each in (folder, *folder.parents):  # a limit holds for all groups below
+        for level in (folder, *folder.parents):  # a limit holds for all groups below
             with contextlib.suppress(OSError, ValueError):  # "max" is none
-                limit, period = (each / "cpu.max").read_text().split()
+                limit, period = (level / "cpu.max").read_text().split()
                 quota = min(quota, int(limit) / int(period))
     return quota
 

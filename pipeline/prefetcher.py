@@ -56,10 +56,10 @@ class Mixing:
         """
         total = len(images) * self.world_size
         part = batch_part(self.seed, step, total=total, rank=self.rank, world_size=self.world_size)
-        found, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
+        pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
         for transform in self.transforms:
-            found, mixed = transform(found, mixed, part)
-        return found.reshape(images.shape), mixed.view(targets.shape)
+            pixels, mixed = transform(pixels, mixed, part)
+        return pixels.reshape(images.shape), mixed.view(targets.shape)
 
 
 @dataclass(eq=False)
@@ -91,16 +91,16 @@ class Prefetcher:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
         ready: deque[tuple[DeviceSlot, Future[tuple[Batch, BatchEvents]]]] = deque()
-        taken = 0
+        count = 0
         self.clock.start()
         while True:
             # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
                 if (host_batch := next(host_batches, None)) is None:
                     break
-                slot = self.slots[taken % len(self.slots)]
+                slot = self.slots[count % len(self.slots)]
                 ready.append((slot, self._begin(partial(self._enqueue, host_batch, slot))))
-                taken += 1
+                count += 1
             if not ready:
                 return
             if not ready[0][1].done():

@@ -78,8 +78,8 @@ class Ring:
         rows = self.slots, self.local_batch_size
         self.fields = dict(self.dataset.fields)
         self.memory = {  # name of a field -> [slots, B, *shape]
-            name: SharedArray((*rows, *each.shape), each.dtype)
-            for name, each in self.fields.items()
+            name: SharedArray((*rows, *field.shape), field.dtype)
+            for name, field in self.fields.items()
         }
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
@@ -91,7 +91,7 @@ class Ring:
         return [*self.memory.values(), self.samples]
 
     def worker_ms(self) -> dict[str, Any]:
-        """Average the newest tasks per image: the fields of `Shares` for a worker."""
+        """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
         replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
         images = max(1, sum(reply.rows for reply in replies))
         cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
@@ -122,20 +122,20 @@ def run_task(
             _read_ahead(ring, tasks, done, pipe)
         row, unreadable = task.row + done, []
         others = dataset.replacements(index) if skips else []
-        for found in chain([index], islice(others, MAX_TRIED)):
+        for candidate in chain([index], islice(others, MAX_TRIED)):
             try:
-                _write(ring, batch, row, dataset.load(epoch, found))
+                _write(ring, batch, row, dataset.load(epoch, candidate))
                 break
             except BadImageError as error:
-                unreadable.append((found, str(error)))
+                unreadable.append((candidate, str(error)))
             except Exception as error:  # e.g. out of memory: without a reply, `wait` would not end
                 reason = "the file was read; a transform or the dataset failed, see the traceback"
-                message = f"{dataset.name(found)}: {describe(error)}: {reason} above"
+                message = f"{dataset.name(candidate)}: {describe(error)}: {reason} above"
                 return Reply(error=message, trace=traceback.format_exc())
         else:
             none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
             return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
-        ring.samples.array[task.slot, row] = epoch, found  # last: the row is complete
+        ring.samples.array[task.slot, row] = epoch, candidate  # last: the row is complete
         skipped += unreadable
     seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued

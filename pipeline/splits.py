@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.schema import Data, UserError
+from conf.schema import DataConfig, UserError
 from pipeline.index import Index, find_storage, load_index
 
 
@@ -20,7 +20,7 @@ class HeldOut(NamedTuple):
     fewest: int  # number of images that a class needs
 
 
-def held_out(data: Data) -> HeldOut | None:
+def held_out(data: DataConfig) -> HeldOut | None:
     """Return which images to hold out for validation; None if there is a validation split."""
     if data.val_fold:
         fold, folds = map(int, data.val_fold.split("/"))
@@ -30,7 +30,7 @@ def held_out(data: Data) -> HeldOut | None:
     return None
 
 
-def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
+def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) -> None:
     """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
     The folder need not exist. `given`: what the user gave, for the message.
@@ -49,7 +49,7 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
             )
 
 
-def load_splits(data: Data) -> tuple[Index, Index]:
+def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 
     If data.train equals data.val, one split is needed only. Raises UserError if the folder or its

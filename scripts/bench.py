@@ -80,19 +80,19 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps=0)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-        found: list[Stage] = []
+        stages: list[Stage] = []
         if hasattr(datasets.train, "read"):
             if "read" in only:
-                found.append(measure_read(datasets.train, seconds))
+                stages.append(measure_read(datasets.train, seconds))
             if "decode" in only:
-                found.append(measure_decode(datasets, seconds))
+                stages.append(measure_decode(datasets, seconds))
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-                found.append(measure_loader(feed, config.loader.batch_size, seconds))
+                stages.append(measure_loader(feed, config.loader.batch_size, seconds))
         if "step" in only or "train" in only:
-            stages = measure_steps(datasets, schedule, compute, world, seconds)
-            found += [stage for stage in stages if stage.name in only]
-    return found
+            steps = measure_steps(datasets, schedule, compute, world, seconds)
+            stages += [stage for stage in steps if stage.name in only]
+    return stages
 
 
 def measured_config(config: Config, device: torch.device) -> Config:
@@ -102,17 +102,17 @@ def measured_config(config: Config, device: torch.device) -> Config:
     """
     if config.model.compile == "auto" and device.type == "cuda":
         config = replace(config, model=replace(config.model, compile="default"))
-    constant = schema.Schedule("constant")
+    constant = schema.ScheduleConfig("constant")
     return replace(config, schedule=constant, optim=replace(config.optim, lr=1e-3))
 
 
 def windows(
-    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
+    process: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Measure units per second in each of WINDOWS windows.
 
     Args:
-        step: processes some units and returns their number.
+        process: processes some units and returns their number.
         seconds: of all windows together.
         finish: waits until the units are complete.
     """
@@ -120,7 +120,7 @@ def windows(
     for _ in range(WINDOWS):
         began, done = time.perf_counter(), 0
         while done == 0 or time.perf_counter() - began < seconds / WINDOWS:
-            done += step()
+            done += process()
         finish()
         rates.append(done / (time.perf_counter() - began))
     return rates
@@ -165,7 +165,7 @@ def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
 
     warm_up(take, feed)
     rates = windows(take, seconds)
-    workers = feed.train.loader.pool.active
+    workers = feed.pool.active
     return Stage("loader", rates, f"{workers} workers, batch {batch_size}")
 
 
@@ -182,12 +182,12 @@ def measure_steps(
     config = schedule.config
     state = train.build_state(config, datasets, compute, world)
     loss = train.build_loss(config, datasets, compute)
-    train_step = train.build_step(schedule, compute, loss, state, world)
+    train_on_batch = train.build_step(schedule, compute, loss, state, world)
     meter = Meter(world)
 
-    def step(batches: Iterator[Batch]) -> int:
+    def train_on_next(batches: Iterator[Batch]) -> int:
         batch = next(batches)
-        meter.add(train_step(batch))
+        meter.add(train_on_batch(batch))
         return len(batch.samples)
 
     def finish() -> None:
@@ -196,20 +196,20 @@ def measure_steps(
 
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        fit_memory(schedule, state, world, train_step, [next(kept)])
+        fit_memory(schedule, state, world, train_on_batch, [next(kept)])
         for _ in range(20 if world.device.type == "cuda" else 2):
-            step(kept)
+            train_on_next(kept)
         finish()
-        alone = windows(lambda: step(kept), seconds, finish)
+        alone = windows(lambda: train_on_next(kept), seconds, finish)
         batches = feed.train.batches(0, FOREVER)
-        warm_up(lambda: step(batches), feed)
+        warm_up(lambda: train_on_next(batches), feed)
         finish()
-        feed.train.clock.shares()
-        fed = windows(lambda: step(batches), seconds, finish)
-        shares = feed.train.clock.shares()
+        feed.train.clock.step_times()
+        fed = windows(lambda: train_on_next(batches), seconds, finish)
+        times = feed.train.clock.step_times()
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile}, batch already on the device"
-    waited = f"{100 * shares.wait:.0f} %" if shares else "unknown"
+    waited = f"{100 * times.data_wait:.0f} %" if times else "unknown"
     waited = f"time in which the device waited for data: {waited}"
     return [Stage("step", alone, note), Stage("train", fed, waited)]
 

@@ -109,7 +109,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     """
     config, device, loader = trained.config, world.device, trained.config.loader
     add_values(config.log.values)
-    parts = make_schedule(config, loader.batch_size, world).micro_batches
+    micro_batches = make_schedule(config, loader.batch_size, world).micro_batches
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
@@ -132,16 +132,16 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         if world.is_main:
             batches = with_progress(batches, feed.val_batches, "batches")
         # As in the run: sums depend on it in the last digits.
-        parted = (part for batch in batches for part in batch.split(parts))
-        (found,) = evaluate([network], train.validation_values, parted, world)
-    values, rows = found.values(), found.rows
+        parted = (part for batch in batches for part in batch.split(micro_batches))
+        (validation,) = evaluate([network], train.validation_values, parted, world)
+    values, rows = validation.values(), validation.rows
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
         "step": trained.step,
         "averaged_weights": trained.averaged,
         **values,
-        "images": found.images,
+        "images": validation.images,
         "model": config.model.name,
         "val_size": datasets.val_size,
         "flip": flip,
@@ -184,41 +184,41 @@ def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
 
     Raises UserError: the images have other classes than the model.
     """
-    known, found, val = trained.classes, datasets.classes, datasets.val
-    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(found) - set(known))
+    known, classes, val = trained.classes, datasets.classes, datasets.val
+    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(classes) - set(known))
     if val.fields.get("label") != LABEL:
-        if known and known != found and hasattr(val, "columns"):  # of numbers
+        if known and known != classes and hasattr(val, "columns"):  # of numbers
             trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
-            raise UserError(f"{where} the columns {', '.join(found)}, {trained_on}")
-        return known or found
+            raise UserError(f"{where} the columns {', '.join(classes)}, {trained_on}")
+        return known or classes
     if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
         position = {name: place for place, name in enumerate(known)}
-        labels = np.array([position[name] for name in found])[val.index.labels.array]
+        labels = np.array([position[name] for name in classes])[val.index.labels.array]
         val.index = replace(val.index, labels=SharedArray.copy_of(labels))
         return known
-    if known and known != found and (trained.stored or len(found) != len(known)):
+    if known and known != classes and (trained.stored or len(classes) != len(known)):
         raise UserError(
-            f"{where} {len(found)} classes, of which the model does not know "
+            f"{where} {len(classes)} classes, of which the model does not know "
             f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
             "was trained for, or --classes FILE"
         )
     cure = "give --classes FILE with the names of the model's classes, one per line"
-    if len(found) != trained.num_classes:
-        sizes = f"{len(found)} classes, the model has {trained.num_classes} classes"
+    if len(classes) != trained.num_classes:
+        sizes = f"{len(classes)} classes, the model has {trained.num_classes} classes"
         raise UserError(f"{where} {sizes}; {cure}")
-    if sorted_as_text(found):
-        order = f"folders whose names are numbers, in the order {', '.join(found[:3])}, ..."
+    if sorted_as_text(classes):
+        order = f"folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
         raise UserError(
             f"{where} {order}, and the model may have them in the order of numbers; {cure}"
         )
-    return found
+    return classes
 
 
-def write(found: Evaluated, folder: Path) -> None:
+def write(result: Evaluated, folder: Path) -> None:
     """Write evaluation.json and the files of the observers."""
-    content = {**found.summary, "made_by": provenance()}
-    for _, observer, _ in named_observers(found.trained.config):
-        added = observer.evaluated(folder, found.rows, found.classes, found.datasets.val)
+    content = {**result.summary, "made_by": provenance()}
+    for _, observer, _ in named_observers(result.trained.config):
+        added = observer.evaluated(folder, result.rows, result.classes, result.datasets.val)
         content.update(added or {})
     write_json(folder / "evaluation.json", content)
 
@@ -237,13 +237,13 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     return [(out or Path("evaluation")) / name for name in unique]
 
 
-def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
-    results = ", ".join(shown(name, value) for name, value in found.values.items())
-    images = found.summary["images"]
-    rate = images / found.summary["seconds"]
-    size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-    line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
-    print(json_text({**found.summary, "out": str(folder)}) if as_json else line, flush=True)
+def print_result(result: Evaluated, folder: Path, *, as_json: bool) -> None:
+    results = ", ".join(shown(name, value) for name, value in result.values.items())
+    images = result.summary["images"]
+    rate = images / result.summary["seconds"]
+    size = f"{images:,} images of {result.datasets.val_size} px, {rate:,.0f}/s"
+    line = f"{name_of(result.trained)}: {results} ({size}); see {folder}"
+    print(json_text({**result.summary, "out": str(folder)}) if as_json else line, flush=True)
 
 
 def evaluate_all(options: argparse.Namespace) -> int:
@@ -260,10 +260,10 @@ def evaluate_all(options: argparse.Namespace) -> int:
             refuse_inside(folder, trained.config.data, f"--out {folder}")
             folder.mkdir(parents=True, exist_ok=True)
         for trained, folder in zip(opened, folders, strict=True):
-            found = run(trained, world, flip=options.flip)
+            result = run(trained, world, flip=options.flip)
             if world.is_main:
-                print_result(found, folder, as_json=options.json)
-                write(found, folder)
+                print_result(result, folder, as_json=options.json)
+                write(result, folder)
     return 0
 
 

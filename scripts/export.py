@@ -288,10 +288,10 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     exported = torch.cat([predict(job.input(batch)) for batch in batches])
     # torch's maximum keeps a NaN.
     difference, bound = (exported - eager).abs().amax(), BOUND * eager.abs().amax()
-    found = f"largest difference {difference:.2g}, bound {bound:.2g}"
+    result = f"largest difference {difference:.2g}, bound {bound:.2g}"
     if not difference <= bound:  # also if it is NaN
-        raise ExportError(f"--to {job.to}: differs from eager mode: {found}; nothing is written")
-    return f"compared with eager mode: {found}"
+        raise ExportError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
+    return f"compared with eager mode: {result}"
 
 
 def export(job: Job, out: Path) -> None:
@@ -307,7 +307,7 @@ def export(job: Job, out: Path) -> None:
             with warnings.catch_warnings(action="ignore"):  # of exporters, about their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
-            found = compare(job, predict, model)
+            result = compare(job, predict, model)
         except (OSError, UserError, ExportError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
@@ -321,7 +321,7 @@ def export(job: Job, out: Path) -> None:
     takes = texts["preprocessing"]["input"]
     use = {"safetensors": "weights alone", "hub": f"`hf upload OWNER/NAME {out}` publishes it"}
     graph = use.get(job.to, f"images {takes['dtype']} {takes['shape']} -> logits")
-    print(found, f"written to {out}: {size / 1e6:,.1f} MB, {graph}", sep="\n")
+    print(result, f"written to {out}: {size / 1e6:,.1f} MB, {graph}", sep="\n")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -342,8 +342,8 @@ def run(options: argparse.Namespace) -> int:
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:
-        found = f"takes uint8, and the model was trained on {dtype}"
-        raise UserError(f"--preprocessing: {found}; leave it out")
+        problem = f"takes uint8, and the model was trained on {dtype}"
+        raise UserError(f"--preprocessing: {problem}; leave it out")
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)
     return 0

@@ -189,8 +189,8 @@ class Predictor:
             picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
-                found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
-                return path, f"{found}, the model takes {self.channels} of {self.dtype}"
+                text = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
+                return path, f"{text}, the model takes {self.channels} of {self.dtype}"
             return path, np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
@@ -202,9 +202,9 @@ class Predictor:
         Raises UserError: `train.predictions` or `top` does not fit the model.
         """
         images = [image for _, image in batch if not isinstance(image, str)]
-        found = iter(self.predicted(np.stack(images)) if images else ())
+        rows = iter(self.predicted(np.stack(images)) if images else ())
         return [
-            Result(path, reason=image) if isinstance(image, str) else Result(path, next(found))
+            Result(path, reason=image) if isinstance(image, str) else Result(path, next(rows))
             for path, image in batch
         ]
 
@@ -262,8 +262,8 @@ class Predictor:
             name = self.names[i]
             return {"class": name, "index": i, "probability": p, "name": readable(name)}
 
-        found = probabilities.topk(top)
-        return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, found), strict=True)]
+        best = probabilities.topk(top)
+        return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, best), strict=True)]
 
 
 def watch_head(model: nn.Module) -> list[Tensor]:
@@ -348,10 +348,10 @@ def columns(name: str, value: Any) -> dict[str, Any]:
     """Return the cells of a value in a CSV file."""
     if name == "predictions":
         cells = {}
-        for rank, each in enumerate(value, 1):
-            cells[f"class_{rank}"] = each["class"]
-            cells[f"probability_{rank}"] = f"{each['probability']:.6f}"
-        return cells | {f"name_{rank}": each["name"] for rank, each in enumerate(value, 1)}
+        for rank, entry in enumerate(value, 1):
+            cells[f"class_{rank}"] = entry["class"]
+            cells[f"probability_{rank}"] = f"{entry['probability']:.6f}"
+        return cells | {f"name_{rank}": entry["name"] for rank, entry in enumerate(value, 1)}
     if isinstance(value, list):
         value = dict(enumerate(value, 1))
     if isinstance(value, dict):

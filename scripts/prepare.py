@@ -129,12 +129,12 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
         return data
     if short > side:
         picture = picture.resized((side * width // short, side * height // short))
-    made, buffer = picture.pillow(), io.BytesIO()
-    exif = made.getexif()
+    output, buffer = picture.pillow(), io.BytesIO()
+    exif = output.getexif()
     if (orientation := decode.orientation_of(image)) > 1:
         exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
     # optimize=True would save 3 % of the bytes for 25 % more time
-    made.save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", exif=exif or b"")
+    output.save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0", exif=exif or b"")
     return buffer.getvalue()
 
 
@@ -225,8 +225,8 @@ def start(to: Path, settings: dict[str, Any]) -> None:
             message = f"contains other files ({others[0]}); give a new or an empty folder"
             raise UserError(f"--to {to}: {message}")
         write_json(marker, {"settings": settings})
-    found = json.loads(marker.read_bytes())["settings"]
-    changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
+    stored = json.loads(marker.read_bytes())["settings"]
+    changed = [f"{k} {stored.get(k)}, not {v}" for k, v in settings.items() if stored.get(k) != v]
     if changed:
         message = f"started with other settings ({'; '.join(changed)})"
         raise UserError(f"--to {to}: {message}; give the same options or another folder")

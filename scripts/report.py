@@ -91,16 +91,16 @@ class Run:
         """Return the result, label -> text: the best value of the validations comes first."""
         (name, _, row), config, summary = self.best(), self.config, self.summary
         value, epoch = number_in(row.get(name)), rounded(round(number_in(row.get("epoch")), 1))
-        found = dict[str, str]()
+        cells = dict[str, str]()
         if row:
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
-            found[f"best {name}"] = text
-            found["epoch"] = f"{epoch} of {rounded(number_in(config.get('train.epochs')))}"
+            cells[f"best {name}"] = text
+            cells["epoch"] = f"{epoch} of {rounded(number_in(config.get('train.epochs')))}"
         if seconds := round(number_in(summary.get("seconds"), 0)):
-            found["time"] = str(timedelta(seconds=seconds))
-            found["device"] = summary.get("device", UNKNOWN)
-            found["images/s"] = rounded(number_in(summary.get("images_per_second")))
-        return {**found, "status": self.status}
+            cells["time"] = str(timedelta(seconds=seconds))
+            cells["device"] = summary.get("device", UNKNOWN)
+            cells["images/s"] = rounded(number_in(summary.get("images_per_second")))
+        return {**cells, "status": self.status}
 
 
 def number_in(value: Any, default: float = math.nan) -> float:
@@ -193,8 +193,8 @@ def rounded(value: Any) -> str:
 
 def compared(values: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each key: its name, and its value in each run as text."""
-    keys = dict.fromkeys(key for found in values for key in found)
-    return [[key, *(rounded(found.get(key, UNKNOWN)) for found in values)] for key in keys]
+    keys = dict.fromkeys(key for by_key in values for key in by_key)
+    return [[key, *(rounded(by_key.get(key, UNKNOWN)) for by_key in values)] for key in keys]
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
@@ -217,7 +217,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     drawn = [(run, split, str(i), i % 8) for i, run in enumerate(runs, 1) for split in SPLITS]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
-    found: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    by_section: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
     for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
@@ -226,8 +226,8 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
         ]
         if any(curve[:, 1:].any() for _, curve in curves):
             chart = {"title": key, "place": place, **draw(curves)}
-            found[SECTIONS[key not in learning]].append(chart)
-    return {section: drawn for section, drawn in found.items() if drawn}
+            by_section[SECTIONS[key not in learning]].append(chart)
+    return {section: drawn for section, drawn in by_section.items() if drawn}
 
 
 def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
@@ -241,8 +241,8 @@ def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
     points = np.array([[number_in(row.get(column)) for column in columns] for row in rows])
     points = points.reshape(-1, 4)
     points = points[np.isfinite(points[:, :2]).all(1)]
-    parts = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
-    return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in parts])
+    bins = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
+    return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in bins])
 
 
 def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def ticks(low: float, high: float) -> np.ndarray:
 def labels(values: np.ndarray) -> list[str]:
     """Format the ticks of an axis with as many digits as make them differ."""
     texts = ([f"{value:.{digits}g}" for value in values] for digits in range(4, 17))
-    return next(found for found in texts if len({*found}) == len(found))
+    return next(ticks for ticks in texts if len({*ticks}) == len(ticks))
 
 
 def build(runs: Sequence[Run]) -> str:
@@ -292,8 +292,8 @@ def build(runs: Sequence[Run]) -> str:
     names = [run.name for run in runs]
     common = set.intersection(*({*name.split(",")} for name in names)) if len(runs) > 1 else set()
     for run in runs:  # a name is short: in a comparison, without what all names have
-        own = ",".join(part for part in run.name.split(",") if part not in common) or run.name
-        run.name = str(run.folder) if names.count(run.name) > 1 else own
+        short = ",".join(part for part in run.name.split(",") if part not in common) or run.name
+        run.name = str(run.folder) if names.count(run.name) > 1 else short
     rows = [{"": i, "run": run.name, **run.headline()} for i, run in enumerate(runs, 1)]
     loader = FileSystemLoader(Path(__file__).parent / "lib")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -318,8 +318,8 @@ def reference(runs: Sequence[Run]) -> str:
         raise UserError(f"--reference: {len(runs)} runs; give {MIN_RUNS} or more")
     for key, *values in differences(runs):
         if key != "train.seed":
-            found = ", ".join(sorted(set(values)))
-            raise UserError(f"--reference: {key} differs ({found}); give runs of one recipe")
+            text = ", ".join(sorted(set(values)))
+            raise UserError(f"--reference: {key} differs ({text}); give runs of one recipe")
     by, curves = runs[0].best()[0], []
     for run in runs:
         epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
@@ -351,8 +351,8 @@ def reference(runs: Sequence[Run]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     # Each run once, also if its folder is given twice.
-    found = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
-    runs = list(found.values())
+    by_folder = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
+    runs = list(by_folder.values())
     if options.reference:
         print(reference(runs), end="")
         return 0

@@ -17,9 +17,9 @@ import torch
 from _pytest.config import create_terminal_writer
 
 from pipeline.machine import default_cache_dir
-from tests.drawings import draw_image
-from tests.processes import leave_nothing
-from tests.ranks import Ranks
+from tests.helpers.drawings import draw_image
+from tests.helpers.processes import leave_nothing
+from tests.helpers.ranks import Ranks
 
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
@@ -127,7 +127,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def toy_runs(whole_runs: None) -> Iterator[None]:
     """For tests that call train(), except those of the task: a fork's task does not change them."""
     import train
-    from tests import toy
+    from tests.helpers import toy
 
     with pytest.MonkeyPatch.context() as patch:
         for name, function in toy.TASK.items():

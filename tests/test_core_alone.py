@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import HANGS_SECONDS, ROOT, run_python
-from tests.small_run import SMALL_RUN
+from tests.helpers.processes import HANGS_SECONDS, ROOT, run_python
+from tests.helpers.small_run import SMALL_RUN
 
 LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "data", "__pycache__")
 

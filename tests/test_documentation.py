@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 from conf import cli
 from conf.compose import read_words
 from conf.schema import KEYS, NAMES
-from tests.processes import ROOT, needs_extras
+from tests.helpers.processes import ROOT, needs_extras
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_FORKS = ("fork.md", "tasks.md", "samples.md")  # their commands run after their changes

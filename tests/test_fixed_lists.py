@@ -6,8 +6,8 @@ docs/fork.md has the command.
 import ast
 
 from conf.schema import FIELDS, NOTHING
-from tests.processes import needs_extras, run_python
-from tests.sources import PROGRAM, ROOT, nodes
+from tests.helpers.processes import needs_extras, run_python
+from tests.helpers.sources import PROGRAM, ROOT, nodes
 
 
 def test_size() -> None:

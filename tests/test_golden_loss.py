@@ -16,7 +16,7 @@ import train
 from conf.compose import from_words
 from models import zoo
 from models.vit import PatchEmbed, VisionTransformer
-from tests.results import rows
+from tests.helpers.results import rows
 
 GOLDEN = Path(__file__).with_name("golden-loss.json")
 # Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of

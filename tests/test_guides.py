@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.processes import ROOT, run_command, run_python
-from tests.results import rows
+from tests.helpers.processes import ROOT, run_command, run_python
+from tests.helpers.results import rows
 
 pytest.importorskip("extras.demo")
 TRAINS_SECONDS = 600  # a training that takes longer hangs

@@ -3,8 +3,8 @@
 import ast
 import re
 
-from tests.processes import run_python
-from tests.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
+from tests.helpers.processes import run_python
+from tests.helpers.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> what it may import, in addition to itself.
 LOW = ("conf.schema", "conf.named", "conf.start")

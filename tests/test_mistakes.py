@@ -19,11 +19,11 @@ import torch
 import train
 from conf import cli
 from conf.schema import NAMES
-from tests.processes import ROOT, descendants, needs_linux
-from tests.ranks import Ranks
-from tests.results import tree
-from tests.small_run import SMALL_RUN
-from tests.stored import as_tar
+from tests.helpers.processes import ROOT, descendants, needs_linux
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import tree
+from tests.helpers.small_run import SMALL_RUN
+from tests.helpers.stored import as_tar
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]

@@ -6,7 +6,7 @@ import pytest
 
 import train
 from tests.conf.refused import offered
-from tests.results import rows
+from tests.helpers.results import rows
 
 RECIPES = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16"]
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"]

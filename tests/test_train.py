@@ -24,10 +24,10 @@ from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
 from pipeline.batch import Batch
-from tests.limits import file_size_limit
-from tests.ranks import Ranks
-from tests.results import check_not_trained, rows, same, stored, tree
-from tests.small_run import command, compose, run
+from tests.helpers.limits import file_size_limit
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import check_not_trained, rows, same, stored, tree
+from tests.helpers.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
@@ -337,12 +337,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     go: Any, status: Any, folder: Path, monkeypatch: Patch
 ) -> None:
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
-    step = train.train_step
+    train_step = train.train_step
 
     def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
         if batch.step == 6:
             batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
-        return step(state, network, loss, batch, **options)
+        return train_step(state, network, loss, batch, **options)
 
     monkeypatch.setattr(train, "train_step", diverge)
     options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.schema import Optim, Train
+from conf.schema import OptimConfig, TrainConfig
 from engine.losses import build_criterion
+from engine.metrics import Values
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainingError, TrainState, check_loss, restored_on_exit
-from engine.step_graph import Values
 from pipeline.batch import Batch
-from tests.batches import batch_of, toy_loss
-from tests.optimizers import OPTIMIZERS
+from tests.helpers.batches import batch_of, toy_loss
+from tests.helpers.optimizers import OPTIMIZERS
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
@@ -38,9 +38,9 @@ def test_five_steps_equal_numpy() -> None:
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
-    options = Optim(momentum=MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)
+    options = OptimConfig(momentum=MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)
     state = TrainState(model, build_optimizer(model, options), MovingAverage(model, EMA_DECAY))
-    criterion = build_criterion(Train(label_smoothing=SMOOTHING))
+    criterion = build_criterion(TrainConfig(label_smoothing=SMOOTHING))
 
     weights = [p.detach().double().numpy() for p in (model[1].weight, model[1].bias)]
     momenta: list[np.ndarray] = []
@@ -98,7 +98,7 @@ def test_training_loss() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
     onehot = nn.functional.one_hot(labels, 7).float()
     targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
-    criterion = build_criterion(Train(label_smoothing=0.1))
+    criterion = build_criterion(TrainConfig(label_smoothing=0.1))
     batch = batch_of(image=images, label=labels, target=targets)
     loss, values = train.training_loss(network, batch, criterion)
     # A tenth is distributed over all classes.

@@ -12,9 +12,9 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from tests.processes import Started, processes, run_command, wait_for
-from tests.results import logged_steps, rows
-from tests.small_run import command, run
+from tests.helpers.processes import Started, processes, run_command, wait_for
+from tests.helpers.results import logged_steps, rows
+from tests.helpers.small_run import command, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
 OPTIONS = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]

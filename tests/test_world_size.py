@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Ranks
-from tests.results import rows
-from tests.small_run import command, run
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import rows
+from tests.helpers.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 # A model without BatchNorm and dropout, whose numbers are those of a rank.
@@ -72,7 +72,7 @@ from engine.validation import evaluate
 from engine.compute import choose_compute
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from tests.batches import toy_values as validation_values
+from tests.helpers.batches import toy_values as validation_values
 from train import build_state
 
 found = []

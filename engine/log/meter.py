@@ -10,19 +10,13 @@ from torch import Tensor
 from engine.compute import Compute, longest_float
 from engine.distributed import World
 from engine.schedule import Schedule
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 
-# Name in a log row, and in TensorBoard's group `time` -> in Shares.
-TIME = {
-    "data_wait_fraction": "wait",
-    "ranks_wait_fraction": "ranks",
-    "late_fraction": "late",
-    "copy_fraction": "copy",
-    "compute_fraction": "compute",
-    "copy_ms": "copy_ms",
-    "step_ms": "step_ms",
-    "step_worst_ms": "worst_ms",
-}
+# Names in a log row, and in TensorBoard's group `time`. StepTimes has them without `_fraction`.
+TIME = (
+    *("data_wait_fraction", "ranks_wait_fraction", "late_fraction", "copy_fraction"),
+    *("compute_fraction", "copy_ms", "step_ms", "step_worst_ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,10 +69,10 @@ class Meter:
 
 
 def train_row(
-    interval: Interval, shares: Shares, schedule: Schedule, compute: Compute
+    interval: Interval, times: StepTimes, schedule: Schedule, compute: Compute
 ) -> dict[str, Any]:
     """Return the log row of an interval, without the figures of the GPU and the memory."""
-    step, rate = interval.step, shares.rate * schedule.ranks
+    step, rate = interval.step, times.rate * schedule.ranks
     row = {
         "step": step,
         "epoch": schedule.epoch(step),
@@ -86,7 +80,7 @@ def train_row(
         **interval.values,
         "lr": schedule.lr(step - 1),
         "images_per_second": rate,
-        **{name: getattr(shares, ours) for name, ours in TIME.items()},
+        **{name: getattr(times, name.removesuffix("_fraction")) for name in TIME},
         "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
     if schedule.ranks == 1:

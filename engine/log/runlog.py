@@ -33,7 +33,7 @@ from engine.stop_signal import StopSignal
 from engine.validation import Rows
 from pipeline.batch import Batch
 from pipeline.build import Datasets
-from pipeline.clock import Shares, mean_of
+from pipeline.clock import StepTimes, mean_of
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
@@ -63,7 +63,7 @@ class RunLog(ExitStack):
         self.meter = Meter(self.world)
         # The rows that tell the speed of the run, and whether they are of the first steps of this
         # start, and of the first epoch, which reads cold files: later rows replace such ones.
-        self._shares: list[Shares] = []
+        self._times: list[StepTimes] = []
         self._preliminary = True, True
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
@@ -171,21 +171,21 @@ class RunLog(ExitStack):
         interval = self.meter.read()
         if interval is None:
             return
-        schedule, loader = self.schedule, self.feed.train.loader
+        schedule, pool = self.schedule, self.feed.pool
         before = interval.step - interval.steps
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
-        shares = self.feed.shares(interval.steps, skip=skip)
-        assert shares is not None, "every step of an interval has been ended"
+        times = self.feed.step_times(interval.steps, skip=skip)
+        assert times is not None, "every step of an interval has been ended"
         starting = skip >= interval.steps
         cold = before * schedule.batch_size < schedule.images
         if (starting, cold) != self._preliminary:
-            self._preliminary, self._shares = (starting, cold), []
-        self._shares.append(shares)
+            self._preliminary, self._times = (starting, cold), []
+        self._times.append(times)
         if not starting:
-            self.verdict.add(shares)
-        row = train_row(interval, shares, schedule, self.compute)
-        row |= self.monitor.read() | memory_figures(loader.pool.pids, self.world.device)
+            self.verdict.add(times)
+        row = train_row(interval, times, schedule, self.compute)
+        row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         epochs = self.config.train.epochs
         self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
@@ -204,8 +204,8 @@ class RunLog(ExitStack):
         run = self.run
         run.wait()
         stop.poll()
-        rate = mean_of(self._shares).rate if self._shares else 0.0
-        unreadable = self.world.all_gather(set(self.feed.train.loader.pool.unreadable))
+        rate = mean_of(self._times).rate if self._times else 0.0
+        unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
@@ -213,7 +213,7 @@ class RunLog(ExitStack):
             "seconds": time.monotonic() - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
-            "workers": self.feed.train.loader.pool.active,
+            "workers": self.feed.pool.active,
             "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
             "unreadable_images": len(set[int]().union(*unreadable)),
         }

@@ -13,7 +13,7 @@ from typing import Literal
 from engine.compute import Compute
 from engine.distributed import World
 from engine.step_graph import StepGraph
-from pipeline.clock import Shares, mean_of
+from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
@@ -36,19 +36,19 @@ ENGINES = "input-bound by the GPU's JPEG engines"
 
 @dataclass
 class Verdict:
-    """Collects the shares of a run's log rows, and judges its epochs and the run."""
+    """Collects the times of a run's log rows, and judges its epochs and the run."""
 
     compute: Compute
     feed: Feed
-    step: StepGraph
+    train_on_batch: StepGraph
     world: World
     alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
-    rows: dict[str, list[Shares]] = field(default_factory=lambda: {"epoch": [], "run": []})
+    rows: dict[str, list[StepTimes]] = field(default_factory=lambda: {"epoch": [], "run": []})
 
-    def add(self, shares: Shares) -> None:
+    def add(self, times: StepTimes) -> None:
         """Add a log row, without the steps that compile."""
         for rows in self.rows.values():
-            rows.append(shares)
+            rows.append(times)
 
     def sentences(self, period: Literal["epoch", "run"], *, slowdowns: str = "") -> list[str]:
         """Judge all of this start, or the rows since the last call for an epoch. Collective.
@@ -56,17 +56,17 @@ class Verdict:
         An epoch below its SHORT seconds gets no sentence. `slowdowns` says why this rank's GPU ran
         below its maximum clock.
         """
-        rows, own = self.rows[period], None
+        rows, times = self.rows[period], None
         if sum(row.seconds for row in rows) >= SHORT[period]:
-            own = mean_of(rows)._replace(
+            times = mean_of(rows)._replace(
                 name=f"rank {self.world.rank} on {socket.gethostname()}",
                 alone=self.alone,
-                graph_refused=self.step.disabled_reason or "",
+                graph_refused=self.train_on_batch.disabled_reason or "",
                 slowdowns=slowdowns,
             )
         if period == "epoch":
             self.rows["epoch"] = []
-        ranks = [rank for rank in self.world.all_gather(own) if rank is not None]
+        ranks = [rank for rank in self.world.all_gather(times) if rank is not None]
         if len(ranks) == self.world.size:
             return verdict(ranks, remedies(self.compute, self.feed))
         few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
@@ -75,7 +75,7 @@ class Verdict:
 
 def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     """Return what helps against each cause, as far as it applies to this run."""
-    loader, dataset = feed.config.loader, feed.train.loader.dataset
+    loader, dataset = feed.config.loader, feed.datasets.train
     typed = {loader.workers, loader.decoder} != {"auto"}
     if compute.device.type != "cuda":  # where auto measures nothing: these may be its values
         typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
@@ -97,7 +97,7 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
     }
 
 
-def verdict(ranks: Sequence[Shares], known: Mapping[str, list[str]]) -> list[str]:
+def verdict(ranks: Sequence[StepTimes], known: Mapping[str, list[str]]) -> list[str]:
     """Name the cause that costs most, with its figures, and what to change.
 
     `known`: from `remedies`.
@@ -108,7 +108,7 @@ def verdict(ranks: Sequence[Shares], known: Mapping[str, list[str]]) -> list[str
     return [finding, *([f"Remedies: {'; '.join(known[cause])}."] if known[cause] else [])]
 
 
-def combined(ranks: Sequence[Shares]) -> Shares:
+def combined(ranks: Sequence[StepTimes]) -> StepTimes:
     """Return one row for all ranks, with the sums of their images/s and workers.
 
     The steps of all ranks end together, because they average gradients: it is the row of the rank
@@ -122,23 +122,23 @@ def combined(ranks: Sequence[Shares]) -> Shares:
         return row._replace(core=min(cores))
     # Before each step, the processes agree whether to continue, and one that lacks a CPU core
     # delays all of them: this long, all had their images and waited for each other.
-    waits = [rank.idle + rank.ranks for rank in ranks]
+    waits = [rank.idle + rank.ranks_wait for rank in ranks]
     stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
-    wait, late = row.wait, row.late + stalled
+    wait, late = row.data_wait, row.late + stalled
     # A feed that is always busy delivers each batch in the last moment, to one rank later than to
     # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
     # of cores also make a feed look busy; then they explain half of the time that is lost.
     hosts = max(stalled + max(rank.late for rank in ranks), *cores)
     if len(ranks) > 1 and all(rank.busy >= SATURATED for rank in ranks) and hosts < max(waits) / 2:
         wait, late = max(waits), 0.0
-    return row._replace(wait=wait, late=late, core=max(cores))
+    return row._replace(data_wait=wait, late=late, core=max(cores))
 
 
-def cause_of(run: Shares, ranks: Sequence[Shares]) -> str:
+def cause_of(run: StepTimes, ranks: Sequence[StepTimes]) -> str:
     """Return the name of the cause that costs the largest share of the time."""
     lost = {
         "core-bound": 0.0 if run.on_gpu or run.core < VARIES_ON_CPU else run.core,
-        "input-bound": run.wait,
+        "input-bound": run.data_wait,
         "launch-bound": run.late if run.on_gpu else 0.0,
     }
     cause = max(lost, key=lambda name: lost[name])
@@ -150,7 +150,7 @@ def cause_of(run: Shares, ranks: Sequence[Shares]) -> str:
     return "launch-bound" if idle else "compute-bound"
 
 
-def input_cause(run: Shares) -> str:
+def input_cause(run: StepTimes) -> str:
     """Return the stage of the input that limits."""
     if run.on_gpu and run.copy >= COPIES:  # decoding on the device takes the place of the copy
         return "copy-bound" if run.mode == "cpu" else ENGINES
@@ -163,7 +163,7 @@ def input_cause(run: Shares) -> str:
     return "input-bound by loading" if run.decoder == "none" else "input-bound by decode"
 
 
-def lacks_core(run: Shares, ranks: Sequence[Shares]) -> bool:
+def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
     """Whether the GPU waits for its host because the host waits for a core, or workers take it."""
     if run.late >= WAITS and not run.graph_refused:
         # Other threads of the processes exchange the messages of the ranks.
@@ -174,12 +174,12 @@ def lacks_core(run: Shares, ranks: Sequence[Shares]) -> bool:
     return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.alone
 
 
-def rate_without_waits(run: Shares) -> float:
+def rate_without_waits(run: StepTimes) -> float:
     """Return images/s of the step while the loader runs, without the time it waits for images."""
-    return run.rate / max(1e-3, 1 - run.wait)
+    return run.rate / max(1e-3, 1 - run.data_wait)
 
 
-def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
+def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]:
     """Return what was measured, as parts of a sentence: the speed, and what tells this cause."""
     share = rate_without_waits(run) / run.alone if run.alone else 1.0
     workers = f"each worker ({run.workers})" if run.workers else "the training process"
@@ -203,7 +203,7 @@ def figures(cause: str, run: Shares, ranks: Sequence[Shares]) -> list[str]:
     hot = max(ranks, key=lambda rank: rank.slowdowns)
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
-        f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.wait:.1%} of the time for images",
+        f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.data_wait:.1%} of the time for images",
         f"the step can process {rate_without_waits(run):,.0f} img/s{alone} and got {run.rate:,.0f}",
         of_cause.get(cause, images),
         *([clock] if hot.slowdowns else []),

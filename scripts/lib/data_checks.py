@@ -52,7 +52,7 @@ def data(case: Case) -> Iterator[Row]:
         text = f"numbers sorted as text: {few(names)}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
     left_out = {index.root: index.left_out for index in case.splits().values()}
-    yield from (warn(f"{root}: {found}") for root, found in left_out.items() if found)
+    yield from (warn(f"{root}: {notice}") for root, notice in left_out.items() if notice)
 
 
 def readable(case: Case) -> Iterator[Row]:
@@ -78,24 +78,24 @@ def readable(case: Case) -> Iterator[Row]:
 
 def examine(index: Index, decoder: str, row: int) -> Examined:
     """Decode a file in full, as training does, and find what is unusual about it."""
-    found = Examined(row, index.path(row))
+    file = Examined(row, index.path(row))
     content = b""
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
-            found.odd = tuple(oddities(image, found.path))
+            file.odd = tuple(oddities(image, file.path))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
-        found.problem = begin if content else "empty, 0 bytes"
+        file.problem = begin if content else "empty, 0 bytes"
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
-        found.problem = describe(error)
+        file.problem = describe(error)
     else:
         step = max(1, min(pixels.shape[:2]) // GRID)
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
         if not 0 < decode.lost(content)[0] < decode.LOW_LEVEL:  # else the levels are gone
-            found.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
-    return found
+            file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
+    return file
 
 
 def oddities(image: Image.Image, path: str) -> Iterator[str]:
@@ -120,8 +120,8 @@ def odd_files(case: Case) -> Iterator[Row]:
     effects = ODD | ({TURNED: "training turns them upright"} if turns else {})
     kinds = {kind: f"{count:,} {kind}" for kind, count in counts.most_common()}
     details = tuple(
-        f"{found}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
-        for kind, found in kinds.items()
+        f"{number}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
+        for kind, number in kinds.items()
     )
     text = f"of {len(files):,} images: {', '.join(kinds.values()) or 'none'}"
     if turns:

@@ -66,13 +66,13 @@ def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
             return getattr(nvml, f"nvmlDeviceGet{call}")(gpu)
         return None
 
-    found = []
+    rows = []
     others, memory = get("ComputeRunningProcesses") or [], get("MemoryInfo")
     used = memory.total - memory.free if memory else 0
     if others or (memory and used > max(GIB, 0.05 * memory.total)):
         text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
         text += f" ({few(process.pid for process in others)})" if others else " or containers"
-        found.append(warn(text, "end them or use another GPU: they slow down training"))
+        rows.append(warn(text, "end them or use another GPU: they slow down training"))
     mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
     reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
     limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
@@ -80,8 +80,8 @@ def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
         reasons.append(f"a power limit of {limit / 1000:.0f} of {default / 1000:.0f} W")
     if reasons:
         cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
-        found.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
-    return found or [ok("memory and clocks are in order")]
+        rows.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
+    return rows or [ok("memory and clocks are in order")]
 
 
 def plan(case: Case) -> Iterator[Row]:

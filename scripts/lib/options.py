@@ -72,9 +72,9 @@ def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], l
     """
     from conf.compose import read_words
 
-    found = [word for word in words if word == "-" or os.path.lexists(word)]
-    overrides = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
+    paths = [word for word in words if word == "-" or os.path.lexists(word)]
+    overrides = [w for w in words if w not in paths and (w in NAMES or w[:1] in "-+" or "=" in w)]
     read_words(overrides)
-    if what and (others := [word for word in words if word not in found + overrides]):
+    if what and (others := [word for word in words if word not in paths + overrides]):
         raise UserError(f"{others[0]}: no such file or folder; give {what}")
     return [word for word in words if word not in overrides], overrides

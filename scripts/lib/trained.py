@@ -20,7 +20,7 @@ import models
 from conf import cli
 from conf.compose import from_checkpoint, from_words, read_yaml
 from conf.named import import_object
-from conf.schema import FOLDER, Config, Model, UserError, typed_keys
+from conf.schema import FOLDER, Config, ModelConfig, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -161,8 +161,8 @@ def open_trained(
         count, shape = count or outputs, shape or (channels, size, size)
     check_channels(config.data, shape[-3])
     known = tuple(names) if len(names) == count else ()
-    found = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
-    return found if classes is None else replace(found, classes=_read_names(classes, found))
+    trained = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
+    return trained if classes is None else replace(trained, classes=_read_names(classes, trained))
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
@@ -219,7 +219,7 @@ def sorted_as_text(names: Sequence[str]) -> bool:
 
 
 def sizes_in(
-    weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
+    weights: Mapping[str, Tensor], config: ModelConfig, *, image_size: int, origin: str
 ) -> tuple[int, int]:
     """Return the numbers of input channels and of classes of weights.
 

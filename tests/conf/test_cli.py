@@ -14,7 +14,7 @@ from conf.compose import SECTIONS, from_words
 from conf.schema import FIELDS, RESULT, Config, UserError, config_values, group_names, sentences
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA
-from tests.processes import ROOT, needs_extras, run_command, run_python
+from tests.helpers.processes import ROOT, needs_extras, run_command, run_python
 
 
 def sections(config: Config) -> dict[str, object]:

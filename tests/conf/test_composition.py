@@ -8,7 +8,7 @@ import pytest
 from conf.compose import NAME_LENGTH, from_checkpoint, from_words
 from conf.schema import Config, UserError, config_values, result_keys
 from tests.conf.refused import offered
-from tests.processes import run_python
+from tests.helpers.processes import run_python
 
 DATA = "data.root=/imagenet"  # composing does not read it
 

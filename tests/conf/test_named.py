@@ -8,7 +8,7 @@ import pytest
 
 from conf.compose import from_words
 from conf.named import ROOT, import_object, split_entry
-from tests.processes import run_python
+from tests.helpers.processes import run_python
 
 # What conf/config.yaml of a copy of the program names besides.
 DEFAULTS = """

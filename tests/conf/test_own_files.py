@@ -11,7 +11,7 @@ from conf.compose import from_checkpoint, from_words
 from conf.schema import config_values
 from scripts.lib.trained import open_trained
 from tests.conf.refused import DATA, refusal
-from tests.small_run import SMALL_RUN
+from tests.helpers.small_run import SMALL_RUN
 
 RECIPE = """\
 defaults:

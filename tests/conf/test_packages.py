@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from conf import start
-from tests.processes import ROOT, run_command
+from tests.helpers.processes import ROOT, run_command
 
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.

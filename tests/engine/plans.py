@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 
-from conf.schema import Checkpoint, Config, Loader, Log, Train
+from conf.schema import CheckpointConfig, Config, LoaderConfig, LogConfig, TrainConfig
 from engine.compute import Compute
 from engine.distributed import World
 from engine.schedule import Schedule
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 
-# The shares of some steps.
-WAITED = Shares(steps=4, seconds=2.0, wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0, worst_ms=1.0)
+WAITED = StepTimes(steps=4, seconds=2.0, data_wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0)
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 
 
@@ -19,10 +18,10 @@ def config(
     batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
 ) -> Config:
     return Config(
-        loader=Loader(batch_size=batch),
-        train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
-        log=Log(every_steps=5),
-        checkpoint=Checkpoint(every_steps=4),
+        loader=LoaderConfig(batch_size=batch),
+        train=TrainConfig(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
+        log=LogConfig(every_steps=5),
+        checkpoint=CheckpointConfig(every_steps=4),
     )
 
 

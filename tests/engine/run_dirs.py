@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conf import schema
-from conf.schema import Checkpoint, Config
+from conf.schema import CheckpointConfig, Config
 from engine import checkpoint
 from engine.run import Run
 from engine.state import TrainState
@@ -37,8 +37,8 @@ def add_checkpoint(
 
 
 def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> Run:
-    checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
-    return Run(Config(run=schema.Run(dir=str(path)), checkpoint=checkpoints), ALONE)
+    checkpoints = CheckpointConfig(resume=resume, accept_changes=accept_changes)
+    return Run(Config(run=schema.RunConfig(dir=str(path)), checkpoint=checkpoints), ALONE)
 
 
 def resume_with(

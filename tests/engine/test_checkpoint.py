@@ -23,8 +23,8 @@ from engine.files import json_text
 from engine.run import Run
 from engine.state import TrainingError, TrainState
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with
-from tests.processes import HANGS_SECONDS, needs_linux
-from tests.results import strictly_parsed
+from tests.helpers.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.results import strictly_parsed
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:

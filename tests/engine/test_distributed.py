@@ -20,7 +20,7 @@ from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 from train import build_state
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from conf.compose import from_words
-from conf.schema import Train, UserError
+from conf.schema import TrainConfig, UserError
 from engine.losses import LOSSES, Criterion, build_criterion, class_weights
 from pipeline.build import Datasets
 from pipeline.dataset import FakeDataset
@@ -31,12 +31,12 @@ def test_a_loss_gets_the_keys_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
     """A key that it does not take is not ignored; tests/mistakes.csv has the other key."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
-    criterion = build_criterion(Train(loss="focal", class_weights="balanced"), weights)
+    criterion = build_criterion(TrainConfig(loss="focal", class_weights="balanced"), weights)
     expected = focal(LOGITS, LABELS, class_weights=weights)
     assert torch.equal(criterion(LOGITS, LABELS), expected)
     message = r"^train.label_smoothing=0.1: train.loss=focal does not take it; give .*smoothing=0, "
     with pytest.raises(UserError, match=message):
-        build_criterion(Train(loss="focal", label_smoothing=0.1))
+        build_criterion(TrainConfig(loss="focal", label_smoothing=0.1))
 
 
 def check_halves(criterion: Criterion) -> None:
@@ -49,7 +49,7 @@ def check_halves(criterion: Criterion) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_labels_equal_one_hot_targets(name: str) -> None:
-    criterion = build_criterion(Train(loss=name, label_smoothing=0.1))
+    criterion = build_criterion(TrainConfig(loss=name, label_smoothing=0.1))
     torch.testing.assert_close(criterion(LOGITS, LABELS), criterion(LOGITS, ONE_HOT))
     check_halves(criterion)
 
@@ -61,7 +61,7 @@ class Counted(FakeDataset):
 
 def weights_of(given: Any, *classes: str) -> list[float] | None:
     split = Counted(10, 3, 8)
-    weights = class_weights(Train(class_weights=given), Datasets(split, split, classes, 8, 8))
+    weights = class_weights(TrainConfig(class_weights=given), Datasets(split, split, classes, 8, 8))
     return None if weights is None else weights.tolist()
 
 
@@ -87,8 +87,8 @@ def test_class_weights(smoothing: float) -> None:
     its two classes are mixed.
     """
     weights = torch.linspace(0.5, 20, CLASSES)
-    criterion = build_criterion(Train(label_smoothing=smoothing), weights)
-    plain = build_criterion(Train(label_smoothing=smoothing))
+    criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)
+    plain = build_criterion(TrainConfig(label_smoothing=smoothing))
     losses = torch.stack(  # [B, classes]: of each image, if it were of this class
         [
             torch.stack([plain(row[None], label[None]) for label in torch.arange(CLASSES)])
@@ -107,7 +107,7 @@ def test_class_weights(smoothing: float) -> None:
 def test_bce_by_its_formula(smoothing: float, threshold: float | None) -> None:
     """That of timm: the threshold comes after smoothing and mixing."""
     criterion = build_criterion(
-        Train(loss="bce", label_smoothing=smoothing, bce_threshold=threshold)
+        TrainConfig(loss="bce", label_smoothing=smoothing, bce_threshold=threshold)
     )
     p = LOGITS.double().sigmoid()
     y = (1 - smoothing) * MIXED.double() + smoothing / CLASSES

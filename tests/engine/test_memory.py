@@ -22,14 +22,12 @@ from engine.state import TrainingError, TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from tests.batches import toy_loss
 from tests.engine.plans import ALONE
-from tests.processes import run_python
-from tests.small_run import run
+from tests.helpers.batches import toy_loss
+from tests.helpers.processes import run_python
+from tests.helpers.small_run import run
 
 CUDA = replace(ALONE, device=torch.device("cuda", 0))
-
-
 Built = tuple[Schedule, TrainState, StepGraph, Batch]
 
 
@@ -47,9 +45,9 @@ def built(*overrides: str, world: World = ALONE) -> Built:
     compute = choose_compute(schedule.config, datasets, world.device, 0)
     state = train.build_state(schedule.config, datasets, compute, world)
     loss = train.build_loss(schedule.config, datasets, compute)
-    step = train.build_step(schedule, compute, loss, state, world)
+    train_on_batch = train.build_step(schedule, compute, loss, state, world)
     batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
-    return schedule, state, step, batch
+    return schedule, state, train_on_batch, batch
 
 
 def never() -> Iterator[Batch]:
@@ -76,9 +74,9 @@ def test_micro_batches_halve_until_they_fit(
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
-    schedule, state, step, batch = built(*given)
+    schedule, state, train_on_batch, batch = built(*given)
     before, random = params_sha256(state.model), torch.get_rng_state()
-    fitted = fit_memory(schedule, state, ALONE, step, [batch])
+    fitted = fit_memory(schedule, state, ALONE, train_on_batch, [batch])
     assert params_sha256(state.model) == before and torch.equal(torch.get_rng_state(), random)
     assert state.ema is not None and state.ema.n_averaged == 0 and not state.optimizer.state
     if found is None:
@@ -88,16 +86,16 @@ def test_micro_batches_halve_until_they_fit(
     assert (fitted.micro_batches, fitted.fitted_batch) == (parts, found)
     line = f"{parts} micro-batches of {found}, as with train.micro_batch={found}"
     assert caplog.messages == [f"out of memory with {images} images at a time: training in {line}"]
-    step(batch)
+    train_on_batch(batch)
     assert params_sha256(state.model) != before
 
 
 def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
-    schedule, state, step, batch = built("loader.batch_size=8")
+    schedule, state, train_on_batch, batch = built("loader.batch_size=8")
     with pytest.raises(TrainingError, match="cpu with micro-batches of 1; use a smaller model"):
-        fit_memory(schedule, state, ALONE, step, [batch])
+        fit_memory(schedule, state, ALONE, train_on_batch, [batch])
 
 
 @pytest.mark.parametrize(
@@ -151,20 +149,20 @@ def test_a_run_that_does_not_fit(
     assert found["params_sha256"] == parts["params_sha256"] != whole["params_sha256"]
 
 
-def train_on_a_full_gpu(compiled: str) -> None:
+def train_on_a_full_gpu(mode: str) -> None:
     """Try and train with a batch that a GPU limited to 8 GiB has no memory for."""
     share = min(1.0, 8 * 2**30 / torch.cuda.mem_get_info()[1])
     torch.cuda.set_per_process_memory_fraction(share)
     with join_world("cuda") as world:
         size = ["model=resnet18", "data.image_size=224", "loader.batch_size=4096"]
-        schedule, state, step, batch = built(*size, f"model.compile={compiled}", world=world)
-        with step:
+        schedule, state, train_on_batch, batch = built(*size, f"model.compile={mode}", world=world)
+        with train_on_batch:
             before = params_sha256(state.model)
-            fitted = fit_memory(schedule, state, world, step, [batch])
+            fitted = fit_memory(schedule, state, world, train_on_batch, [batch])
             assert 1 < fitted.micro_batches < 512 and params_sha256(state.model) == before
             for _ in range(6):
-                loss: Tensor = step(batch)["loss"]
-            print(fitted.micro_batches, step.disabled_reason, float(loss))
+                loss: Tensor = train_on_batch(batch)["loss"]
+            print(fitted.micro_batches, train_on_batch.disabled_reason, float(loss))
 
 
 @pytest.mark.gpu

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from conf.compose import from_words
-from conf.schema import Optim, UserError, missing
+from conf.schema import OptimConfig, UserError, missing
 from engine.optim import UNFIT, build_optimizer
 from models import build
-from tests.libraries import timm_module
+from tests.helpers.libraries import timm_module
 
 
 def stored_lists() -> dict[str, Counter[str]]:
@@ -30,9 +30,9 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
     with torch.device("meta"):
         model = build(name, num_classes=1000, image_size=224)
     shapes = dict(model.named_parameters())
-    (everything,) = build_optimizer(model, Optim(weight_decay=0.5)).param_groups
+    (everything,) = build_optimizer(model, OptimConfig(weight_decay=0.5)).param_groups
     assert everything["weight_decay"] == 0.5
-    groups = build_optimizer(model, Optim(weight_decay=0.5, decay_norms=False)).param_groups
+    groups = build_optimizer(model, OptimConfig(weight_decay=0.5, decay_norms=False)).param_groups
     of = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     signs = {key: "+" if of[id(p)] == 0.5 else "-" for key, p in shapes.items()}
     assert {sign for key, sign in signs.items() if shapes[key].dim() < 2} == {"-"}
@@ -60,6 +60,6 @@ def test_a_class_of_torch_gets_the_keys_that_have_an_effect(name: str) -> None:
 def test_a_name_of_timm() -> None:
     """It may stand for an option, which a key does not replace."""
     timm_module("optim")
-    assert build_optimizer(nn.Linear(2, 2), Optim("timm/nesterov")).defaults["nesterov"]
+    assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="did you mean timm/lion"):
-        build_optimizer(nn.Linear(2, 2), Optim("timm/lino"))
+        build_optimizer(nn.Linear(2, 2), OptimConfig("timm/lino"))

@@ -21,8 +21,8 @@ from tests.engine.run_dirs import (
     resume_with,
     state_of,
 )
-from tests.processes import HANGS_SECONDS
-from tests.results import tree
+from tests.helpers.processes import HANGS_SECONDS
+from tests.helpers.results import tree
 
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
 

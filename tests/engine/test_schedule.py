@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conf import schema
-from conf.schema import Model, Train, UserError
+from conf.schema import ModelConfig, TrainConfig, UserError
 from engine.distributed import World
 from engine.schedule import Schedule, make_schedule
 from tests.engine.plans import config, schedule
@@ -69,8 +69,8 @@ def curve(
     epoch = images / batch
     given = dataclasses.replace(
         config(batch, total / epoch),
-        schedule=schema.Schedule(name, warmup_epochs=warmup / epoch, **options),
-        optim=schema.Optim(lr=2.0),
+        schedule=schema.ScheduleConfig(name, warmup_epochs=warmup / epoch, **options),
+        optim=schema.OptimConfig(lr=2.0),
     )
     return Schedule(given, images)
 
@@ -114,13 +114,13 @@ def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> No
 )
 def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | int) -> None:
     """Equal parts of at most train.micro_batch images, for any number of ranks."""
-    given = dataclasses.replace(config(batch), train=Train(micro_batch=micro_batch))
+    given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
         assert make_schedule(given, 100, World(0, ranks, 0, ranks, CPU)).micro_batches == found
 
 
 def test_sync_bn_on_cpus_is_refused() -> None:
-    given = dataclasses.replace(config(12), model=Model(sync_bn=True))
+    given = dataclasses.replace(config(12), model=ModelConfig(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
         make_schedule(given, 99, World(0, 2, 0, 2, CPU))
     make_schedule(given, 99, World(0, 1, 0, 1, CPU))

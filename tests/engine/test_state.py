@@ -16,10 +16,10 @@ from engine import checkpoint
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, params_sha256, restored_on_exit, seed_step
 from models.resnet import resnet_tiny
-from tests.batches import batch_of, toy_loss
 from tests.engine.run_dirs import content_of
-from tests.optimizers import OPTIMIZERS
-from tests.results import same
+from tests.helpers.batches import batch_of, toy_loss
+from tests.helpers.optimizers import OPTIMIZERS
+from tests.helpers.results import same
 
 
 def new_state(name: str, *, seed: int = 0) -> TrainState:

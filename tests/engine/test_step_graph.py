@@ -11,15 +11,16 @@ import train
 from conf.compose import from_words
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
+from engine.metrics import Values
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, restored_on_exit
-from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph, Values
+from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
 from models import zoo
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from tests.batches import batch_of, on_device, toy_loss
+from tests.helpers.batches import batch_of, on_device, toy_loss
+from tests.helpers.optimizers import OPTIMIZERS
 from tests.models.test_vit import short_vit
-from tests.optimizers import OPTIMIZERS
 
 SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = ["data=fake", f"data.image_size={SIZE}", f"loader.batch_size={ROWS}"]
@@ -90,13 +91,13 @@ def test_a_graph_gives_the_same_bits(
     found: list[tuple[list[str], list[dict[str, float]]]] = []
     for refused in (None, "for the comparison"):
         torch._dynamo.reset()
-        compute, state, step = build(world, *overrides)
-        step.disabled_reason = refused
+        compute, state, train_on_batch = build(world, *overrides)
+        train_on_batch.disabled_reason = refused
         logged = []
         for number in range(STEPS):
-            values = step(random_batch(compute, number, mixed=mixed))
+            values = train_on_batch(random_batch(compute, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
-        assert step.disabled_reason == refused
+        assert train_on_batch.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
     # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
@@ -112,7 +113,7 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
     It happens within the graph if the optimiser skips its update on the device, as torch's fused
     ones do. For others, the host waits for the GPU, and there is no graph.
     """
-    compute, state, step = build(
+    compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
     )
     found, bad = [], STEPS - 2
@@ -120,12 +121,12 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
         chosen = state.scaler.state_dict()
         if number == bad:
             state.scaler.load_state_dict(chosen | {"scale": 2.0**80})
-        values = step(random_batch(compute, number))
+        values = train_on_batch(random_batch(compute, number))
         if number == bad:
             assert values["loss_scale"] == 2.0**79
             state.scaler.load_state_dict(chosen)
         found.append([parameter.detach().clone() for parameter in state.model.parameters()])
-    assert (step.disabled_reason is None) == (optim in ("sgd", "adamw"))
+    assert (train_on_batch.disabled_reason is None) == (optim in ("sgd", "adamw"))
     for number, (one, other) in enumerate(itertools.pairwise(found), 1):
         assert all(map(torch.equal, one, other)) == (number == bad)
     assert all(bool(tensor.isfinite().all()) for tensor in found[-1])
@@ -134,12 +135,12 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
 @pytest.mark.gpu
 def test_the_end_destroys_the_graph(world: World) -> None:
     """Also if it is still referred to: NCCL waits for its graphs."""
-    compute, _, step = build(world, "model=resnet_tiny")
-    with step:
+    compute, _, train_on_batch = build(world, "model=resnet_tiny")
+    with train_on_batch:
         for number in range(STEPS):
-            step(random_batch(compute, number))
-        assert step.disabled_reason is None and step._captured is not None
-        graph = step._captured[0]
+            train_on_batch(random_batch(compute, number))
+        assert train_on_batch.disabled_reason is None and train_on_batch._captured is not None
+        graph = train_on_batch._captured[0]
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
 
@@ -149,15 +150,15 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
     """The optimiser's state moves in memory when a measurement of the step is undone."""
     found = []
     for measured in (True, False):
-        compute, state, step = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
+        compute, state, train_on_batch = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
         if measured:
             with restored_on_exit(state):
                 for number in range(STEPS):
-                    step(random_batch(compute, number))
-            step.reset()
+                    train_on_batch(random_batch(compute, number))
+            train_on_batch.reset()
         for number in range(STEPS):
-            step(random_batch(compute, number))
-        assert step.disabled_reason is None
+            train_on_batch(random_batch(compute, number))
+        assert train_on_batch.disabled_reason is None
         found.append(weights(state))
     assert found[0] == found[1]
 
@@ -170,12 +171,12 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
     for waits in (True, False):
-        compute, state, step = build(world, "model.name=efficientnet_b0")
-        step.disabled_reason = None if waits else "for the comparison"
-        launch = step.launch
+        compute, state, train_on_batch = build(world, "model.name=efficientnet_b0")
+        train_on_batch.disabled_reason = None if waits else "for the comparison"
+        step_function = train_on_batch.step_function
 
-        def waiting(batch: Batch, launch: Callable[[Batch], Values] = launch) -> Values:
-            values = launch(batch)
+        def waiting(batch: Batch, function: Callable[[Batch], Values] = step_function) -> Values:
+            values = function(batch)
             values["loss"].item()
             return values
 
@@ -185,11 +186,11 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
         if inside:
             state.optimizer.register_step_pre_hook(wait)
         else:
-            step.launch = waiting
+            train_on_batch.step_function = waiting
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
-                step(random_batch(compute, number))
-        assert step.disabled_reason is not None
+                train_on_batch(random_batch(compute, number))
+        assert train_on_batch.disabled_reason is not None
         found.append(weights(state))
     assert found[0] == found[1]
     (line,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.message]

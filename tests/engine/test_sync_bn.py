@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import run_command
-from tests.results import rows
-from tests.small_run import command, torchrun
+from tests.helpers.processes import run_command
+from tests.helpers.results import rows
+from tests.helpers.small_run import command, torchrun
 
 # A low learning rate: rounding does not grow. 23 steps: the last ones are CUDA graphs.
 STEPS = 23

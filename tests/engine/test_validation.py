@@ -16,9 +16,9 @@ from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
 from pipeline.ring import EMPTY_ROW
-from tests.batches import batch_of, on_device, without_waiting
-from tests.batches import toy_values as measure
 from tests.engine.plans import ALONE
+from tests.helpers.batches import batch_of, on_device, without_waiting
+from tests.helpers.batches import toy_values as measure
 
 IMAGES = 37
 

@@ -22,13 +22,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from conf.schema import UserError
 from engine import memory
 from engine.distributed import World, average_gradients, join_world
+from engine.metrics import Values
 from engine.state import TrainState, params_sha256
-from engine.step_graph import StepGraph, Values
+from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
-from tests.batches import batch_of, toy_loss
 from tests.engine.plans import schedule
+from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
 
 
@@ -136,8 +137,8 @@ def check_memory(world: World) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return toy_loss(network, batch)
 
-    take = partial(train_step, state, network, loss, lr=0.5)
-    graph = StepGraph(take, lambda step: None, state.clear_gradients, network, "CPU")
+    step_function = partial(train_step, state, network, loss, lr=0.5)
+    graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network, "CPU")
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))
@@ -181,7 +182,7 @@ def check_validation_stops(world: World) -> None:
                     yield batch
 
             feed: Any = SimpleNamespace(val=SimpleNamespace(batches=val), val_batches=len(batches))
-            assert len([*validation_batches(feed, stop, parts=2)]) == 2 * found
+            assert len([*validation_batches(feed, stop, micro_batches=2)]) == 2 * found
 
 
 def main() -> None:

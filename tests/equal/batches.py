@@ -14,7 +14,7 @@ from conf.compose import from_words
 from engine.distributed import World
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from tests.drawings import TEXTURES, draw_image
+from tests.helpers.drawings import TEXTURES, draw_image
 
 BATCHES = 16  # of each split
 # With 16 training and 21 validation images for each of 3 classes, epochs end within batches, and

@@ -17,23 +17,23 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
             with the step, share of the time waiting, images/s that the workers can supply.
     """
     from engine.tune import Tuner, best_setting
-    from pipeline.clock import Shares
+    from pipeline.clock import StepTimes
 
     tried, *columns = zip(*cells, strict=True)
 
     class Recorded(Tuner):
-        def trial(self, mode: str, workers: int, steps: int) -> Shares:
+        def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
             rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
-            return Shares(rate=rate, wait=wait, alone=demand, cpu_ms=1e3 * workers / supply)
+            return StepTimes(rate=rate, data_wait=wait, alone=demand, cpu_ms=1e3 * workers / supply)
 
-    dataset = SimpleNamespace(workers_in=lambda mode, cores: cores)
-    loader: Any = SimpleNamespace(local_batch_size=32, dataset=dataset)
+    datasets = SimpleNamespace(train=SimpleNamespace(workers_in=lambda mode, cores: cores))
     world: Any = SimpleNamespace(size=1, on_rank_0=lambda make: make())
-    train = SimpleNamespace(loader=loader)
-    feed: Any = SimpleNamespace(train=train, modes=("cpu",), max_workers=MOST, num_cores=MOST)
+    train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32))
+    sizes = {"max_workers": MOST, "num_cores": MOST}
+    feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=("cpu",), **sizes)
     never: Any = None
     tuner = Recorded(feed, never, world, never, 0)
-    tuner.probe, tuner.demand = Shares(cpu_ms=1e3 / probed), demand
+    tuner.probe, tuner.demand = StepTimes(cpu_ms=1e3 / probed), demand
     tuner.search()
     return best_setting(tuner.trials)[1]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.equal import batches, configs
 from tests.equal.record import KINDS, stored
-from tests.processes import needs_extras
+from tests.helpers.processes import needs_extras
 
 pytestmark = needs_extras
 CONFIGS = stored("configs")

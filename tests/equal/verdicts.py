@@ -7,15 +7,15 @@ from typing import Any
 def cause_of(ranks: list[dict[str, Any]]) -> str:
     """Adapter: the cause that the verdict names, such as "input-bound by storage"."""
     from engine.log.verdict import verdict
-    from pipeline.clock import Shares
+    from pipeline.clock import StepTimes
 
     measured = []
     for rank in ranks:
-        values = {name: value for name, value in rank.items() if name in Shares._fields}
+        values = {name: value for name, value in rank.items() if name in StepTimes._fields}
         if values["decoder"] in ("gpu", "hybrid"):
             values |= {"mode": values["decoder"], "decoder": "region"}
         values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
-        measured.append(Shares(**values))
+        measured.append(StepTimes(**values))
     return verdict(measured, defaultdict(list))[0].partition(":")[0]
 
 

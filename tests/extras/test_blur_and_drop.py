@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import models
 from extras.blur_and_drop import BlurredConv
-from tests.results import same
+from tests.helpers.results import same
 
 NAME = "extras.blur_and_drop:resnet"
 # Model -> the number of its blocks, and the module of a block whose output is dropped.

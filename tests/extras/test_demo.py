@@ -10,13 +10,13 @@ from PIL import Image
 
 import train
 from conf.compose import from_words
-from conf.schema import Data, UserError
+from conf.schema import DataConfig, UserError
 from extras import demo
 from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.augment import Compose, RandomResizedCrop
 from pipeline.dataset import FolderDataset
 from pipeline.index import load_index
-from tests.results import tree
+from tests.helpers.results import tree
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_other_files_are_refused_and_untouched(
 
 def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) -> None:
     transform, index = Compose([RandomResizedCrop(size=24)]), load_index(drawn / "val", key="data")
-    data, files = Data(root=str(tmp_path / "demo")), FolderDataset(index, transform)
+    data, files = DataConfig(root=str(tmp_path / "demo")), FolderDataset(index, transform)
     dataset = DemoDataset(data, "val", transform, decoder="auto", seed=0)
     assert dataset.index.classes == index.classes == tuple(sorted(CLASSES)) and names(tmp_path) == [
         "drawn"

@@ -47,15 +47,14 @@ def expectation(
 ) -> Expectation:
     """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
     config = from_words(["data.root=/imagenet", *overrides])
-    datasets = SimpleNamespace(classes=range(1000), train=range(1_281_167), val=range(50_000))
+    train = type("Images", (), {"__len__": lambda _: 1_281_167, "name": lambda *_: image})()
+    datasets = SimpleNamespace(classes=range(1000), train=train, val=range(50_000))
     config.expect = {**FACTS, "reference": CURVE, **changes}
-    dataset = SimpleNamespace(name=lambda _: image)
-    feed = SimpleNamespace(train=SimpleNamespace(loader=SimpleNamespace(dataset=dataset)))
     state = SimpleNamespace(history=list(history), last=last, model=nn.BatchNorm2d(1))
     lines: list[str] = []
     tracker = SimpleNamespace(print=lines.append, lines=lines)
     planned = replace(schedule(10 * STEPS, 10, 3), fitted_batch=fitted)
-    log: Any = SimpleNamespace(schedule=planned, datasets=datasets, feed=feed, tracker=tracker)
+    log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker)
     log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
     log.state = state
     return Expectation(log)

@@ -11,7 +11,7 @@ import train
 from conf.compose import from_words
 from conf.schema import UserError, config_values
 from extras.finetune import completed
-from tests import small_run
+from tests.helpers import small_run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 FAST = ["train.device=cpu", "loader.workers=0", "log.trackers=[]"]

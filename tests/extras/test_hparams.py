@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-from tests.small_run import run
+from tests.helpers.small_run import run
 
 
 @pytest.mark.usefixtures("toy_runs")

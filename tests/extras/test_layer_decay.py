@@ -5,16 +5,18 @@ import torch
 from torch import nn
 
 import models
-from conf.schema import Optim, UserError
+from conf.schema import OptimConfig, UserError
 from engine.optim import build_optimizer
 from extras.layer_decay import blocks
 from models.vit import vit_s16
-from tests.libraries import timm_module
+from tests.helpers.libraries import timm_module
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
     """Parameter name -> factor of its learning rate, with and without weight decay."""
-    config = Optim(f"extras.layer_decay:{kind}", {"layer_decay": layer_decay}, decay_norms=False)
+    config = OptimConfig(
+        f"extras.layer_decay:{kind}", {"layer_decay": layer_decay}, decay_norms=False
+    )
     optimizer = build_optimizer(model, config)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 1e-4}
     of = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
@@ -61,6 +63,6 @@ def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name: str) -> N
 
 
 def test_a_factor_that_is_not_one() -> None:
-    config = Optim("extras.layer_decay:sgd", {"layer_decay": 1.5})
+    config = OptimConfig("extras.layer_decay:sgd", {"layer_decay": 1.5})
     with pytest.raises(UserError, match=r"^optim.args={layer_decay: .*}: layer_decay must be > 0"):
         build_optimizer(nn.Linear(2, 2), config)

@@ -12,10 +12,10 @@ from torch import nn
 from engine.metrics import add_values, metric_of
 from engine.validation import evaluate
 from extras.metrics import calibration_error, macro_f1, macro_precision, roc_auc
-from tests.batches import batch_of, toy_values
 from tests.engine.plans import ALONE
-from tests.results import rows
-from tests.small_run import run
+from tests.helpers.batches import batch_of, toy_values
+from tests.helpers.results import rows
+from tests.helpers.small_run import run
 
 # classes -> their shares of the labels and of the predictions
 SHARES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.small_run import compose
+from tests.helpers.small_run import compose
 
 mlflow = pytest.importorskip("mlflow")
 

@@ -16,11 +16,11 @@ from extras import pictures
 from extras.pictures import Predictions
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
-from tests.batches import batch_of, toy_values
 from tests.conftest import CLASSES as KINDS
 from tests.conftest import VAL_IMAGES
 from tests.engine.plans import ALONE
-from tests.small_run import run
+from tests.helpers.batches import batch_of, toy_values
+from tests.helpers.small_run import run
 
 CLASSES, IMAGES = 7, 500
 NAMES = ["cat", "n01443537", *"abcde"]

@@ -12,8 +12,8 @@ import torch
 import train
 from conf.schema import UserError
 from extras.profiler import Profiler
-from tests import small_run
-from tests.results import check_not_trained
+from tests.helpers import small_run
+from tests.helpers.results import check_not_trained
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 OPTIONS = ["loader.workers=0", "train.max_steps=5"]

@@ -14,10 +14,10 @@ import train
 from conf.schema import UserError
 from engine.distributed import World
 from extras.progressive import run
-from tests.processes import Started, run_command, wait_for
-from tests.results import rows, stored
-from tests.small_run import compose, overrides_of, torchrun
-from tests.small_run import run as run_here
+from tests.helpers.processes import Started, run_command, wait_for
+from tests.helpers.results import rows, stored
+from tests.helpers.small_run import compose, overrides_of, torchrun
+from tests.helpers.small_run import run as run_here
 
 # 36 images in batches of 8: epoch 1 begins with step 5, and the run ends with step 9.
 SIZES = "train.prepare={extras.progressive\\:run: {sizes: {0: 16, 1: 32}}}"

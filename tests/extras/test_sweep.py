@@ -16,7 +16,7 @@ from conf import cli
 from conf.compose import from_words
 from extras.sweep import MOST, WORST, Sweep
 from tests.conf.refused import refusal
-from tests.processes import ROOT, Started, needs_linux, wait_for
+from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
 
 FAKE = "data=fake"
 NAME = "resnet50,data.source=fake"

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import train
-from tests.small_run import compose
+from tests.helpers.small_run import compose
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 

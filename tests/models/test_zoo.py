@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import models
-from conf.schema import Model, UserError
+from conf.schema import ModelConfig, UserError
 from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
 from scripts.lib.trained import sizes_in
-from tests.libraries import timm_module
-from tests.results import same
+from tests.helpers.libraries import timm_module
+from tests.helpers.results import same
 
 
 def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
@@ -107,7 +107,7 @@ def test_input_channels(name: str) -> None:
         with torch.device("meta"):
             model = build(in_channels=channels).eval()
             assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)
-        found = sizes_in(model.state_dict(), Model(name=name), image_size=32, origin="test")
+        found = sizes_in(model.state_dict(), ModelConfig(name=name), image_size=32, origin="test")
         assert found == (channels, 7)
 
 

@@ -24,7 +24,7 @@ from pipeline.pool import Loader, Pool
 from pipeline.ring import Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import SharedArray, page_locked
-from tests.batches import on_device
+from tests.helpers.batches import on_device
 
 SIZE = 32  # side of the images in pixels
 CPU = torch.device("cpu")

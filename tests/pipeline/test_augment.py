@@ -13,7 +13,7 @@ from PIL import Image
 
 from pipeline.augment import TRANSFORMS, Compose, RandomResizedCrop, build, follow, sample_rng
 from pipeline.decode import JpegFile, Picture, open_picture
-from tests.drawings import draw_image
+from tests.helpers.drawings import draw_image
 from tests.reliability.odd_images import encoded, exif
 
 PHOTO = draw_image("dots", np.random.default_rng(3)).resize((300, 260))

@@ -70,12 +70,12 @@ def at_once(clock: StepClock) -> BatchEvents:
 def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
-    shares = clock.shares()
-    assert shares is not None
-    assert (shares.steps, shares.seconds, shares.step_ms, shares.copy_ms) == (1, 0.1, 60, 30)
-    fractions = (shares.wait, shares.late, shares.compute)
+    times = clock.step_times()
+    assert times is not None
+    assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
+    fractions = (times.data_wait, times.late, times.compute)
     assert fractions == pytest.approx((0.3, 0.1, 0.6))
-    assert shares.copy == pytest.approx(0.3)
+    assert times.copy == pytest.approx(0.3)
 
 
 def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
@@ -87,12 +87,12 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
     assert gpu.waits == []
 
     def read(steps: int | None, **options: Any) -> tuple[int, float, float] | None:
-        shares = clock.shares(steps, **options)
-        return shares and (shares.steps, shares.seconds, shares.drained)
+        times = clock.step_times(steps, **options)
+        return times and (times.steps, times.seconds, times.drained)
 
     assert [read(0), read(2, skip=1), read(1, skip=9)] == [None, (1, 1, 1.0), (1, 2, 0.0)]
     assert read(9) == (1, 4, 0.0)
-    assert gpu.waits == [61_000, 63_000, 67_000] and clock.shares() is None
+    assert gpu.waits == [61_000, 63_000, 67_000] and clock.step_times() is None
 
 
 def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
         found.ranks_ready()
         clock.now += seconds
         found.end_step()
-    shares = found.shares()
-    assert shares is not None
-    assert shares.core == pytest.approx(3 / 32)
-    assert shares.ranks == pytest.approx(3 / 32)
-    assert shares.compute == pytest.approx(29 / 32)
+    times = found.step_times()
+    assert times is not None
+    assert times.core == pytest.approx(3 / 32)
+    assert times.ranks_wait == pytest.approx(3 / 32)
+    assert times.compute == pytest.approx(29 / 32)

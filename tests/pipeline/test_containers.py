@@ -12,8 +12,8 @@ import pytest
 
 from conf.schema import UserError
 from pipeline.index import Index, load_index
-from tests.limits import soft_limit
-from tests.stored import as_list, as_tar, as_tars
+from tests.helpers.limits import soft_limit
+from tests.helpers.stored import as_list, as_tar, as_tars
 
 JPEG = b"\xff\xd8 content"
 

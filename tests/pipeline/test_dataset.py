@@ -16,8 +16,8 @@ from pipeline.class_names import imagenet_names, readable
 from pipeline.containers import Folder
 from pipeline.dataset import BadImageError, FolderDataset
 from pipeline.index import load_index
+from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops
-from tests.stored import as_tar
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 
 from pipeline import decode
-from tests.drawings import draw_image
+from tests.helpers.drawings import draw_image
 from tests.reliability.odd_images import KINDS, SIZE, encoded, exif, jpeg
 
 

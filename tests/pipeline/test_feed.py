@@ -54,7 +54,7 @@ def test_workers(
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
     with opened(image_root, f"loader.workers={workers}", kind=Moded, modes=modes) as found:
-        pool, slots = found.train.loader.pool, found.train.loader.ring.slots
+        pool, slots = found.pool, found.train.loader.ring.slots
         assert (pool.active, len(pool.workers), found.max_workers, slots) == counts
         why = f"{'to be measured; ' if measured else ''}there are cores for 3"
         workers = "1 worker" if counts[0] == 1 else f"{counts[0]} workers"
@@ -95,7 +95,7 @@ def test_decoder_and_modes() -> None:
 def test_validation_uses_all_workers(image_root: Path) -> None:
     """No process is started or ended for it. The modes of a dataset: tests/extras/gpu_decode."""
     with opened(image_root, workers=2) as feed:
-        pool = feed.train.loader.pool
+        pool = feed.pool
         pool.activate(1)
         pids = pool.pids
         with feed.for_validation():

@@ -17,8 +17,8 @@ from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.pool import LoaderError
-from tests.batches import batch_of
 from tests.engine.plans import ALONE
+from tests.helpers.batches import batch_of
 from tests.pipeline.loaders import loaded
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from pipeline.decode import FORMATS
 from pipeline.index import load_index
 from pipeline.listing import EXTENSIONS
 from pipeline.machine import default_cache_dir
-from tests.limits import file_size_limit
-from tests.stored import samples
+from tests.helpers.limits import file_size_limit
+from tests.helpers.stored import samples
 
 
 def make(folder: Path, *names: str | bytes) -> Path:

@@ -22,8 +22,8 @@ from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.pool import slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
-from tests.batches import without_waiting
 from tests.conftest import Clock
+from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -96,10 +96,10 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
             if batch.step == 1:
                 with prefetcher.pause():
                     clock.now += 1
-        found = prefetcher.clock.shares()
+        found = prefetcher.clock.step_times()
     assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
-    assert found.step_ms == pytest.approx(100) == found.worst_ms
-    assert (found.wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
+    assert found.step_ms == pytest.approx(100) == found.step_worst_ms
+    assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
 
 
 class Stream:
@@ -289,7 +289,7 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 0:
-                prefetcher.clock.shares()  # as at a log step: else the clock keeps all events
+                prefetcher.clock.step_times()  # as at a log step: else the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
     mixed_by = options.get("mixed_by", ())
     wrong = count_wrong(found, dtype, mixed_by=mixed_by)

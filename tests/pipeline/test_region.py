@@ -13,7 +13,7 @@ from PIL import Image
 
 from conf.schema import UserError
 from pipeline import decode, region
-from tests.processes import run_command, run_python
+from tests.helpers.processes import run_command, run_python
 from tests.reliability.odd_images import FILES, encoded
 
 needs_compiler = pytest.mark.skipif(

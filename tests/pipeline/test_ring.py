@@ -21,8 +21,8 @@ from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDatas
 from pipeline.decode import Picture
 from pipeline.pool import Loader, LoaderError, Pool
 from pipeline.ring import EMPTY_ROW, Ring, Task
+from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
-from tests.processes import Started, descendants, is_running, needs_linux, wait_for
 
 START_METHODS = [
     "forkserver",
@@ -221,7 +221,7 @@ from pathlib import Path
 from pipeline.pool import Pool
 from pipeline.ring import Ring, Task
 from tests.pipeline.loaders import Stuck, crops
-from tests.processes import descendants, is_running
+from tests.helpers.processes import descendants, is_running
 
 def send_all():
     while not finished.is_set():

@@ -12,8 +12,8 @@ import torch
 
 from conf.schema import UserError
 from pipeline.shared import SharedArray, page_locked, page_locked_bytes
-from tests.limits import file_size_limit, soft_limit
-from tests.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.limits import file_size_limit, soft_limit
+from tests.helpers.processes import HANGS_SECONDS, needs_linux
 
 
 def descriptors() -> int:

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from conf.compose import from_words
-from conf.schema import Config, Data
+from conf.schema import Config, DataConfig
 from pipeline.build import build_datasets, build_val
 from pipeline.containers import Folder
 from pipeline.index import Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
-from tests.small_run import SMALL
-from tests.stored import as_tar, samples
+from tests.helpers.small_run import SMALL
+from tests.helpers.stored import as_tar, samples
 
 
 def splits(root: object, **keys: object) -> tuple[Index, Index]:
-    return load_splits(Data(root=str(root), **keys))  # type: ignore[arg-type]
+    return load_splits(DataConfig(root=str(root), **keys))  # type: ignore[arg-type]
 
 
 def config(root: Path, *overrides: str) -> Config:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline import decode
-from tests.drawings import draw_image
+from tests.helpers.drawings import draw_image
 
 WIDTH, HEIGHT = SIZE = (90, 70)  # of an image that is trained, in pixels
 

@@ -18,9 +18,9 @@ from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.run import Run, run_facts
 from scripts.lib.trained import open_trained
-from tests import small_run
 from tests.engine.plans import ALONE
-from tests.results import same
+from tests.helpers import small_run
+from tests.helpers.results import same
 
 OPTIONS = ("train.epochs=1", "train.ema_decay=0.9", "loader.workers=0")
 Content = dict[str, Any]

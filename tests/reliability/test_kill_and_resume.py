@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.processes import is_running, wait_for
-from tests.ranks import Job, Ranks
-from tests.results import logged_steps, rows, same, stored
-from tests.small_run import command
-from tests.stored import as_tar, as_tars
+from tests.helpers.processes import is_running, wait_for
+from tests.helpers.ranks import Job, Ranks
+from tests.helpers.results import logged_steps, rows, same, stored
+from tests.helpers.small_run import command
+from tests.helpers.stored import as_tar, as_tars
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 # 36 images in batches of 12: 18 steps, validated after steps 9 and 18.

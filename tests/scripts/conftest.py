@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests import small_run
+from tests.helpers import small_run
 from tests.reliability.odd_images import exif
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from conf.compose import from_words
 from scripts import bench
-from tests.ranks import Ranks
-from tests.small_run import SMALL
+from tests.helpers.ranks import Ranks
+from tests.helpers.small_run import SMALL
 
 BASE = [*SMALL, "loader.workers=1"]
 

@@ -21,10 +21,10 @@ from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
 from tests.conftest import CLASSES
-from tests.nvml import Nvml, NvmlError
-from tests.ranks import Ranks
+from tests.helpers.nvml import Nvml, NvmlError
+from tests.helpers.ranks import Ranks
+from tests.helpers.small_run import SMALL
 from tests.reliability.odd_images import drawn, encoded, exif
-from tests.small_run import SMALL
 
 GIB = 1 << 30
 Rows = dict[str, list[Row]]

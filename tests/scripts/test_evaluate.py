@@ -22,12 +22,12 @@ from pipeline.dataset import FolderDataset
 from scripts import evaluate
 from scripts.evaluate import Evaluated, label_by_name, with_config
 from scripts.lib.trained import Trained, open_trained
-from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
-from tests.ranks import Ranks
-from tests.results import newest
-from tests.stored import as_list, as_tar
+from tests.helpers import small_run
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import newest
+from tests.helpers.stored import as_list, as_tar
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 SCRIPT = [sys.executable, evaluate.__file__]

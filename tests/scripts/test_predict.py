@@ -23,7 +23,7 @@ from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
-from tests.processes import Started
+from tests.helpers.processes import Started
 
 CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=2"]

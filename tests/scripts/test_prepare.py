@@ -26,7 +26,7 @@ from scripts import prepare
 from scripts.lib.sources import imagenet
 from scripts.lib.sources.files import Place, inflated
 from scripts.lib.sources.layouts import recognise
-from tests.limits import file_size_limit
+from tests.helpers.limits import file_size_limit
 from tests.reliability.odd_images import drawn, encoded
 
 # Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real

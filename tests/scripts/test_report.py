@@ -11,7 +11,7 @@ import pytest
 
 from conf.schema import UserError
 from scripts import report
-from tests import small_run
+from tests.helpers import small_run
 
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 FORBIDDEN = ("script", "link", "iframe", "object", "base", "form", "a", "img")

@@ -7,9 +7,9 @@ from subprocess import PIPE
 
 import pytest
 
-from tests.processes import Started, run_command, wait_for
-from tests.results import logged_steps, rows
-from tests.small_run import command
+from tests.helpers.processes import Started, run_command, wait_for
+from tests.helpers.results import logged_steps, rows
+from tests.helpers.small_run import command
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 # Starts one task, as on one node.

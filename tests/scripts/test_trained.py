@@ -14,7 +14,7 @@ from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from scripts.lib.trained import open_trained
 from tests.conftest import CLASSES
-from tests.results import same
+from tests.helpers.results import same
 
 CPU = torch.device("cpu")
 TINY = ["model.name=resnet_tiny", "data.image_size=32"]

@@ -32,17 +32,17 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
 
     Raises UserError: there are both datasets, or a file is missing or damaged.
     """
-    found = [
+    copies = [
         (folder, meta)
         for folder, meta in map(os.path.split, tree)
         if meta in VERSIONS and os.path.join(folder, VERSIONS[meta][-1]) in tree
     ]
-    if not found:
+    if not copies:
         return []
-    if len(found) > 1:
-        names = ", ".join(folder or "." for folder, _ in found)
+    if len(copies) > 1:
+        names = ", ".join(folder or "." for folder, _ in copies)
         raise UserError(f"{source}: holds CIFAR more than once ({names}); give one of them")
-    folder, meta = found[0]
+    folder, meta = copies[0]
     path, *paths = (os.path.join(folder, name) for name in (meta, *VERSIONS[meta]))
     samples: list[Sample] = []
     try:

@@ -75,17 +75,17 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
             members = tar_members(file, start)
     except DamagedError as error:
         raise damaged(path, error) from None
-    found: Tree = {}
+    tree: Tree = {}
     for member, place in members.items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
             inner = tree_of_tar(stored, others, place[0])
-            found |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
+            tree |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
         elif any(map(is_hidden, member.split(b"/"))):
             others[member] = why_left_out(member)
         else:
-            found[name] = Place(stored, *place)
-    return dict(sorted(found.items()))
+            tree[name] = Place(stored, *place)
+    return dict(sorted(tree.items()))
 
 
 @cache

@@ -105,8 +105,8 @@ def parse_devkit(place: Place) -> dict[str, str]:
     truth = read_place(files["ILSVRC2012_validation_ground_truth.txt"])
     numbers = [int(line) for line in truth.split()]
     table = zlib.decompressobj().decompress(read_place(files["meta.mat"])[128 + 8 :])
-    found = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
-    wnids = [name.replace(b"\0", b"").decode() for name in found]
+    matches = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
+    wnids = [name.replace(b"\0", b"").decode() for name in matches]
     counts = Counter(numbers)
     if set(counts) != set(range(1, len(counts) + 1)) or len(set(counts.values())) > 1:
         raise ValueError("the classes do not have the same number of validation images")

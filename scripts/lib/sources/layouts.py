@@ -158,19 +158,19 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
         key, _, extension = file.partition(".")
         records[os.path.join(folder, key)][extension.lower()] = place
     samples = []
-    for key, parts in records.items():
-        label = record_label(f"{shard}: {key}", parts)
-        for extension in [e for e in parts if is_image(f".{e}")]:
-            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
+    for key, files in records.items():
+        label = record_label(f"{shard}: {key}", files)
+        for extension in [e for e in files if is_image(f".{e}")]:
+            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", files[extension]))
     return samples
 
 
-def record_label(key: str, parts: Tree) -> str:
+def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" if there is none of them."""
-    if not (place := parts.get("cls", parts.get("json"))):
+    if not (place := files.get("cls", files.get("json"))):
         return ""
     content = read_place(place)
-    if "cls" in parts:
+    if "cls" in files:
         return content.decode(errors="replace").strip()
     try:
         record = json.loads(content)
@@ -226,7 +226,7 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
     wnids = defaultdict(set)
     for sample in samples:
         wnids[sample.label].update(WNID.findall(sample.name) or [""])
-    one = {label: min(found) for label, found in wnids.items() if len(found) == 1}
+    one = {label: min(ids) for label, ids in wnids.items() if len(ids) == 1}
     names = {label: label for label in wnids}
     if len(one) == len(wnids) == len(set(one.values()) - {""}):
         names = one

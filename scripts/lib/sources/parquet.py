@@ -65,9 +65,9 @@ def parquet_columns(path: str) -> tuple[str, str, list[str]]:
     labels = [name for name, f in features.items() if f.get("_type") == "ClassLabel"]
     labels = labels or [name for name in LABELS if name in schema.names]
     labels = ["label"] if "label" in labels else labels
-    for what, found in (("images", images), ("labels", labels)):
-        if len(found) != 1:
-            columns = f"{len(found)} columns of {what} in {', '.join(schema.names)}"
+    for what, names in (("images", images), ("labels", labels)):
+        if len(names) != 1:
+            columns = f"{len(names)} columns of {what} in {', '.join(schema.names)}"
             raise UserError(f"{path}: has {columns}; write files with columns image and label")
     return images[0], labels[0], features.get(labels[0], {}).get("names") or []
 

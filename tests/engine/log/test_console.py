@@ -17,9 +17,9 @@ from engine.log.introduction import setup_notes
 from engine.log.meter import Interval, Meter, train_row
 from engine.metrics import BestBy
 from pipeline.build import build_datasets
-from pipeline.clock import Shares
-from tests.batches import without_waiting
+from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute, schedule
+from tests.helpers.batches import without_waiting
 
 TOP1 = BestBy.of("top1")
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
@@ -115,11 +115,11 @@ def test_values_are_added_without_waiting_for_the_gpu() -> None:
                 meter.add({"loss": loss})
 
 
-def row_of(shares: Shares, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:
+def row_of(times: StepTimes, ranks: int = 1, device: str = "cpu") -> dict[str, Any]:
     """Of steps 1 to 4 of 100, which have 16 of 36 images."""
     given = schedule(36, 16, 300, 100, ranks=ranks)
     computed = compute(name=device, precision="bf16", flops=10**12)
-    return train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), shares, given, computed)
+    return train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), times, given, computed)
 
 
 def test_row_of_an_interval() -> None:
@@ -129,6 +129,6 @@ def test_row_of_an_interval() -> None:
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
     assert not row.keys() & {"mfu", "ranks_wait_fraction"}
-    row = row_of(WAITED._replace(ranks=0.04, rate=32 / 2), ranks=2, device="NVIDIA H200")
+    row = row_of(WAITED._replace(ranks_wait=0.04, rate=32 / 2), ranks=2, device="NVIDIA H200")
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)

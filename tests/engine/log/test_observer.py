@@ -12,8 +12,8 @@ from conf.schema import UserError
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.log.verdict import Verdict
-from tests.results import rows
-from tests.small_run import run
+from tests.helpers.results import rows
+from tests.helpers.small_run import run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 SHORT = ["loader.workers=0", "train.max_steps=2", "log.trackers=[tensorboard]"]

@@ -14,8 +14,8 @@ import torch
 
 from engine.log import telemetry
 from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
-from tests.nvml import Nvml, NvmlError
-from tests.processes import HANGS_SECONDS, needs_linux, wait_for
+from tests.helpers.nvml import Nvml, NvmlError
+from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order

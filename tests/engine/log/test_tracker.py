@@ -19,7 +19,7 @@ from conf.compose import from_words
 from engine.log.sheet import draw_batch, rgb
 from engine.log.tracker import Tracker
 from pipeline.batch import ImageFormat
-from tests.batches import batch_of
+from tests.helpers.batches import batch_of
 
 CONFIG = from_words(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))

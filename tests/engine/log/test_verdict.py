@@ -18,15 +18,15 @@ from conf.compose import from_words
 from conf.schema import NAMES
 from engine.distributed import World
 from engine.log.verdict import Verdict, remedies, verdict
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute
 from tests.equal.record import stored
 from tests.pipeline.loaders import opened
 
-RUNS_WELL = Shares(
+RUNS_WELL = StepTimes(
     rate=6600,
     alone=6700,
-    wait=0.004,
+    data_wait=0.004,
     late=0.001,
     copy=0.03,
     copy_ms=1.2,
@@ -39,7 +39,7 @@ RUNS_WELL = Shares(
     on_gpu=True,
     name="rank 0 on node0",
 )
-WAITS = {"wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
+WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
 NOT_ALONE = {"alone": 0}
 CPU = {"on_gpu": False, **NOT_ALONE}
 HOT = {"slowdowns": "board limit"}
@@ -60,7 +60,7 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "ms for storage and 0.1 ms for a core. Remedies: a remedy.",
     ),
     ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... the training process computes 3.6"),
-    ({"wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
+    ({"data_wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
     (
         {"drained": 0.9, "graph_refused": "two shapes"},
         "launch-bound: ... the GPU was idle 0% of the time, and before 90% of the steps, although "
@@ -71,7 +71,7 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def ranks_of(*changes: dict[str, Any], **both: Any) -> list[Shares]:
+def ranks_of(*changes: dict[str, Any], **both: Any) -> list[StepTimes]:
     """Ranks on a GPU with steps of 100 ms, and 1,000 images/s of all of them."""
     steps = {"rate": 1000 / len(changes), "seconds": 0.1, **NOT_ALONE, **both}
     return [
@@ -80,11 +80,11 @@ def ranks_of(*changes: dict[str, Any], **both: Any) -> list[Shares]:
     ]
 
 
-SEVERAL: list[tuple[list[Shares], str]] = [
+SEVERAL: list[tuple[list[StepTimes], str]] = [
     (ranks_of({}, HOT), "compute-bound: ... rank 1 on node0 has lowered the clock"),
     # The rank that the others wait for is judged.
     (
-        ranks_of({"cpu_ms": 9.0}, {"wait": 0.4, "cpu_ms": 29.0}),
+        ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
         "input-bound by decode: the GPU waited 40.0% ... each worker (30) computes 29.0",
     ),
     (ranks_of(*[{}] * 4, alone=300.0), "process 1,004 img/s, 84% of the 1,200 that it processed"),
@@ -94,7 +94,7 @@ SEVERAL: list[tuple[list[Shares], str]] = [
 @pytest.mark.parametrize(
     ("ranks", "says"), [([RUNS_WELL._replace(**one)], says) for one, says in ONE_RANK] + SEVERAL
 )
-def test_sentences(ranks: list[Shares], says: str) -> None:
+def test_sentences(ranks: list[StepTimes], says: str) -> None:
     for order in (ranks, ranks[::-1]):
         text = " ".join(verdict(order, KNOWN))
         assert all(part in text for part in says.split(" ... ")), text
@@ -102,18 +102,18 @@ def test_sentences(ranks: list[Shares], says: str) -> None:
 
 @contextmanager
 def open_run(image_root: Path, world: World = ALONE, *, alone: float = 0.0) -> Iterator[Verdict]:
-    step: Any = SimpleNamespace(disabled_reason=None)
+    train_on_batch: Any = SimpleNamespace(disabled_reason=None)
     small = ["loader.batch_size=16", "data.image_size=32"]
     with opened(image_root, *small, workers=0) as feed:
-        yield Verdict(compute(), feed, step, world, alone=alone)
+        yield Verdict(compute(), feed, train_on_batch, world, alone=alone)
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
-    """The shares that are judged."""
-    found: list[Shares] = []
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
+    """The times that are judged."""
+    found: list[StepTimes] = []
 
-    def judge(ranks: list[Shares], known: object) -> list[str]:
+    def judge(ranks: list[StepTimes], known: object) -> list[str]:
         found.extend(ranks)
         return ["a sentence."]
 
@@ -121,11 +121,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
     return found
 
 
-def lasting(seconds: float, **values: Any) -> Shares:
+def lasting(seconds: float, **values: Any) -> StepTimes:
     return WAITED._replace(seconds=seconds, rate=4 * 16 / seconds, **values)
 
 
-def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Shares]) -> None:
+def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[StepTimes]) -> None:
     none = ["none: less than 3 s of steps after the first ones, too few to judge"]
     with open_run(image_root) as verdict:
         assert verdict.sentences("epoch") == [] and verdict.sentences("run") == none
@@ -138,15 +138,15 @@ def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Sh
     assert judged[-1].rate == pytest.approx(3 * 4 * 16 / 20)
 
 
-def test_means_are_over_time(image_root: Path, judged: list[Shares]) -> None:
+def test_means_are_over_time(image_root: Path, judged: list[StepTimes]) -> None:
     """A row of 30 s counts three times one of 10 s."""
     with open_run(image_root, alone=50.0) as verdict:
         for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
-            shares = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
-            verdict.add(lasting(seconds, wait=share, on_gpu=True, **shares))
+            others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
+            verdict.add(lasting(seconds, data_wait=share, on_gpu=True, **others))
         verdict.sentences("run", slowdowns="board limit")
     (found,) = judged
-    figures = [found.wait, found.late, found.copy, found.copy_ms]
+    figures = [found.data_wait, found.late, found.copy, found.copy_ms]
     assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
     assert found.rate == pytest.approx(128 / 40)
     assert (found.slowdowns, found.alone, found.workers) == ("board limit", 50.0, 0)
@@ -178,8 +178,8 @@ def test_remedies_that_apply(
     device = torch.device("cpu" if "loader.decoder=region" in overrides else "cuda")
     computed = compute(device=device, compile=config.model.compile)
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
-    train = SimpleNamespace(loader=SimpleNamespace(dataset=dataset))
-    feed: Any = SimpleNamespace(config=config, train=train, num_cores=4)
+    datasets = SimpleNamespace(train=dataset)
+    feed: Any = SimpleNamespace(config=config, datasets=datasets, num_cores=4)
     known = remedies(computed, feed)
     assert known.keys() == {case["cause"] for case in stored("verdicts")[1:]}
     found = known[cause]
@@ -193,14 +193,14 @@ class TwoRanks(World):
     """The other rank waits longer, or has too few steps."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, value._replace(wait=0.4) if value.rate > 2 else None]
+        return [value, value._replace(data_wait=0.4) if value.rate > 2 else None]
 
 
-def test_all_ranks_have_the_same_verdict(image_root: Path, judged: list[Shares]) -> None:
+def test_all_ranks_have_the_same_verdict(image_root: Path, judged: list[StepTimes]) -> None:
     world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
     with open_run(image_root, world) as verdict:
-        verdict.add(lasting(22.0, wait=0.1))
+        verdict.add(lasting(22.0, data_wait=0.1))
         assert verdict.sentences("epoch") == verdict.sentences("run") == ["a sentence."]
-        assert [rank.wait for rank in judged] == pytest.approx([0.1, 0.4] * 2)
+        assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4] * 2)
         verdict.add(lasting(900.0))
         assert verdict.sentences("run")[0].startswith("none: less than 3 s")

@@ -15,10 +15,10 @@ from conf.schema import Config
 from engine import tune
 from pipeline import decode
 from pipeline.machine import default_cache_dir
-from tests import small_run
 from tests.engine.tune.tuning import measure_on_cpu
-from tests.ranks import Ranks
-from tests.results import rows, same, stored
+from tests.helpers import small_run
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import rows, same, stored
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging", "cache")
 BUDGET = 3  # workers: of four cores, the training process keeps one
@@ -104,7 +104,7 @@ import sys
 import train
 from conf.compose import from_words
 from tests.engine.tune.tuning import measure_on_cpu
-from tests.toy import TASK
+from tests.helpers.toy import TASK
 
 measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
 vars(train).update(TASK)

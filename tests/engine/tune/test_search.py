@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.tune import MAX_TRIALS, Tuner, best_setting
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE
 
 CORES = 16
@@ -31,13 +31,13 @@ class SimulatedTuner(Tuner):
     def try_mode(self, mode: str) -> None:
         """The engines work."""
 
-    def trial(self, mode: str, workers: int, steps: int) -> Shares:
+    def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         self.order.append((mode, workers))
         engines, each = self.speed[mode]
         takes = self.demand * (1 - 0.1 * max(0, workers + 1 - CORES))
         rate = min(takes, engines + workers * each)
         cpu_ms = 1e3 / self.speed["cpu"][1]
-        return Shares(cpu_ms=cpu_ms, rate=rate, wait=1 - rate / takes, alone=self.demand)
+        return StepTimes(cpu_ms=cpu_ms, rate=rate, data_wait=1 - rate / takes, alone=self.demand)
 
 
 def tune(
@@ -45,11 +45,12 @@ def tune(
 ) -> tuple[str, int, list[tuple[str, int]]]:
     """Return the mode and the number of workers that are chosen, and the trials."""
     dataset = SimpleNamespace(workers_in=workers_in, device_rate=speed["gpu"][0])
-    train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32, dataset=dataset))
+    train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32))
     sizes = {"max_workers": 2 * CORES, "num_cores": CORES - 1}
-    feed: Any = SimpleNamespace(train=train, modes=tuple(speed), **sizes)
+    datasets = SimpleNamespace(train=dataset)
+    feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=tuple(speed), **sizes)
     never: Any = None
-    probe = Shares(cpu_ms=1e3 / speed["cpu"][1])
+    probe = StepTimes(cpu_ms=1e3 / speed["cpu"][1])
     arguments = feed, never, ALONE, never, 0, probe, demand, deadline
     tuner = SimulatedTuner(*arguments, speed=speed)
     tuner.search()
@@ -83,5 +84,5 @@ def test_the_deadline_ends_the_search() -> None:
 
 def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:
     """Within the accuracy of a trial; others leave their cores to the step."""
-    tried = {n: Shares(rate=rate, alone=1000.0) for n, rate in ((4, 900.0), (8, 990.0), (12, 1e3))}
+    tried = {n: StepTimes(rate=rate, alone=1000) for n, rate in ((4, 900), (8, 990), (12, 1000))}
     assert best_setting({"cpu": tried}) == ("cpu", 8)

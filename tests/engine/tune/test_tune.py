@@ -1,7 +1,7 @@
 """loader.workers=auto: measurements of workers and steps, made slow on purpose; stored results."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from engine.stop_signal import StopSignal
 from engine.tune import Tuner, slowed
 from pipeline import ring
 from pipeline.batch import Batch
-from pipeline.clock import Shares
+from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
 from pipeline.pool import Pool
@@ -32,10 +32,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MEASURE_SECONDS", 0.4)
 
 
-def tuner_of(feed: Feed, step: Callable[[Batch], object], *, cores: int, world: World) -> Tuner:
+def tuner_of(feed: Feed, train_on_batch: Any, *, cores: int, world: World) -> Tuner:
     """On a machine that has cores for so many workers."""
     feed.num_cores = cores
-    return Tuner(feed, step, world, StopSignal(replace(world, size=1)), 0)
+    return Tuner(feed, train_on_batch, world, StopSignal(replace(world, size=1)), 0)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_times_of_a_worker(clock: Clock, clocked: Feed, monkeypatch: pytest.Monk
     monkeypatch.setattr(ring, "waited_for_core", lambda: 0.2 * clock.now)
     for batch in clocked.train.loader.batches(0, 3):
         batch.release(None)
-    found = Shares(**clocked.train.loader.ring.worker_ms())
+    found = StepTimes(**clocked.train.loader.ring.worker_ms())
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((0.05, 0.02, 0.03))
     assert found.per_worker == pytest.approx(10_000)
 
@@ -70,9 +70,9 @@ class TwoRanks(World):
     """The other rank waits longer, or its workers are slower."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        if not isinstance(value, Shares):
+        if not isinstance(value, StepTimes):
             return [value]
-        return [value, value._replace(wait=0.6), value._replace(cpu_ms=9.0)]
+        return [value, value._replace(data_wait=0.6), value._replace(cpu_ms=9.0)]
 
 
 @pytest.mark.parametrize("kind", [World, TwoRanks])
@@ -81,16 +81,16 @@ def test_step_that_is_slower_while_workers_run(
 ) -> None:
     """Twice as long on any batch but the resident one. Waiting for another rank is no slowdown."""
 
-    def step(batch: Batch) -> None:
+    def train_on_batch(batch: Batch) -> None:
         clock.now += 0.04
 
     world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-    tuner = tuner_of(clocked, step, cores=1, world=world)
+    tuner = tuner_of(clocked, train_on_batch, cores=1, world=world)
     tuner.demand = 32 / 0.02
     found = tuner.trial("cpu", 1, 9)
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
-    assert (found.rate, found.wait) == pytest.approx((32 / (0.04 + images), wait))
+    assert (found.rate, found.data_wait) == pytest.approx((32 / (0.04 + images), wait))
     assert slowed(found) == (kind is World)
     assert found.cpu_ms == (pytest.approx(0.1) if kind is World else 9.0)
 
@@ -108,11 +108,11 @@ def test_several_ranks_get_a_reserve_of_workers(
         def on_rank_0(self, function: Any) -> Any:
             return function()
 
-    def step(batch: Batch) -> None:
+    def train_on_batch(batch: Batch) -> None:
         clock.now += 0.25
 
     world = EqualRanks(rank=0, size=ranks, local_rank=0, local_size=ranks, device=CPU)
-    found = tuner_of(clocked, step, cores=cores, world=world).measure()
+    found = tuner_of(clocked, train_on_batch, cores=cores, world=world).measure()
     assert found["workers"] == workers
     assert found["alone"] == pytest.approx(32 / 0.25)
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]

@@ -17,7 +17,7 @@ from pipeline.batch import ImageFormat
 from pipeline.dataset import FolderDataset
 from pipeline.index import load_index
 from pipeline.prefetcher import Prefetcher
-from tests.drawings import draw_image
+from tests.helpers.drawings import draw_image
 from tests.pipeline.loaders import open_loader
 from tests.reliability.odd_images import encoded
 

@@ -23,8 +23,8 @@ from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.machine import default_cache_dir
-from tests import small_run
 from tests.engine.tune.tuning import compare_always, measure_on_cpu
+from tests.helpers import small_run
 from tests.pipeline.loaders import (
     CPU,
     Files,
@@ -153,7 +153,7 @@ def test_every_mode_makes_the_batches_of_the_cpu(
     with opened(image_root, *overrides, **options) as plain:
         expected, validated = training(plain), validation(plain)
     with opened(image_root, *overrides, ENGINES, modes=("gpu",), **options) as feed:
-        dataset: Any = feed.train.loader.dataset
+        dataset: Any = feed.datasets.train
         taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
         most = sum(engines_support(dataset.read(index)) for _, index in taken)
         for mode in ("gpu", "cpu", "hybrid", "gpu"):
@@ -244,7 +244,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
     with opened(image_root, f"augment.train=[{crop}]", *levels, ENGINES, **options) as feed:
         plain = training(feed)
     with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
-        dataset: Any = feed.train.loader.dataset
+        dataset: Any = feed.datasets.train
         assert isinstance(dataset, EngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
             samples = batch.samples.tolist()

@@ -36,7 +36,7 @@ from pipeline.augment import Compose
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from tests.batches import without_waiting
+from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -174,7 +174,7 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
     with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
-        assert isinstance(feed.train.loader.dataset, DrawnOperations)
+        assert isinstance(feed.datasets.train, DrawnOperations)
         assert_equal(training(feed), expected)
 
 

@@ -22,7 +22,7 @@ from extras.rand_augment import (
 )
 from pipeline.augment import follow
 from pipeline.decode import INTERPOLATIONS, Picture
-from tests.drawings import draw_image
+from tests.helpers.drawings import draw_image
 
 FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}

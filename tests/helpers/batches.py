@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from engine.losses import Criterion
-from engine.metrics import class_means, class_values
-from engine.step_graph import Values
+from engine.metrics import Values, class_means, class_values
 from pipeline.batch import Batch
 
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 import pytest
 
 HANGS_SECONDS = 100  # a wait that takes longer hangs; less than `timeout` in pyproject.toml
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="reads what names extras")
 NONE: Mapping[str, str] = {}
 MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one that starts them
@@ -89,7 +89,7 @@ def run_python(
 # pytest-timeout ends the tests without the end of a `with` block; a user may kill them.
 REAPER = """
 import os, sys, time
-from tests.processes import kill_while, marked
+from tests.helpers.processes import kill_while, marked
 while os.getppid() == int(sys.argv[1]):
     time.sleep(0.5)
 kill_while(lambda: marked(sys.argv[2]))

@@ -1,13 +1,13 @@
 """train.py with the task of these tests, so that a fork's own task does not change them.
 
-python tests/toy.py KEY=VALUE ...
+python tests/helpers/toy.py KEY=VALUE ...
 """
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     sys.argv[0], sys.path[0] = str(root / "train.py"), str(root)
     from conf.start import set_up_process
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     CONFIG = parse(sys.argv[1:], script="train.py", purpose=None)
 
 import train
-from tests.batches import toy_loss, toy_values
+from tests.helpers.batches import toy_loss, toy_values
 
 TASK = {"training_loss": toy_loss, "validation_values": toy_values}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 from typing import IO, Any
 
-from tests.processes import HANGS_SECONDS, ROOT, Started
+from tests.helpers.processes import HANGS_SECONDS, ROOT, Started
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 

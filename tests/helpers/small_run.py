@@ -7,7 +7,7 @@ from typing import Any
 import train
 from conf.compose import from_words
 from conf.schema import Config
-from tests import toy
+from tests.helpers import toy
 
 SMALL = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 SMALL += ["train.device=cpu"]

@@ -1,4 +1,4 @@
-"""Draw the images of docs/tasks.md and docs/samples.md: `python -m tests.task_images clips`."""
+"""Draw images for docs/tasks.md and samples.md: `python -m tests.helpers.task_images clips`."""
 
 import sys
 from importlib import import_module

@@ -3,9 +3,9 @@
 from contextlib import suppress
 
 from conf.compose import from_words
-from conf.schema import Optim, UserError, group_names
+from conf.schema import OptimConfig, UserError, group_names
 
-OPTIMIZERS: dict[str, Optim] = {}
+OPTIMIZERS: dict[str, OptimConfig] = {}
 """Choice of the group -> its values."""
 for choice in group_names("optim"):
     with suppress(UserError):  # a fork has deleted it
