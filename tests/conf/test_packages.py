@@ -46,14 +46,3 @@ def test_packages_are_the_required_ones() -> None:
     required = [re.split("[>=]", line)[0] for line in required]
     assert set(start.PACKAGES.values()) == set(required) - {"jinja2", "tensorboard"}
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
-
-
-def test_windows_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(SystemExit) as stop:
-        start.set_up_process()
-    printed = capsys.readouterr().err
-    assert stop.value.code == 2 and printed.count("\n") == 1
-    assert "Windows is not supported; run `wsl --install` in PowerShell" in printed
