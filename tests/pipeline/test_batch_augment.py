@@ -193,13 +193,3 @@ def test_a_batch_of_one_or_two_images(name: str) -> None:
         images, targets = one(name, p=1.0)(*given, part(total=count))
         assert images.shape == (count, 3, 16, 16) and images.isfinite().all()
         torch.testing.assert_close(targets.sum(1), torch.ones(count))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_gpu_and_cpu_see_the_same_draws(name: str) -> None:
-    images, targets = torch.randn(16, 3, 32, 32), torch.eye(16)
-    ours = one(name)(images, targets, part(3, 4, total=16))
-    theirs = one(name)(images.cuda(), targets.cuda(), part(3, 4, total=16))
-    for cpu, gpu in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-6, atol=1e-6)
