@@ -184,12 +184,3 @@ def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name: str) -> N
             changed.append((found != images).flatten(1).any(1))
         assert low <= torch.cat(changed).float().mean().item() <= high
     assert torch.equal(images, batch()[0]) and torch.equal(targets, torch.eye(COUNT))
-
-
-@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_a_batch_of_one_or_two_images(name: str) -> None:
-    for count in (1, 2):
-        given = torch.randn(count, 3, 16, 16), torch.eye(count)
-        images, targets = one(name, p=1.0)(*given, part(total=count))
-        assert images.shape == (count, 3, 16, 16) and images.isfinite().all()
-        torch.testing.assert_close(targets.sum(1), torch.ones(count))
