@@ -88,16 +88,6 @@ def test_data_without_files_and_a_check_that_raises(
 # The data.
 
 
-def test_what_training_refuses(root: Path) -> None:
-    """Checks that need the result are left out, others are not."""
-    found = look(root, "model.name=resnet99", sample=1)
-    row = only(found["plan"])
-    assert (row.status, row.do) == ("fail", "training refuses to start")
-    assert row.found.startswith("model.name=resnet99: ")
-    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
-    assert found["cores"] and {row.status for row in found["readable"]} == {"ok"}
-
-
 def test_folders_that_do_not_fit(root: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()
     (root / "val" / "@eaDir").mkdir()
@@ -254,7 +244,6 @@ HEALTHY: dict[str, Any] = {
     "PowerManagementDefaultLimit": 700_000,
     "CurrentClocksThrottleReasons": 1,
 }
-FULL = SimpleNamespace(free=120 * GIB, total=141 * GIB)
 
 
 See = Callable[..., list[Row]]
@@ -281,22 +270,25 @@ def see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> See:
     return see
 
 
-@pytest.mark.parametrize(
-    ("call", "ill", "text"),
-    [
-        ("ComputeRunningProcesses", [SimpleNamespace(pid=77)], "1.0 GiB are in use by 1 other pro"),
-        ("MemoryInfo", FULL, "21.0 GiB are in use by 0 other processes or containers"),
-        ("CurrentClocksThrottleReasons", 0xA0, "external power brake, thermal throttling by the d"),
-        ("EnforcedPowerLimit", 400_000, "a power limit of 400 of 700 W"),
-    ],
-)
-def test_a_faulty_gpu(see: See, call: str, ill: Any, text: str) -> None:
+ILL: dict[str, Any] = {
+    "ComputeRunningProcesses": [SimpleNamespace(pid=77)],
+    "MemoryInfo": SimpleNamespace(free=120 * GIB, total=141 * GIB),
+    "CurrentClocksThrottleReasons": 0xA0,
+    "EnforcedPowerLimit": 400_000,
+}
+
+
+def test_a_faulty_gpu(see: See) -> None:
     """The second of two; the first is healthy."""
-    second = {call: lambda gpu: ill if gpu == 1 else HEALTHY[call]}
-    found, first, row = see(**HEALTHY | second)
+    both = {
+        call: lambda gpu, ill=ill, well=HEALTHY[call]: (well, ill)[gpu] for call, ill in ILL.items()
+    }
+    found, first, memory, clocks = see(**HEALTHY | both)
     assert found == checks.ok(f"2 NVIDIA H200, 2 used; torch {torch.__version__}")
     assert first == checks.ok("GPU 0: memory and clocks are in order")
-    assert row.status == "warn" and row.found.startswith("GPU 1: ") and text in row.found and row.do
+    assert memory.status == clocks.status == "warn" and memory.do and clocks.do
+    assert "GPU 1: 21.0 GiB are in use by 1 other processes (77)" in memory.found
+    assert "thermal throttling by the driver, a power limit of 400 of 700 W" in clocks.found
 
 
 def test_gpus_that_are_unused_report_little_or_are_missing(
