@@ -98,18 +98,6 @@ def test_a_path_is_taken_literally(path: str) -> None:
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
 
 
-def test_only_local_rank_0_prints_a_mistake(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as ended:
-        cli.fail("optim.lrr=3: there is no key")
-    assert (ended.value.code, capsys.readouterr().err) == (2, "")
-    cli.complain("a file cannot be read", "train.py")  # every rank prints its own failures
-    assert capsys.readouterr().err == "train.py: a file cannot be read\n"
-
-
 def test_a_long_word_is_shortened_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
     """Such as the name of a class. Beginning and end stay, and so do words of 200 characters."""
     kept, long = "k" * 200, f"data.train=/{'a' * 255}/{'b' * 255}.jpg:"

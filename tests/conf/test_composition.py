@@ -8,7 +8,6 @@ import pytest
 from conf.compose import NAME_LENGTH, from_checkpoint, from_words
 from conf.schema import Config, UserError, config_values, result_keys
 from tests.conf.refused import offered
-from tests.processes import run_python
 
 DATA = "data.root=/imagenet"  # composing does not read it
 
@@ -19,12 +18,6 @@ def composed(typed: str) -> Config:
 
 def name(typed: str = "") -> str:
     return str(composed(typed).run.name)
-
-
-def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> None:
-    own, base = (composed(f"recipe={name}").expect for name in ("cifar10_long", "cifar10"))
-    assert own is not None and base is not None
-    assert "reference" in base and "reference" not in own
 
 
 # The default name.
@@ -86,13 +79,6 @@ def test_names_are_for_a_person(typed: str) -> None:
     assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
     config = from_words([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
     assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
-
-
-def test_the_name_is_the_same_in_every_process() -> None:
-    """The order of a set of strings differs between processes, but ranks need the same name."""
-    code = "import sys; from conf.compose import from_words as of; print(of(sys.argv[1:]).run.name)"
-    done = run_python("-c", code, DATA, *LONG.split(), PYTHONHASHSEED="1")
-    assert done.stdout.strip() == name(LONG)
 
 
 # The config of a checkpoint with overrides.

@@ -32,12 +32,6 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
 
 
-def test_only_the_missing_package_is_named(tmp_path: Path) -> None:
-    for name in start.PACKAGES.keys() - {"torch"}:
-        (tmp_path / name).mkdir()
-    assert run("train.py", tmp_path).stderr.startswith("train.py: torch: not installed for ")
-
-
 def test_packages_are_the_required_ones() -> None:
     """All except jinja2, which torch needs, and tensorboard: a run warns and goes on without it."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
