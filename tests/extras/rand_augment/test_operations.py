@@ -104,18 +104,9 @@ def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "values"),
-    [
-        (RandAugment, "count", (0, 1.5)),
-        (RandAugment, "magnitude", (-1, 31)),
-        (RandAugment, "magnitude_std", (-1, 31)),
-        (RandAugment, "p", (-0.1, 1.1)),
-        (RandAugment, "operations", ("timms", None)),
-        (TrivialAugment, "interpolation", ("lanczos",)),
-        (TrivialAugment, "fill", (-1, 256, 0.5, [1, 2], [0, 0, 256], "red")),
-    ],
+    "given",
+    [{"count": 0}, {"magnitude": 31}, {"p": 1.1}, {"operations": "timms"}, {"fill": [0, 0, 256]}],
 )
-def test_invalid_parameter_is_refused(kind: Any, key: str, values: tuple[Any, ...]) -> None:
-    for value in values:
-        with pytest.raises(ValueError, match=f"^{key}=.*: give "):
-            kind(**{key: value})
+def test_invalid_parameter_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}=.*: give "):
+        RandAugment(**given)
