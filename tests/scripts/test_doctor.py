@@ -1,7 +1,5 @@
 """Each injected fault must appear in its row; a healthy setup has none."""
 
-import math
-import os
 import re
 import shutil
 import sys
@@ -16,7 +14,7 @@ import torch
 from PIL import Image
 
 from conf.compose import from_words
-from pipeline import decode, machine
+from pipeline import decode
 from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
@@ -196,41 +194,6 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
     for green, status in ((0.1, "ok"), (0.01, "warn")):
         case.config.data.std = [0.5, green, 0.25]
         assert only(data_checks.colours(case)).status == status
-    for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
-        Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
-    list(data_checks.readable(case))
-    with pytest.raises(checks.NotChecked, match="16-bit"):
-        list(data_checks.colours(case))
-
-
-# The machine.
-
-
-def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 16)
-    for online, quota, ranks, status in (
-        (16, math.inf, 1, "ok"),
-        (64, math.inf, 1, "warn"),
-        (16, 4.0, 1, "warn"),
-        (16, math.inf, 9, "warn"),
-    ):
-        monkeypatch.setattr(machine, "cpu_quota", lambda quota=quota: quota)
-        monkeypatch.setattr(os, "cpu_count", lambda online=online: online)
-        row, _ = machine_checks.cores(case_of(tmp_path, ranks=ranks))
-        assert row.status == status and row.found.startswith(f"16 of {online} hardware threads")
-
-
-def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
-    case = case_of(tmp_path, ranks=2, compute=compute)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    number = case.config.checkpoint.keep + 2
-    for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
-        row, shared = machine_checks.disk(case)
-        assert row.status == status and f"{number} checkpoints of at most " in row.found
-        assert shared.status == "warn" and shared.do.endswith("--ipc=host")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert next(machine_checks.disk(case)).found.endswith(": cannot be written")
 
 
 # GPUs.
