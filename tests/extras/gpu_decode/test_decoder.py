@@ -93,8 +93,6 @@ USUAL: dict[str, bytes] = {
 }
 UNUSUAL: dict[str, bytes] = {
     "progressive": encoded(IMAGE, progressive=True),
-    "grey": encoded(IMAGE.convert("L")),
-    "PNG": encoded(IMAGE, "PNG"),
     "truncated": PLAIN[:-200],
     "4:1:1": PLAIN.replace(b"\1\x22\0", b"\1\x41\0"),
     "Adobe, RGB": with_segment(0xEE, ADOBE + b"\0"),
