@@ -96,11 +96,3 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)"]
 def test_a_path_is_taken_literally(path: str) -> None:
     config = from_words([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
-
-
-def test_a_long_word_is_shortened_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
-    """Such as the name of a class. Beginning and end stay, and so do words of 200 characters."""
-    kept, long = "k" * 200, f"data.train=/{'a' * 255}/{'b' * 255}.jpg:"
-    cli.complain(f"{kept}  {long} cannot be read\n{long}", "train.py")
-    short = f"{long[:90]}...{long[-90:]}"
-    assert capsys.readouterr().err == f"train.py: {kept}  {short} cannot be read {short}\n"

@@ -27,18 +27,10 @@ def transforms(config: Config) -> tuple[augment.Compose, augment.Compose]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe: str) -> None:
-    """Its command is valid; the model, on the meta device, accepts its images.
-
-    The first comment of the file states the command and the expected accuracy.
-    """
-    first, *lines = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().splitlines()
-    assert first == "# @package _global_"
-    text = "\n".join(line for line in lines if line.startswith("#"))
+    """Its command, a comment, is valid; the model, on the meta device, fits its images."""
+    text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     assert len(commands) == 1, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
-    assert re.search(r"\d %|\d\.\d top-1|>= \d+ %", text), (
-        f"{recipe}.yaml: state the expected top-1 in its first comment, such as `76.1 %`"
-    )
     config = offered(shlex.split(commands[0]))
     assert config.recipe == recipe
     train, val = transforms(config)
