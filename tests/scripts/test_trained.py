@@ -33,7 +33,6 @@ def prefixed(prefix: str, weights: Weights) -> Weights:
 
 ZERO = {"fc.bias": torch.zeros(7)}
 KINDS: dict[str, Any] = {
-    "state_dict": lambda w: w,
     "pytorch/examples": lambda w: {
         "epoch": 3,
         "arch": "resnet_tiny",
