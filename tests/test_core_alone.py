@@ -25,8 +25,8 @@ def test_it_trains_and_refuses_what_names_an_extra(core: Path, image_root: Path)
     assert trained.returncode == 0, trained
     named = next(line for line in trained.stdout.splitlines() if line.startswith("note"))
     assert "extras" in named, "a default that is not there is left out, and named"
-    for words in (["data=demo"], ["optim=lamb"], ["model.rewrite=extras.kernels:rewrite"]):
-        done = run_python("train.py", *small, "run.dir=other", *words, cwd=core)
+    for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite", "-m"):
+        done = run_python("train.py", *small, "run.dir=other", word, cwd=core)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "extras" in done.stderr
     assert not (core / "other").exists()
 

@@ -82,7 +82,7 @@ def test_no_code_from_a_config_or_a_file_is_executed() -> None:
         "numpy.load": ("allow_pickle", "False"),
     }
     for name, path in PROGRAM.items():
-        if name == "conf.named":  # the door to code of this checkout; see tests/conf/test_named.py
+        if name == "conf.named":  # the door to code of this checkout; see tests/mistakes.csv
             continue
         found = {i for i in imports(path) if within(i, [*modules, "hydra.utils"])}
         # Its unpickler makes nothing but arrays; see tests/scripts/test_prepare.py.

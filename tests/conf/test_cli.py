@@ -11,8 +11,7 @@ import yaml
 
 from conf import cli
 from conf.compose import SECTIONS, from_words
-from conf.schema import FIELDS, RESULT, Config, UserError, config_values, group_names, sentences
-from scripts.lib.options import split_paths
+from conf.schema import FIELDS, RESULT, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import ROOT, needs_extras, run_command, run_python
 
@@ -29,26 +28,6 @@ def test_help_shows_the_composed_defaults() -> None:
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
     differ |= {"data.on_device", "model.rewrite", "log.values", "log.observers"}  # in config.yaml
     assert {name for name in composed if declared[name] != composed[name]} == differ
-
-
-def test_values_keep_their_types() -> None:
-    typed = {
-        "augment.batch": ("[{mixup: {alpha: 0.3}}, cutmix]", [{"mixup": {"alpha": 0.3}}, "cutmix"]),
-        "optim.betas": ("[0.8, 0.99]", [0.8, 0.99]),
-        "model.compile": ("off", "off"),
-        "model.channels_last": ("true", True),
-        "loader.workers": ("3", 3),
-        "++optim.lr": ("1e-2", 0.01),
-        "train.epochs": ("3", 3.0),
-        "data.train": ("/elsewhere/train set", "/elsewhere/train set"),
-        "run.name": ("'yes'", "yes"),
-    }
-    words = [DATA, "optim.name=adamw", "optim.lr=7"]  # the last value of a key wins
-    config = from_words([*words, *(f"{k}={text}" for k, (text, _) in typed.items())])
-    for name, (_, value) in typed.items():
-        found = config_values(config)[name.lstrip("+")]
-        assert found == value and type(found) is type(value)
-    assert yaml.safe_load(cli.to_yaml(config)) == sections(config)
 
 
 def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path: Path) -> None:
@@ -100,7 +79,7 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
-    for words, of in ((["optim.lr=0.3"], None), (["-p", "optim", "recipe=cifar10"], "optim")):
+    for words, of in ((["run.name='yes'"], None), (["-p", "optim", "recipe=cifar10"], "optim")):
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
@@ -110,47 +89,10 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
 PATHS += ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan", "/d/x\\", "/d/\\'x", "~/%$ x"]
-PATHS += ["/日本", "/macOS 9.41\u202fAM\xa0(1)"]
+PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_taken_literally(path: str) -> None:
     config = from_words([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
-
-
-def test_only_local_rank_0_prints_a_mistake(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as ended:
-        cli.fail("optim.lrr=3: there is no key")
-    assert (ended.value.code, capsys.readouterr().err) == (2, "")
-    cli.complain("a file cannot be read", "train.py")  # every rank prints its own failures
-    assert capsys.readouterr().err == "train.py: a file cannot be read\n"
-
-
-def test_a_long_word_is_shortened_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
-    """Such as the name of a class. Beginning and end stay, and so do words of 200 characters."""
-    kept, long = "k" * 200, f"data.train=/{'a' * 255}/{'b' * 255}.jpg:"
-    cli.complain(f"{kept}  {long} cannot be read\n{long}", "train.py")
-    short = f"{long[:90]}...{long[-90:]}"
-    assert capsys.readouterr().err == f"train.py: {kept}  {short} cannot be read {short}\n"
-
-
-def test_paths_and_overrides_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run,optim.lr=0.3").mkdir()
-    Path("a.pth").touch()
-    words = ["run,optim.lr=0.3", "data.val_size=64", "a.pth", "augment=demo"]
-    assert split_paths(words, what="a file") == (
-        ["run,optim.lr=0.3", "a.pth"],
-        ["data.val_size=64", "augment=demo"],
-    )
-    for word, message in {
-        "gone.pth": "^gone.pth: no such file or folder; give a file$",
-        "run,optim.lr=0.4": "^run,optim.lr=0.4: ",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            split_paths(["a.pth", word], what="a file")

@@ -1,4 +1,4 @@
-"""Every recipe and group choice builds: models, transforms, optimisers and schedules."""
+"""Every recipe and group choice builds: models, transforms and optimisers."""
 
 import re
 import shlex
@@ -10,7 +10,6 @@ import models
 from conf.schema import FOLDER, Config, group_names
 from engine.compute import count_flops
 from engine.optim import build_optimizer
-from engine.schedule import Schedule
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import build_transform
@@ -28,18 +27,10 @@ def transforms(config: Config) -> tuple[augment.Compose, augment.Compose]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe: str) -> None:
-    """Its command is valid; the model, on the meta device, accepts its images; the schedule fits.
-
-    The first comment of the file states the command and the expected accuracy.
-    """
-    first, *lines = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().splitlines()
-    assert first == "# @package _global_"
-    text = "\n".join(line for line in lines if line.startswith("#"))
+    """Its command, a comment, is valid; the model, on the meta device, fits its images."""
+    text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     assert len(commands) == 1, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
-    assert re.search(r"\d %|\d\.\d top-1|>= \d+ %", text), (
-        f"{recipe}.yaml: state the expected top-1 in its first comment, such as `76.1 %`"
-    )
     config = offered(shlex.split(commands[0]))
     assert config.recipe == recipe
     train, val = transforms(config)
@@ -51,14 +42,6 @@ def test_recipe_builds(recipe: str) -> None:
     for side in {train.image_size, val.image_size}:
         assert count_flops(model, (3, side, side)) > 0
     build_optimizer(model, config.optim)
-    images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
-    schedule = Schedule(config, images)
-    steps = schedule.steps
-    sampled = [*range(0, steps, max(1, steps // 1000)), steps - 1]
-    assert max(map(schedule.lr, sampled)) == pytest.approx(config.optim.lr, rel=0.01)
-    decays_to = {"step": 0.1, "cosine": 0.01, "linear": 0.01}.get(config.schedule.name, 1.0)
-    last = max(decays_to * config.optim.lr, config.schedule.final_lr)
-    assert schedule.lr(steps - 1) <= last * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("choice", group_names("augment"))

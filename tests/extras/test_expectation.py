@@ -114,7 +114,6 @@ BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
         (FREE, {}, BOTH),  # what the user and the machine choose
         (["train.epochs=91"], {}, NEITHER),
         (["optim.lr=1"], {}, CURVE_ONLY),
-        (["optim.lr=1", "train.epochs=91"], {}, NEITHER),
         ([], {"classes": 10}, NEITHER),
         ([], {"image": "1.png"}, NEITHER),
         ([], {"format": "lossless"}, NEITHER),

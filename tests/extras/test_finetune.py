@@ -62,6 +62,8 @@ def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
     assert crop["size"] == values["data.val_size"] == 48
     assert values["augment.val"] == [{"resize": {"size": 48}}, {"center_crop": {"size": 48}}]
     assert decided(36, weights, "optim=adamw")["optim.lr"] == 1e-3
+    with pytest.raises(UserError, match=r"^model\.weights is missing: fine-tuning starts from "):
+        decided(36)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +100,3 @@ def test_what_is_decided_is_the_same_at_the_next_start(
         more = "model.freeze=[conv1,bn1]", f"train.max_steps={steps}"
         words = overrides(pretrained, image_root, tmp_path / "run", *more)
         assert train.train(from_words(words))["step"] == steps
-
-
-def test_weights_are_needed(pretrained: Path, image_root: Path, tmp_path: Path) -> None:
-    words = overrides(pretrained, image_root, tmp_path / "run", "model.weights=null")
-    message = r"^model\.weights is missing: fine-tuning starts from trained weights; give "
-    with pytest.raises(UserError, match=message):
-        train.train(from_words(words))
-    assert not (tmp_path / "run").exists()

@@ -48,18 +48,6 @@ def recorded(logits: Tensor, labels: Tensor) -> Predictions:
     return found
 
 
-def test_calibration(logits: Tensor, labels: Tensor) -> None:
-    """In the bins (0, 1/15], (1/15, 2/15], ... of the confidence."""
-    found = recorded(logits, labels)
-    calibration = found.calibration()
-    for number in range(15):
-        low, high = number / 15, (number + 1) / 15
-        chosen = (low < found.confidences) & (found.confidences <= high)
-        assert calibration["images"][number] == chosen.sum()
-        if chosen.any():
-            assert calibration["accuracy"][number] == pytest.approx(found.top1[chosen].mean())
-
-
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels)
     pairs = found.confusions(CLASSES)

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from conf import cli
-from conf.compose import from_words
 from extras.sweep import MOST, WORST, Sweep
 from tests.conf.refused import refusal
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
@@ -36,15 +35,6 @@ NAME = "resnet50,data.source=fake"
 def test_syntax_of_sweeps(typed: str, expected: list[str]) -> None:
     key = typed.partition("=")[0].lstrip("+")
     assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
-
-
-def test_jobs_are_the_combinations() -> None:
-    words = [FAKE, "optim.lr=0.1,0.3", "train.epochs=6", "optim.weight_decay=0,1e-4"]
-    jobs = Sweep(words).jobs
-    pairs = [(lr, decay) for lr in ("0.1", "0.3") for decay in ("0", "0.0001")]
-    assert list(jobs) == [(f"optim.lr={lr}", f"optim.weight_decay={d}") for lr, d in pairs]
-    last = from_words([FAKE, "optim.lr=0.3", "optim.weight_decay=1e-4", "train.epochs=6"])
-    assert list(jobs.values())[-1] == last
 
 
 def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,24 +76,10 @@ def test_other_image_sizes() -> None:
     assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
 
 
-@pytest.mark.gpu
-def test_bf16_under_the_compiler_is_close_to_float32() -> None:
-    """The residual stream is float32 under autocast. Also for another image size."""
-    torch.manual_seed(0)
-    model = short_vit(10, 64).cuda().eval()
-    nn.init.normal_(model.head.weight, std=0.05)
-    seen: list[torch.dtype] = []
-    hook = model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        model(torch.randn(8, 3, 64, 64, device="cuda", dtype=torch.bfloat16))
-    hook.remove()
+def test_the_residual_stream_is_float32_under_autocast() -> None:
+    """Also in bf16, the last norm gets float32. tests/extras/kernels compiles it on a GPU."""
+    model, seen = small(), list[torch.dtype]()
+    model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 3, 32, 32))
     assert seen == [torch.float32]
-
-    compiled = torch.compile(model, dynamic=False)
-    for side in (64, 96):
-        images = torch.randn(8, 3, side, side, device="cuda")
-        with torch.no_grad():
-            exact = model(images)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                found = compiled(images.bfloat16())
-        assert (found.float() - exact).norm() < 0.03 * exact.norm()

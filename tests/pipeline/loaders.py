@@ -118,12 +118,7 @@ def opened(
     modes: tuple[str, ...] = ("cpu",),
     **options: Any,
 ) -> Iterator[Feed]:
-    """Open a feed of small batches that Pillow decodes.
-
-    Args:
-        kind: class of the training split.
-        options: further arguments of `open_feed`.
-    """
+    """Open a feed of small batches that Pillow decodes; `kind`: class of the training split."""
     fixed = [f"data.root={root}", "loader.batch_size=6", "loader.start_method=fork"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
     config = from_words([*fixed, *usual, f"loader.workers={workers}", *overrides])

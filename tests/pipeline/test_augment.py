@@ -1,6 +1,5 @@
 """Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
-import itertools
 import pickle
 import random
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.augment import TRANSFORMS, Compose, RandomResizedCrop, build, follow, sample_rng
+from pipeline.augment import TRANSFORMS, Compose, RandomResizedCrop, build, follow
 from pipeline.decode import JpegFile, Picture, open_picture
 from tests.helpers.drawings import draw_image
 from tests.reliability.odd_images import encoded, exif
@@ -27,14 +26,7 @@ def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
     return transform(Picture(np.asarray(image)), random.Random(seed)).pixels()
 
 
-# Draws.
-
-
-def test_generator_depends_only_on_seed_epoch_and_index() -> None:
-    keys = [(0, 1, 2**32 - 1), (0, 1, 2, 89, 10**6), (0, 1, 2, 1_281_166)]
-    drawn = {corner: sample_rng(*corner).random() for corner in itertools.product(*keys)}
-    assert len(set(drawn.values())) == len(drawn)
-    assert all(sample_rng(*corner).random() == value for corner, value in drawn.items())
+# Boxes.
 
 
 def test_crop_lies_within_the_image() -> None:

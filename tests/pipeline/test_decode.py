@@ -99,12 +99,6 @@ def test_decoding_at_a_fraction_is_close(
     assert abs(quick - exact).mean() < min(2.5, abs(quick - moved).mean())
 
 
-def test_reduced_image_is_never_smaller_than_the_result() -> None:
-    sides = {10: 1, 224: 1, 447: 1, 448: 2, 995: 4, 9000: 8}
-    for side, scale in sides.items():
-        assert decode.reduction((5, 5, side + 5, side + 100), (224, 224)) == scale
-
-
 @pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png"])
 def test_the_number_of_pixels_is_checked_before_decoding(

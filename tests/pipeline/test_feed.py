@@ -38,7 +38,6 @@ def small(*overrides: str) -> Config:
         ("auto", ["hybrid"], True, (2, 3, 4, 18), "hybrid"),
         ("auto", ["gpu"], False, (2, 3, 3, 15), "gpu"),  # all cores validate
         ("1", ["cpu", "gpu"], False, (1, 1, 1, 9), "pillow"),
-        ("5", ["gpu"], False, (5, 5, 5, 21), "gpu"),
         ("0", ["cpu"], False, (0, 0, 0, 4 + 1 + 2), "pillow"),
     ],
 )

@@ -177,8 +177,3 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
 def test_what_cannot_be_mixed_or_normalised_is_refused(fields: Any, reason: str) -> None:
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass
-
-
-def test_a_field_that_the_samples_do_not_have_is_named() -> None:
-    with pytest.raises(UserError, match="no field label, but image, numbers: docs/tasks"):
-        batch_of(image=torch.zeros(1, 3, 8, 8), numbers=torch.zeros(1, 2))["label"]

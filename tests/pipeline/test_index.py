@@ -153,25 +153,6 @@ def test_changed_folder_is_scanned_again(tmp_path: Path, new: str, gone: str) ->
     assert paths(root) == sorted(files - {gone, ""})
 
 
-def test_changed_images_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that began with other images does not resume; its message counts them only."""
-    caplog.set_level("INFO", module.__name__)
-    root = age(make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/3.jpg", "c/4.jpg"))
-    paths(root)
-    (root / "a" / "2.jpg").unlink()
-    paths(age(root))
-    os.utime(root / "c", (0, 0))  # scanned again, but the same images
-    paths(root)
-    shutil.rmtree(root / "b")
-    paths(age(make(root, "c/new\nline.jpg", "c/\udcff.jpg")))
-    paths(root)
-    start = f"data.train={root}: since the last scan, "
-    assert [text.removeprefix(start) for text in caplog.messages] == [
-        "images removed: 1, such as a/2.jpg",
-        "images removed: 1, such as b/3.jpg; images added: 2, such as c/new line.jpg",
-    ]
-
-
 def test_recently_changed_folder_is_not_cached(tmp_path: Path) -> None:
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
     make(root, "b/3.jpg")  # now: another file in this tick of the clock would not move b's mtime

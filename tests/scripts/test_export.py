@@ -146,29 +146,6 @@ def test_the_accuracy_on_a_card(trained: Trained) -> None:
 # Models.
 
 
-def ordinal(num_classes: int, image_size: int) -> nn.Module:
-    """A head with fewer outputs than classes: one for each pair of neighbours."""
-    head = nn.Conv2d(3, num_classes - 1, 1)
-    return nn.Sequential(head, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-@pytest.mark.parametrize("to", ["pt2", "safetensors"])
-def test_a_head_with_other_outputs_than_classes(trained: Trained, tmp_path: Path, to: str) -> None:
-    model = replace(trained.config.model, name=f"{__name__}:ordinal")
-    config = replace(trained.config, model=model)
-    found = replace(trained, config=config, weights=ordinal(3, 32).state_dict())
-    job, out = job_for(found, to), tmp_path / f"a.{to}"
-    export.export(job, out)
-    predict, texts = export.open_exported(job, out)
-    assert predict(torch.zeros(4, 3, 32, 32)).shape == (4, 2) and texts["classes"] == list(CLASSES)
-    stored = torch.load(trained.path, weights_only=True)
-    stored["state"]["ema"] = stored["state_dict"] = found.weights
-    stored["config"]["model.name"] = model.name
-    torch.save(stored, tmp_path / "step-00000009.pt")
-    again = open_trained(tmp_path / "step-00000009.pt")
-    assert torch.equal(again.build(CPU).state_dict()["0.bias"], found.weights["0.bias"])
-
-
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
 def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None:
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""

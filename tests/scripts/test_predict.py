@@ -17,7 +17,6 @@ from PIL import Image
 
 import models
 import train
-from conf.schema import UserError
 from pipeline.build import build_val
 from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
@@ -180,9 +179,7 @@ def test_command_line(
     assert run("-")[1].endswith("there are no images at these paths, and none in the list\n")
 
 
-def written_as(
-    form: str, found: list[Result], names: Sequence[str], folder: Path = Path("masks")
-) -> str:
+def written_as(form: str, found: list[Result], names: Sequence[str], folder: Path) -> str:
     file = io.StringIO()
     output = predict.Output(form, file, names, folder)
     for result in found:
@@ -191,20 +188,13 @@ def written_as(
     return file.getvalue()
 
 
-def test_formats() -> None:
-    """The folder's name stays the key; the readable name is shown."""
+def test_a_table_of_classes() -> None:
+    """It shows the readable names."""
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
     found = [Result("a.jpg", {"predictions": [fish, dog]})]
-    found += [Result("longer.jpg", {"predictions": [fish]})]
-    names = ["dog", "n01443537"]
-    table, lines, cells = (written_as(form, found, names) for form in predict.FORMATS)
-    assert table == "a.jpg  goldfish  75.0 %  dog       25.0 %\nlonger.jpg  goldfish  75.0 %\n"
-    assert json.loads(lines.splitlines()[0])["predictions"] == [fish, dog]
-    head, row, _ = csv.reader(io.StringIO(cells))
-    columns = "path,class_1,probability_1,class_2,probability_2,name_1,name_2"
-    assert ",".join(head) == columns
-    assert row == ["a.jpg", "n01443537", "0.750000", "dog", "0.250000", "goldfish", "dog"]
+    table = written_as("table", found, ["dog", "n01443537"], Path())
+    assert table == "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
 
 
 def test_values_of_other_tasks(
@@ -233,22 +223,6 @@ def test_values_of_other_tasks(
     assert head[:3] == ["path", "mass", "vector_1"] and head[-2:] == ["trait_stripes", "mask"]
     assert first[1:4] == ["1.234568", "0.0", "0.5"] and first[-1] == paths[0]
     assert np.array_equal(Image.open(paths[1]), mask)
-
-
-@pytest.mark.parametrize(
-    ("shape", "top", "message"),
-    [
-        ((1,), None, r"^the model has one output, which is no probability of classes; change pred"),
-        ((3, 4, 4), None, r"^probability: torch\.float32 \[3, 4, 4\] for each image cannot"),
-        ((3,), 4, r"^--top 4: the model has 3 classes; give 3 or less"),
-    ],
-)
-def test_outputs_that_are_no_classes(
-    predictor: Predictor, shape: tuple[int, ...], top: int | None, message: str
-) -> None:
-    predictor.top = top
-    with pytest.raises(UserError, match=message):
-        predictor.rows(train.predictions(torch.zeros(2, *shape)))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline.build import build_transform
-from scripts.lib.published import published, published_model
+from scripts.lib.published import published
 
 
 def test_torchvision() -> None:
@@ -26,7 +26,6 @@ def test_torchvision() -> None:
         "augment.val": [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}],
     }
     assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is None
-    assert published_model(path) == "resnet50"
 
 
 def test_every_file_of_torchvision() -> None:

@@ -126,16 +126,6 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "outside").exists()
 
 
-@pytest.mark.parametrize("name", report.FILES)
-def test_files_may_be_missing(runs: Path, copied: Path, tmp_path: Path, name: str) -> None:
-    for path in copied.iterdir():
-        if path.is_file() and path.name != name:
-            path.unlink()
-    page = made(copied)
-    assert page.said[0] == "first" and ("loss" in page.titles) == (name == "metrics.jsonl")
-    made(runs / "first", copied, out=tmp_path / "both.html")
-
-
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
     config = json.dumps({"run": {"name": HOSTILE}, HOSTILE: HOSTILE})
     (copied / "config.yaml").write_text(config)

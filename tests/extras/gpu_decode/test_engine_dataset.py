@@ -43,31 +43,16 @@ ENGINES = "data.on_device=[extras.gpu_decode:engines]"
 
 
 class PillowEngines:
-    """Decodes as GpuDecoder, after random_resized_crop and horizontal_flip, as the CPU does.
+    """Decodes as GpuDecoder, after random_resized_crop and horizontal_flip, as the CPU does."""
 
-    Args:
-        device, batch_size: as for GpuDecoder.
-
-    Attributes:
-        broken: whether it refuses every batch with files.
-        files: number of files in each batch that it decoded.
-    """
-
-    broken = False
+    broken = False  # whether it refuses every batch with files
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.seconds_per_image = 0.0
-        self.files: list[int] = []
+        self.files: list[int] = []  # their number in each batch
 
-    def make_batch(
-        self,
-        files: Tensor,
-        geometry: Tensor,
-        pixels: Tensor,
-        out: Tensor,
-        scale: Tensor,
-        shift: Tensor,
-    ) -> None:
+    def make_batch(self, *given: Tensor) -> None:
+        files, geometry, pixels, out, scale, shift = given
         images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, g.LENGTH] > 0)
         if self.broken and len(encoded):
             raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
