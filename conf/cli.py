@@ -61,11 +61,11 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     return config
 
 
-def announce(config: Config) -> None:
-    """Print the run directory, on rank 0: importing torch and reading the images take seconds."""
+def announce() -> None:
+    """Say on rank 0 what the first seconds are for. The images may still refuse the run."""
     with suppress(OSError):  # a closed output must not end the training
         if os.environ.get("RANK", "0") == "0":
-            print(f"run      {config.run.dir}", flush=True)
+            print("start    importing torch, then reading the images", flush=True)
 
 
 def _show(text: str) -> NoReturn:

@@ -28,6 +28,7 @@ def introduce(
         return
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
+        f"run      {run.path}",
         *facts(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
         *(f"history  {line}" for line in state.history),
