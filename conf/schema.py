@@ -346,7 +346,7 @@ class Schedule:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
     warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
-    """epochs of linear warm-up from zero, fewer than train.epochs"""
+    """epochs of linear warm-up from zero; if over half of a typed train.epochs, a tenth of it"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
     step_gamma: float = key(0.1, RESULT, number(0, 1, above=True), when=STEP)

@@ -42,6 +42,9 @@ LAYERS = {
         "loader.workers": 0,
         "loader.batch_size": 256,
     },
+    # A typed length shortens a warm-up that would take more than half of it, unless it is typed.
+    "recipe=cifar10 train.epochs=10": {"schedule.warmup_epochs": 1},
+    "recipe=cifar10 train.epochs=12": {"schedule.warmup_epochs": 6},
     # A typed key overrides a typed group.
     "optim.lr=0.7 optim=adamw recipe=imagenet_rn50_tuned": {
         "optim.lr": 0.7,
@@ -134,8 +137,8 @@ NAMES = {
     "data.root=/photos model=resnet_tiny": "resnet_tiny,data.root=photos",
     "data.mean=[0,0,0.5]": "resnet50,data.root=imagenet,data.mean=0.0-0.0-0.5,",
     "optim.lr=0.3": "resnet50,optim.lr=0.3,data.root=imagenet",
-    "recipe=cifar10 train.epochs=9 model=vit_s16": (
-        "cifar10,model.name=vit_s16,train.epochs=9,data.root=imagenet"
+    "recipe=cifar10 train.seed=9 model=vit_s16": (
+        "cifar10,model.name=vit_s16,train.seed=9,data.root=imagenet"
     ),
     # A typed key is before what a group sets.
     "optim=adamw train.epochs=3": "resnet50,train.epochs=3,data.root=imagenet,",
