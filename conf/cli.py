@@ -6,6 +6,7 @@ A mistake ends the program with status 2 before it has created anything.
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -96,6 +97,8 @@ def exit_status(
     None for other errors. Returns 2 after a mistake of the user, 1 after an error of the system or
     a RunError, 130 after Ctrl-C. Other errors are raised.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # of conf/start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main()
     except UserError as error:

@@ -1,9 +1,11 @@
 """The command line: composing, --help, --cfg job."""
 
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +16,7 @@ from conf.compose import SECTIONS, from_words
 from conf.schema import FIELDS, RESULT, Config, UserError, config_values, group_names, sentences
 from scripts.lib.options import split_paths
 from tests.conf.refused import DATA
-from tests.processes import ROOT, needs_extras, run_command, run_python
+from tests.processes import ROOT, Started, needs_extras, run_command, run_python
 
 
 def sections(config: Config) -> dict[str, object]:
@@ -96,6 +98,15 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
         assert cli.exit_status(Mock(side_effect=error)) == status
         assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_before_torch_is_imported_is_quiet(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "train.py", "data=fake"]
+    with Started(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        assert process.stdout and process.stdout.readline().startswith("start ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")  # 130 for a shell
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
