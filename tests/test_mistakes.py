@@ -61,6 +61,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (place / "im\udce9").symlink_to("images")
     (place / "work" / "photos").mkdir(parents=True)
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
+    (place / "work" / "photos.tar.gz").write_bytes(b"mine")
     (place / "work" / "notes").write_text("mine")
     return place / "work"
 
