@@ -41,6 +41,7 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 # each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
+SPLITS = set(b"train training val valid validation test testing".split())  # no names of classes
 LOOSE = "in no class folder"  # why an image is left out
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
@@ -228,6 +229,11 @@ def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, lis
             raise UserError(
                 f"{given}: class folder {os.fsdecode(name)} holds no images "
                 f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
+            )
+        if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
+            raise UserError(
+                f"{given}: {os.fsdecode(name)} is no class, as it holds folders of images only; "
+                f"move it away, or give {given}/{os.fsdecode(name)}"
             )
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
     return classes, [base, *chain.from_iterable(folders for _, folders in found)]

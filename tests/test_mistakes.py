@@ -42,6 +42,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     ),
     "a-tar": lambda root: as_tar(root / "train", root / "images.tar"),
     "no-train": lambda root: shutil.rmtree(root / "train"),
+    "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
     "only-a-file": lambda root: (
         [shutil.rmtree(path) for path in (root / "val").iterdir()]
