@@ -301,7 +301,7 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "train.epochs" in words and "schedule.warmup_epochs" not in words and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
-        config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} of {epochs:g} epochs"]
+        config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
     check(config, runnable=runnable)
     for key in words:
         if key in FIELDS:

@@ -35,11 +35,12 @@ def introduce(
     ]
     if run.resumed is not None:
         name = run.resumed if run.is_first_start else run.resumed.name
-        lines.append(f"state    resumed from {name}")
+        done = ", and no step is left to do" * (state.step >= schedule.stop_step)
+        lines.append(f"state    resumed from {name}{done}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
         lines += [
-            f"this run is finished after {state.step:,} steps: give {more}another run.name to "
+            f"this run is finished after step {state.step:,}: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory",
             *outcome(run.path, run.finished_summary, resumes=False),
         ]
@@ -61,9 +62,10 @@ def facts(
         steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"
     if schedule.micro_batches > 1:
         steps += f" in {schedule.micro_batches} micro-batches of {part}"
-    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {config.train.epochs:g} epochs"
+    epochs = config.train.epochs
+    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs:g} epoch{'s' * (epochs != 1)}"
     if schedule.stop_step < schedule.steps:
-        steps += f" are {schedule.steps:,} steps: stops early"
+        steps += f", in all {schedule.steps:,} steps: stops early"
     yield f"steps    {steps}"
     group = part * (schedule.ranks if config.model.sync_bn else 1)
     norm = f"; BatchNorm over {group} images" if has_batch_norm(model) else ""
