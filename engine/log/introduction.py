@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conf.schema import Config
+from conf.schema import Config, typed_keys
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
 from engine.log.console import outcome
@@ -88,6 +88,9 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"{images:,} images, try loader.batch_size={smaller} "
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
+    if "optim.name" in config.changed and not typed_keys(config.typed) & {"optim", "optim.lr"}:
+        found = f"optim.lr={config.optim.lr:g} and optim.weight_decay={config.optim.weight_decay:g}"
+        notes.append(f"{found} are not for {config.optim.name}; type both, such as optim.lr=0.001")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
