@@ -70,14 +70,12 @@ def announce() -> None:
 
 
 def _show(text: str) -> NoReturn:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # `| head`
-        pass
-    except OSError as error:
-        complain(described(error))
-        sys.exit(1)
-    sys.exit(0)
+    def printed() -> int:
+        with suppress(BrokenPipeError):  # `| head`
+            print(text, end="", flush=True)
+        return 0
+
+    sys.exit(exit_status(printed, ""))
 
 
 def log_to_stderr(*, force: bool = False) -> None:

@@ -26,11 +26,7 @@ OUT_OF_MEMORY = re.compile(
 
 
 def fit_memory(
-    schedule: Schedule,
-    state: TrainState,
-    world: World,
-    step: StepGraph,
-    batches: Iterable[Batch],
+    schedule: Schedule, state: TrainState, world: World, step: StepGraph, batches: Iterable[Batch]
 ) -> Schedule:
     """Try a run's first step; return the schedule with micro-batches that fit. Collective.
 

@@ -225,16 +225,12 @@ def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, lis
         found = list(pool.map(partial(_list_class, base, others), names))
     classes = {name: images for name, (images, _) in zip(names, found, strict=True)}
     for name, images in classes.items():
+        folder = f"{given}: class folder {os.fsdecode(name)}"
         if not images:
-            raise UserError(
-                f"{given}: class folder {os.fsdecode(name)} holds no images "
-                f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
-            )
+            kinds = b", ".join(EXTENSIONS[:4]).decode()
+            raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
         if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
-            raise UserError(
-                f"{given}: {os.fsdecode(name)} is no class, as it holds folders of images only; "
-                f"move it away, or give {given}/{os.fsdecode(name)}"
-            )
+            raise UserError(f"{folder} holds folders of images only, as a split; move it away")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
     return classes, [base, *chain.from_iterable(folders for _, folders in found)]
 
@@ -246,11 +242,9 @@ def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes],
     for folder, _, names in walk(os.path.join(base, name), others):
         folders.append(folder)
         below = os.path.relpath(folder, base)
-        for each in names:
-            if is_image(each):
-                images.append(os.path.join(below, each))
-            else:
-                others[os.path.join(folder, each)] = why_left_out(each)
+        images += [os.path.join(below, each) for each in names if is_image(each)]
+        rest = [each for each in names if not is_image(each)]
+        others |= {os.path.join(folder, each): why_left_out(each) for each in rest}
     return sorted(images), folders
 
 

@@ -64,10 +64,8 @@ def load_splits(data: Data) -> tuple[Index, Index]:
         raise UserError(f"{given}; unpack it, and give the folder, such as data.root={folder}")
     if part := held_out(data):
         if find_storage(val_split):
-            raise UserError(
-                f"{part.given}: there is a validation split, {val_split}; leave out this key to "
-                "use it, or move it away"
-            )
+            remedy = "leave out this key to use it, or move it away"
+            raise UserError(f"{part.given}: there is a validation split, {val_split}; {remedy}")
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
         train, val = map(index.rows, hold_out(index, part))
         return train, val

@@ -276,9 +276,8 @@ def test_accepted_changes_are_reported_by_every_start(status: Any, folder: Path)
         assert number == 0 and f"history  {history}\n" in out
     assert json.loads((folder / "summary.json").read_text())["history"] == [history]
     (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
-    number, out, _ = status("optim.lr=0.4", "train.max_steps=1")
-    assert number == 0 and "-00000008.pt, and no step is left to do\n" in out
-    assert "status    finished after 8 steps, 1.778 epochs" in out and "speed  " not in out
+    out = status("optim.lr=0.4", "train.max_steps=1")[1]
+    assert "-00000008.pt, and no step is left to do\n" in out and "speed  " not in out
     assert status()[0] == 2
 
 

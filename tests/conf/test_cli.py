@@ -100,13 +100,11 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_before_torch_is_imported_is_quiet(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "train.py", "data=fake"]
-    with Started(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        assert process.stdout and process.stdout.readline().startswith("start ")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")  # 130 for a shell
+def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
+    with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
+        assert run.stdout and run.stdout.readline().startswith("start ")
+        run.send_signal(signal.SIGINT)
+        assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # a shell: 130
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
