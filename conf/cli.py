@@ -6,6 +6,7 @@ A mistake ends the program with status 2 before it has created anything.
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -61,22 +62,20 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     return config
 
 
-def announce(config: Config) -> None:
-    """Print the run directory, on rank 0: importing torch and reading the images take seconds."""
+def announce() -> None:
+    """Say on rank 0 what the first seconds are for. The images may still refuse the run."""
     with suppress(OSError):  # a closed output must not end the training
         if os.environ.get("RANK", "0") == "0":
-            print(f"run      {config.run.dir}", flush=True)
+            print("start    importing torch, then reading the images", flush=True)
 
 
 def _show(text: str) -> NoReturn:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # `| head`
-        pass
-    except OSError as error:
-        complain(described(error))
-        sys.exit(1)
-    sys.exit(0)
+    def printed() -> int:
+        with suppress(BrokenPipeError):  # `| head`
+            print(text, end="", flush=True)
+        return 0
+
+    sys.exit(exit_status(printed, ""))
 
 
 def log_to_stderr(*, force: bool = False) -> None:
@@ -96,6 +95,8 @@ def exit_status(
     None for other errors. Returns 2 after a mistake of the user, 1 after an error of the system or
     a RunError, 130 after Ctrl-C. Other errors are raised.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # of conf/start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main()
     except UserError as error:

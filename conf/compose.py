@@ -298,13 +298,17 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
+    epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
+    if "train.epochs" in words and "schedule.warmup_epochs" not in words and warmup > epochs / 2:
+        config.schedule.warmup_epochs = tenth = epochs / 10
+        config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
     check(config, runnable=runnable)
     for key in words:
         if key in FIELDS:
             _check_effect(key, config)
     if left_out:
         names = ", ".join(sorted(left_out))
-        config.notes = [f"left out, because it is not in this copy: {names}"]
+        config.notes += [f"left out, because it is not in this copy: {names}"]
     return config
 
 

@@ -346,7 +346,7 @@ class ScheduleConfig:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
     warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
-    """epochs of linear warm-up from zero, fewer than train.epochs"""
+    """epochs of linear warm-up from zero; if over half of a typed train.epochs, a tenth of it"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
     step_gamma: float = key(0.1, RESULT, number(0, 1, above=True), when=STEP)
@@ -524,10 +524,8 @@ def check(config: Config, *, runnable: bool = True) -> None:
         )
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
     if 0 < epochs <= warmup:
-        raise UserError(
-            f"train.epochs={show(epochs)}: not longer than the warm-up, schedule.warmup_epochs="
-            f"{show(warmup)}; shorten it too, such as schedule.warmup_epochs={epochs / 4:g}"
-        )
+        given = f"schedule.warmup_epochs={show(warmup)}: not less than train.epochs={show(epochs)}"
+        raise UserError(f"{given}; give schedule.warmup_epochs={epochs / 10:g}")
     if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "

@@ -41,6 +41,9 @@ def set_up_process() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    # Until `cli.exit_status`, Ctrl-C ends the process at once, without a traceback of an import.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A path in a message may not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     atexit.register(_flush)

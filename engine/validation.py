@@ -34,9 +34,8 @@ class Validation(NamedTuple):
 
     def values(self) -> dict[str, float]:
         """Return the means, and what `Metric.compute` gives for the rows."""
-        return self.means | {
-            name: float(compute()) for name, compute in computed(self.rows).items()
-        }
+        others = computed(self.rows).items()
+        return self.means | {name: float(compute()) for name, compute in others}
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import argparse
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
             in SqueezeNet.
     """
     own = model.state_dict()
-    weights = {_current_name(name, own): value for name, value in weights.items()}
+    for former, now in RENAMED:
+        weights = {k if k in own else re.sub(former, now, k): v for k, v in weights.items()}
     head = head_of(model) if new_head else []
     if any(k in weights and weights[k].shape == own[k].shape for k in head):
         head = []  # the file's
@@ -159,12 +160,6 @@ def head_of(model: nn.Module) -> list[str]:
         layers = [name for name, p in model.named_parameters() if p.ndim > 1][-1].rpartition(".")[0]
     layers = (layers,) if isinstance(layers, str) else layers
     return [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in layers]
-
-
-def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
-    """Return the name of a tensor in the model, if the file has a former one."""
-    names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
-    return name if name in own else next((new for new in names if new in own), name)
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:

@@ -202,13 +202,11 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
         for name in matching:
             model.get_parameter(name).requires_grad_(False)
         if not matching or not any(p.requires_grad for p in model.parameters()):
-            wrong = (
-                f"leaves nothing to train with {prefix}" if matching else f"there is no {prefix}"
-            )
+            wrong = "leaves nothing to train with" if matching else "there is no"
             known = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(
-                f"model.freeze=[{', '.join(prefixes)}]: {wrong}; give some of {known}, or parts of "
-                "them, such as layer1.0"
+                f"model.freeze=[{', '.join(prefixes)}]: {wrong} {prefix}; give some of {known}, or "
+                "parts of them, such as layer1.0"
             )
     train_mode(model)
 

@@ -20,17 +20,7 @@ import numpy as np
 import torch
 
 from conf.named import import_object, is_name, split_entry
-from conf.schema import (
-    FRACTION,
-    Check,
-    UserError,
-    did_you_mean,
-    each,
-    number,
-    one_of,
-    span,
-    whole,
-)
+from conf.schema import FRACTION, Check, UserError, did_you_mean, each, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 
 Transform = Callable[[Picture, random.Random], Picture]

@@ -174,9 +174,8 @@ class DeviceSlot:
         if self.format.memory_format != torch.channels_last:
             return self.memory(name, shape, self.format.dtype)
         *rows, channels, height, width = shape
-        return channels_first(
-            self.memory(name, (*rows, height, width, channels), self.format.dtype)
-        )
+        shape = (*rows, height, width, channels)
+        return channels_first(self.memory(name, shape, self.format.dtype))
 
     def normalise(self, name: str, levels: Tensor) -> Tensor:
         """Normalise images [B, ..., C, H, W] on the device, in float32, into what the step reads.

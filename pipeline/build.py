@@ -57,8 +57,9 @@ def build_datasets(
     train_split, val_split, classes = _splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         raise UserError(
-            f"data.root={data.root}: all images have the class {classes[0]}; a "
-            "classifier needs at least two classes, each in its own folder"
+            f"data.root={data.root}: all images have the class {classes[0]}; a classifier needs at "
+            "least two classes, each in its own folder; if they are folders in it, give "
+            f"data.root={data.root}/{classes[0]}"
         )
     for entry in data.on_device if device is not None else ():
         name, parameters = split_entry(entry, "data.on_device")
@@ -90,10 +91,8 @@ def check_channels(data: DataConfig, channels: int) -> None:
     """Refuse data.mean or data.std for another number of channels; one value is for all."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
-            raise UserError(
-                f"data.{key}: has {len(values)} values, the images have {channels} channels; give "
-                "one value per channel"
-            )
+            wrong = f"has {len(values)} values, the images have {channels} channels"
+            raise UserError(f"data.{key}: {wrong}; give one value per channel")
 
 
 def build_val(config: Config) -> Datasets:

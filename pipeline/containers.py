@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from conf.schema import UserError
+from pipeline.listing import is_image
 
 # Name of a member -> offset and length of its content in bytes.
 Members = dict[bytes, tuple[int, int]]
@@ -121,17 +122,19 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_list(path: str, given: str) -> dict[bytes, list[bytes]]:
-    """Read a CSV file with one image per line: path and label. The header path,label is optional.
+    """Read a CSV file with one image per line: path and label. A first line that is no file, such
+    as `path,label` or `image,class`, is a header.
 
     Returns class name -> sorted paths, absolute or relative to the file's folder; the classes are
     sorted too.
     """
     classes: dict[bytes, list[bytes]] = {}
     for line, cells in csv_rows(path):
-        if line == 1 and [cell.lower() for cell in cells] == ["path", "label"]:
-            continue
         if len(cells) != 2 or not all(cells):
             raise UserError(f"{given}: line {line} is not path,label; write one image per line")
+        first = os.path.join(os.path.dirname(path), cells[0])
+        if line == 1 and not is_image(os.fsencode(first)) and not os.path.exists(first):
+            continue
         classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
     if not classes:
         raise UserError(f"{given}: holds no images; write one image per line: path,label")

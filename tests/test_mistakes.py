@@ -42,6 +42,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     ),
     "a-tar": lambda root: as_tar(root / "train", root / "images.tar"),
     "no-train": lambda root: shutil.rmtree(root / "train"),
+    "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
     "only-a-file": lambda root: (
         [shutil.rmtree(path) for path in (root / "val").iterdir()]
@@ -61,6 +62,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (place / "im\udce9").symlink_to("images")
     (place / "work" / "photos").mkdir(parents=True)
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
+    (place / "work" / "photos.tar.gz").write_bytes(b"mine")
     (place / "work" / "notes").write_text("mine")
     return place / "work"
 
@@ -146,5 +148,5 @@ def test_ranks_that_do_not_match(
     arguments = [str(script), code, train.__file__, *RUN]
     done = ranks.run([sys.executable, *arguments], 2, cwd=tmp_path)
     assert re.fullmatch(rf"train\.py: {message}\n", done.stderr), done.stderr
-    assert (done.returncode, done.stdout) == (2, "run      ../run\n")
+    assert (done.returncode, "run  " in done.stdout) == (2, False)
     assert not (tmp_path / "run").exists()

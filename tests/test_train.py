@@ -275,6 +275,9 @@ def test_accepted_changes_are_reported_by_every_start(status: Any, folder: Path)
         number, out, _ = status("optim.lr=0.4", f"train.max_steps={steps}")
         assert number == 0 and f"history  {history}\n" in out
     assert json.loads((folder / "summary.json").read_text())["history"] == [history]
+    (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
+    out = status("optim.lr=0.4", "train.max_steps=1")[1]
+    assert "-00000008.pt, and no step is left to do\n" in out and "speed  " not in out
     assert status()[0] == 2
 
 

@@ -63,7 +63,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
 
     `resumes`: the same command resumes an interrupted run.
     """
-    steps = f"{summary['step']:,} steps, {summary['epoch']:.4g} epochs"
+    step, epoch, rate = (summary[name] for name in ("step", "epoch", "images_per_second"))
+    steps = f"{step:,} step{'s' * (step != 1)}, {epoch:.4g} epoch{'s' * (epoch != 1)}"
     lines = [
         "",
         f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",
@@ -71,7 +72,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     ]
     # What an observer adds to the summary may have a line to print.
     lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
-    lines += [f"speed     {summary['images_per_second']:,.0f} images/s", f"run       {folder}"]
+    lines += [f"speed     {rate:,.0f} images/s"] if rate else []  # 0 without a step to measure
+    lines.append(f"run       {folder}")
     if any(folder.glob("events.*")):
         lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
     if best := summary["best_checkpoint"]:

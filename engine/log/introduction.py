@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conf.schema import Config
+from conf.schema import Config, typed_keys
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
 from engine.log.console import outcome
@@ -28,17 +28,19 @@ def introduce(
         return
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
+        f"run      {run.path}",
         *facts(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
         *(f"history  {line}" for line in state.history),
     ]
     if run.resumed is not None:
         name = run.resumed if run.is_first_start else run.resumed.name
-        lines.append(f"state    resumed from {name}")
+        done = ", and no step is left to do" * (state.step >= schedule.stop_step)
+        lines.append(f"state    resumed from {name}{done}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
         lines += [
-            f"this run is finished after {state.step:,} steps: give {more}another run.name to "
+            f"this run is finished after step {state.step:,}: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory",
             *outcome(run.path, run.finished_summary, resumes=False),
         ]
@@ -60,9 +62,10 @@ def facts(
         steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"
     if schedule.micro_batches > 1:
         steps += f" in {schedule.micro_batches} micro-batches of {part}"
-    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {config.train.epochs:g} epochs"
+    epochs = config.train.epochs
+    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs:g} epoch{'s' * (epochs != 1)}"
     if schedule.stop_step < schedule.steps:
-        steps += f" are {schedule.steps:,} steps: stops early"
+        steps += f", in all {schedule.steps:,} steps: stops early"
     yield f"steps    {steps}"
     group = part * (schedule.ranks if config.model.sync_bn else 1)
     norm = f"; BatchNorm over {group} images" if has_batch_norm(model) else ""
@@ -85,6 +88,9 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"{images:,} images, try loader.batch_size={smaller} "
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
+    if "optim.name" in config.changed and not typed_keys(config.typed) & {"optim", "optim.lr"}:
+        found = f"optim.lr={config.optim.lr:g} and optim.weight_decay={config.optim.weight_decay:g}"
+        notes.append(f"{found} are not for {config.optim.name}; type both, such as optim.lr=0.001")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."

@@ -82,7 +82,6 @@ class Tracker(ExitStack):
         return board
 
     def print(self, *lines: str) -> None:
-        """Print lines."""
         if self.folder is not None and lines:
             print(*lines, sep="\n", flush=True)
 

@@ -1,9 +1,11 @@
 """The command line: composing, --help, --cfg job."""
 
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +15,7 @@ from conf import cli
 from conf.compose import SECTIONS, from_words
 from conf.schema import FIELDS, RESULT, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
-from tests.helpers.processes import ROOT, needs_extras, run_command, run_python
+from tests.helpers.processes import ROOT, Started, needs_extras, run_command, run_python
 
 
 def sections(config: Config) -> dict[str, object]:
@@ -75,6 +77,13 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
         assert cli.exit_status(Mock(side_effect=error)) == status
         assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
+    with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
+        assert run.stdout and run.stdout.readline().startswith("start ")
+        run.send_signal(signal.SIGINT)
+        assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # a shell: 130
 
 
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:

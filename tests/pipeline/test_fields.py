@@ -18,7 +18,6 @@ from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.pool import LoaderError
 from tests.engine.plans import ALONE
-from tests.helpers.batches import batch_of
 from tests.pipeline.loaders import loaded
 
 CPU = torch.device("cpu")
