@@ -5,10 +5,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,12 +13,11 @@ import train
 from engine.compute import choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.introduction import setup_notes
-from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.decode import DECODERS, describe
+from pipeline.decode import DECODERS
 from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, warn
 
 GIB = 1 << 30
@@ -29,7 +25,7 @@ NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
 
 
 def gpu(case: Case) -> Iterator[Row]:
-    """Compare driver and PyTorch, and check each GPU; before this process uses one."""
+    """Compare driver and PyTorch, and say how many GPUs will be used."""
     choice = case.config.train.device
     if choice not in ("auto", "cpu", "cuda"):
         raise NotChecked(f"train.device={choice} was not tested")
@@ -47,41 +43,6 @@ def gpu(case: Case) -> Iterator[Row]:
     text += f"; torch {torch.__version__}"
     cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
-    try:
-        gpus = [find_gpu(torch.device("cuda", i)) for i in range(count)]
-    except Exception as error:
-        text = f"the GPUs cannot be checked: NVML is not available ({describe(error)})"
-        yield warn(text, "pip install nvidia-ml-py")
-        return
-    for i, (nvml, handle) in enumerate(gpus):
-        for row in gpu_rows(nvml, handle):
-            yield replace(row, found=f"GPU {i}: {row.found}")
-
-
-def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
-    """Return what is wrong with a GPU, or that it is in order."""
-
-    def get(call: str) -> Any:
-        with suppress(Exception):  # its driver or kind does not report it
-            return getattr(nvml, f"nvmlDeviceGet{call}")(gpu)
-        return None
-
-    found = []
-    others, memory = get("ComputeRunningProcesses") or [], get("MemoryInfo")
-    used = memory.total - memory.free if memory else 0
-    if others or (memory and used > max(GIB, 0.05 * memory.total)):
-        text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
-        text += f" ({few(process.pid for process in others)})" if others else " or containers"
-        found.append(warn(text, "end them or use another GPU: they slow down training"))
-    mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
-    reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
-    limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
-    if limit and default and limit < 0.98 * default:
-        reasons.append(f"a power limit of {limit / 1000:.0f} of {default / 1000:.0f} W")
-    if reasons:
-        cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
-        found.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
-    return found or [ok("memory and clocks are in order")]
 
 
 def plan(case: Case) -> Iterator[Row]:
