@@ -247,8 +247,9 @@ def test_outputs_that_are_no_classes(
     predictor: Predictor, shape: tuple[int, ...], top: int | None, message: str
 ) -> None:
     predictor.top = top
+    predictor.model = lambda images: torch.zeros(len(images), *shape)  # type: ignore[assignment]
     with pytest.raises(UserError, match=message):
-        predictor.rows(train.predictions(torch.zeros(2, *shape)))
+        predictor.predicted(np.zeros((2, 32, 32, 3), np.uint8))
 
 
 @pytest.mark.gpu
