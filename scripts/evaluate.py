@@ -1,11 +1,11 @@
-"""Evaluate trained models on the validation images.
+"""Evaluate a trained model on the validation images.
 
     python scripts/evaluate.py runs/NAME
-    python scripts/evaluate.py runs/A runs/B/checkpoints/step-00112590.pt data.val_size=288 --flip
+    python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-data.root needs no training split. The classes of the images are found by name, so data.val may hold
-some of them.
+data.root needs no training split. The classes of the images are found by name. If data.val
+holds some of the model's classes, only their outputs compete.
 
 Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
@@ -25,14 +25,14 @@ from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
+    parser = checkpoint_parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
+    add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--out", type=Path, metavar="DIR", help="output folder")
-    add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
     options = parse_paths(parser, words)
-    if not options.paths:
-        parser.error(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
+    if len(options.paths) != 1:
+        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     return options
 
 
@@ -46,7 +46,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,19 +53,17 @@ import train
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
-from engine.files import json_text, write_json
+from engine.files import write_json
 from engine.log.observer import named_observers
 from engine.metrics import add_values, shown
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
-from pipeline.batch import LABEL
+from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
-from pipeline.dataset import FolderDataset
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.machine import cores_for_workers
 from pipeline.pool import TASK_ROWS, start_forkserver
-from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, exit_status, open_trained, sorted_as_text
@@ -80,29 +77,46 @@ class Evaluated:
     values: dict[str, float]
     rows: Rows  # of all images
     datasets: Datasets
-    classes: tuple[str, ...]  # of the model; a label is a position in it
-    summary: dict[str, Any]  # what is printed, and written to evaluation.json
+    classes: tuple[str, ...]  # that compete; a label and a prediction are positions in it
+    summary: dict[str, Any]  # what is written to evaluation.json
 
 
-class MirrorAverage(nn.Module):
-    """A network whose outputs are averaged over each image and its mirror image.
+def chosen_outputs(
+    network: nn.Module, images: Tensor, *, places: Tensor | None, count: int, flip: bool
+) -> Tensor:
+    """Return some of the outputs of a network, [B, ...].
 
-    FFCV adds the logits, which gives the same accuracy, but another loss.
+    Args:
+        places: of the outputs to return, int64 [K], among those of `count` classes; None for all.
+        flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
+            mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
+
+    Raises UserError: there is not one output for each class, from which to choose.
     """
+    found: Tensor = network(images)
+    if flip:
+        mirrored = network(images.flip(-1)).float()
+        found = (found.float() + (mirrored.flip(-1) if mirrored.ndim > 3 else mirrored)) / 2
+    if places is None:
+        return found
+    if found.shape[1] != count:
+        wrong = f"the model has {found.shape[1]} outputs for {count} classes"
+        raise UserError(f"data.val: has some of the classes, and {wrong}; give images of all")
+    return found[:, places]
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return float32 [B, ...]; outputs [B, ..., H, W] are mirrored back."""
-        mirrored = self.network(images.flip(-1)).float()
-        mirrored = mirrored.flip(-1) if mirrored.ndim > 3 else mirrored
-        return (self.network(images).float() + mirrored) / 2
-
-
-def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
+def run(
+    trained: Trained,
+    world: World,
+    *,
+    flip: bool = False,
+    all_outputs: bool = False,
+) -> Evaluated:
     """Evaluate one model on its validation images. Collective.
+
+    Args:
+        flip: average the outputs for an image and its mirror image.
+        all_outputs: whether those of classes without images compete.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
@@ -114,10 +128,16 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
     datasets.create_files()
-    classes = label_by_name(trained, datasets)
+    classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
     trained.check_size(datasets.val_size)
     model = trained.build(device)
-    network = MirrorAverage(model) if flip else model
+    count = trained.num_classes
+    kept = None if places == [*range(count)] else torch.tensor(places, device=device)
+    chosen: Any = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+
+    def measure(network: nn.Module, batch: Batch) -> Rows:
+        return train.validation_values(network if kept is None and not flip else chosen, batch)
+
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
     fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
@@ -133,7 +153,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
             batches = with_progress(batches, feed.val_batches, "batches")
         # As in the run: sums depend on it in the last digits.
         parted = (part for batch in batches for part in batch.split(parts))
-        (found,) = evaluate([network], train.validation_values, parted, world)
+        (found,) = evaluate([model], measure, parted, world)
     values, rows = found.values(), found.rows
     summary = {
         "checkpoint": str(trained.path),
@@ -150,6 +170,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
+        "outputs": len(classes),
         "seconds": round(time.perf_counter() - began, 3),
     }
     return Evaluated(trained, values, rows, datasets, classes, summary)
@@ -176,42 +197,45 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
 
 
-def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
-    """Give the images the labels of the model: by the names of the classes, else by position.
+def outputs_of(
+    trained: Trained, datasets: Datasets, *, all_outputs: bool = False
+) -> tuple[tuple[str, ...], list[int]]:
+    """Find the outputs of the model that compete: by the names of the classes, else by position.
 
     Returns:
-        The names of the model's classes, or of its outputs if samples have no class number.
+        The names of the outputs, those of the images' classes first, in the order of the labels;
+        and their places among the outputs of the model.
 
     Raises UserError: the images have other classes than the model.
     """
     known, found, val = trained.classes, datasets.classes, datasets.val
-    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(found) - set(known))
+    every, where = [*range(trained.num_classes)], f"data.val={trained.config.data.val}: has"
     if val.fields.get("label") != LABEL:
         if known and known != found and hasattr(val, "columns"):  # of numbers
             trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
             raise UserError(f"{where} the columns {', '.join(found)}, {trained_on}")
-        return known or found
-    if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
-        position = {name: place for place, name in enumerate(known)}
-        labels = np.array([position[name] for name in found])[val.index.labels.array]
-        val.index = replace(val.index, labels=SharedArray.copy_of(labels))
-        return known
-    if known and known != found and (trained.stored or len(found) != len(known)):
+        return known or found, every
+    if set(found) <= set(known):
+        if all_outputs or len(found) == 1:  # one class alone would always be right
+            found += tuple(name for name in known if name not in found)
+        return found, [known.index(name) for name in found]
+    if known and (trained.stored or len(found) != len(known)):
+        unknown = sorted(set(found) - set(known))
         raise UserError(
             f"{where} {len(found)} classes, of which the model does not know "
             f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
             "was trained for, or --classes FILE"
         )
     cure = "give --classes FILE with the names of the model's classes, one per line"
-    if len(found) != trained.num_classes:
-        sizes = f"{len(found)} classes, the model has {trained.num_classes} classes"
+    if len(found) != len(every):
+        sizes = f"{len(found)} classes, the model has {len(every)} classes"
         raise UserError(f"{where} {sizes}; {cure}")
     if sorted_as_text(found):
         order = f"folders whose names are numbers, in the order {', '.join(found[:3])}, ..."
         raise UserError(
             f"{where} {order}, and the model may have them in the order of numbers; {cure}"
         )
-    return found
+    return found, every
 
 
 def write(found: Evaluated, folder: Path) -> None:
@@ -228,44 +252,35 @@ def name_of(trained: Trained) -> str:
     return f"{trained.name},{Path(trained.config.data.val).name}".removesuffix(",val")
 
 
-def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
-    """Return an output folder for each: `out` itself for one checkpoint, folders in it for more."""
-    if out is not None and len(names) == 1:
-        return [out]
-    earlier = [names[:i].count(name) for i, name in enumerate(names)]
-    unique = [f"{name}-{i + 1}" if i else name for name, i in zip(names, earlier, strict=True)]
-    return [(out or Path("evaluation")) / name for name in unique]
-
-
-def print_result(found: Evaluated, folder: Path, *, as_json: bool) -> None:
+def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(shown(name, value) for name, value in found.values.items())
     images = found.summary["images"]
     rate = images / found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
-    line = f"{name_of(found.trained)}: {results} ({size}); see {folder}"
-    print(json_text({**found.summary, "out": str(folder)}) if as_json else line, flush=True)
+    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}")
+    if (kept := len(found.classes)) < (every := found.trained.num_classes):
+        text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
+        print(f"{text} (--all-outputs)")
 
 
-def evaluate_all(options: argparse.Namespace) -> int:
-    """Open all files, so that mistakes are found at once; evaluate one after another."""
-    paths, overrides = map(Path, options.paths), options.overrides
-    opened = [open_trained(path, overrides, classes=options.classes) for path in paths]
-    folders = output_folders([name_of(trained) for trained in opened], options.out)
-    config = opened[0].config
+def evaluate_one(options: argparse.Namespace) -> int:
+    (path,), overrides = map(Path, options.paths), options.overrides
+    trained = open_trained(path, overrides, classes=options.classes)
+    folder = options.out or Path("evaluation") / name_of(trained)
+    config = trained.config
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
+    choices = {name: getattr(options, name) for name in ("flip", "all_outputs")}
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
-        opened = [with_config(trained, overrides, world) for trained in opened]
-        for trained, folder in zip(opened, folders, strict=True):
-            refuse_inside(folder, trained.config.data, f"--out {folder}")
-            folder.mkdir(parents=True, exist_ok=True)
-        for trained, folder in zip(opened, folders, strict=True):
-            found = run(trained, world, flip=options.flip)
-            if world.is_main:
-                print_result(found, folder, as_json=options.json)
-                write(found, folder)
+        trained = with_config(trained, overrides, world)
+        refuse_inside(folder, trained.config.data, f"--out {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run(trained, world, **choices)
+        if world.is_main:
+            print_result(found, folder)
+            write(found, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(evaluate_all, OPTIONS), "evaluate.py"))
+    sys.exit(exit_status(partial(evaluate_one, OPTIONS), "evaluate.py"))
