@@ -4,8 +4,9 @@
     python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-data.root needs no training split. The classes of the images are found by name. If data.val
-holds some of the model's classes, only their outputs compete.
+data.root needs no training split. The classes of the images are found by name. Weights of other
+projects with 1,000 outputs are taken for ImageNet's classes, and folders named 0 to 999, too. If
+data.val holds some of the model's classes, only their outputs compete.
 
 Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
@@ -60,6 +61,7 @@ from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
+from pipeline.class_names import imagenet_names
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.machine import cores_for_workers
@@ -215,10 +217,11 @@ def outputs_of(
             trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
             raise UserError(f"{where} the columns {', '.join(found)}, {trained_on}")
         return known or found, every
-    if set(found) <= set(known):
-        if all_outputs or len(found) == 1:  # one class alone would always be right
-            found += tuple(name for name in known if name not in found)
-        return found, [known.index(name) for name in found]
+    for names, outputs in ((found, known), imagenet_classes(trained, found)):
+        if set(names) <= set(outputs):
+            if all_outputs or len(names) == 1:  # one class alone would always be right
+                names += tuple(name for name in outputs if name not in names)
+            return names, [outputs.index(name) for name in names]
     if known and (trained.stored or len(found) != len(known)):
         unknown = sorted(set(found) - set(known))
         raise UserError(
@@ -236,6 +239,22 @@ def outputs_of(
             f"{where} {order}, and the model may have them in the order of numbers; {cure}"
         )
     return found, every
+
+
+def imagenet_classes(
+    trained: Trained, found: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the images' classes and of the outputs, WordNet IDs if they are known.
+
+    Folders named 0 to 999 are ImageNet's classes in their order, as in ImageNet-V2. So are 1,000
+    outputs without names, or with the readable ones that torchvision states.
+    """
+    (imagenet, readable), known = zip(*imagenet_names().items(), strict=True), trained.classes
+    if all(map(str.isdecimal, found)) and sorted(map(int, found)) == [*range(len(imagenet))]:
+        found = tuple(imagenet[int(name)] for name in found)
+    if trained.num_classes == len(imagenet) and known in ((), readable):
+        known = imagenet
+    return found, known
 
 
 def write(found: Evaluated, folder: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import models
 import train
 from conf.schema import UserError
 from engine import checkpoint
@@ -19,6 +20,7 @@ from engine.compute import set_up_kernels
 from engine.distributed import join_world
 from pipeline.batch import Batch, Field, ImageFormat, image_field
 from pipeline.build import build_val
+from pipeline.class_names import imagenet_names
 from pipeline.dataset import FolderDataset
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
@@ -127,6 +129,80 @@ def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats "):
         measured(folder, f"data.root={tmp_path}")
+
+
+IMAGENET = [*imagenet_names()]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of another project with 1,000 outputs, which name no classes."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("published") / "weights.pth"
+    torch.save(models.build("resnet_tiny", num_classes=1000, image_size=32).state_dict(), path)
+    return path
+
+
+def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
+    return measured(
+        path, "model.name=resnet_tiny", *small_run.SMALL, f"data.root={root}", **options
+    )
+
+
+def test_published_weights_on_some_of_the_classes(
+    published: Path, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
+    places = [5, 17, 300, 301, 640, 872, 999]
+    for i, place in enumerate(places):
+        image = sorted((image_root / "val").glob("*/*"))[i]
+        (folder := tmp_path / "val" / IMAGENET[place]).mkdir(parents=True)
+        shutil.copy(image, folder)
+    some, every = (published_on(published, tmp_path, all_outputs=each) for each in (False, True))
+    logits, own = outputs(some), torch.arange(7)
+    for found, kept in ((some, logits[:, places]), (every, logits)):
+        labels = own if found is some else torch.tensor(places)
+        top5 = [label in row for label, row in zip(labels, kept.topk(5).indices, strict=True)]
+        loss = torch.nn.functional.cross_entropy(kept, labels)
+        assert found.values["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert found.values["top1"] == pytest.approx(
+            100 * (kept.argmax(1) == labels).float().mean()
+        )
+        assert found.values["top5"] == pytest.approx(100 * sum(top5) / 7)
+        assert found.rows["confidence"] == pytest.approx(kept.softmax(1).amax(1).tolist(), rel=1e-3)
+        named = [IMAGENET[place] for place in (kept.argmax(1).tolist() if found is every else [])]
+        assert [found.classes[i] for i in found.rows["prediction"] if found is every] == named
+        assert found.summary["outputs"] == len(found.classes) == kept.shape[1]
+    evaluate.write(some, tmp_path)
+    assert len((tmp_path / "per_class.csv").read_text().splitlines()) == 8
+    for found, says in ((some, "only the outputs of the 7 classes with images"), (every, "")):
+        evaluate.print_result(found, tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1:] == [line for line in lines if says and line.startswith(says)]
+    (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
+    with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
+        published_on(published, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["{}", "{:04d}"])
+def test_folders_named_by_number(
+    published: Path, folder: Path, image_root: Path, tmp_path: Path, name: str
+) -> None:
+    """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
+    image = next((image_root / "val").glob("*/*"))
+    for i in range(1000):
+        (numbered := tmp_path / "val" / name.format(i)).mkdir(parents=True)
+        (numbered / "a.jpg").hardlink_to(image)
+    found = published_on(published, tmp_path)
+    assert found.values["top1"] == pytest.approx(0.1)  # of equal images, one is right
+    hit = int(found.rows["top1"].argmax())
+    assert found.classes[hit] == IMAGENET[outputs(found)[0].argmax()]
+    assert Path(found.datasets.val.name(hit)).parent.name == name.format(outputs(found)[0].argmax())
+    for classes in (IMAGENET, [*imagenet_names().values()]):  # torchvision names them so
+        named = replace(found.trained, classes=tuple(classes))
+        assert outputs_of(named, found.datasets) == outputs_of(found.trained, found.datasets)
+    with pytest.raises(UserError, match=r"does not know 0+, "):
+        outputs_of(opened(folder), found.datasets)
 
 
 def test_another_task(
