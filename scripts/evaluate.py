@@ -30,6 +30,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
+    real = "ReaL labels: a JSON list with a list of labels per image, sorted by file name"
+    add("--real", type=Path, metavar="FILE", help=real)
     add("--out", type=Path, metavar="DIR", help="output folder")
     options = parse_paths(parser, words)
     if len(options.paths) != 1:
@@ -40,6 +42,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     OPTIONS = arguments()
 
+import json
 import math
 import os
 import time
@@ -56,12 +59,14 @@ from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
 from engine.log.observer import named_observers
-from engine.metrics import add_values, shown
+from engine.metrics import METRICS, Metric, add_values, shown
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import imagenet_names
+from pipeline.dataset import Dataset
+from pipeline.decode import describe
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.machine import cores_for_workers
@@ -70,6 +75,7 @@ from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, exit_status, open_trained, sorted_as_text
 
+METRICS["top1_real"] = Metric(".2f", " %")
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 
 
@@ -113,12 +119,14 @@ def run(
     *,
     flip: bool = False,
     all_outputs: bool = False,
+    real: Path | None = None,
 ) -> Evaluated:
     """Evaluate one model on its validation images. Collective.
 
     Args:
         flip: average the outputs for an image and its mirror image.
         all_outputs: whether those of classes without images compete.
+        real: the file of `read_real`.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
@@ -131,6 +139,7 @@ def run(
     datasets = build_val(config)
     datasets.create_files()
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
+    labels = None if real is None else read_real(real, datasets.val)
     trained.check_size(datasets.val_size)
     model = trained.build(device)
     count = trained.num_classes
@@ -157,12 +166,17 @@ def run(
         parted = (part for batch in batches for part in batch.split(parts))
         (found,) = evaluate([model], measure, parted, world)
     values, rows = found.values(), found.rows
+    if labels is not None:
+        pairs = zip(rows["prediction"].tolist(), labels, strict=True)
+        hits = [place >= 0 and places[place] in known for place, known in pairs if known]
+        values["top1_real"] = 100 * sum(hits) / max(len(hits), 1)
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
         "step": trained.step,
         "averaged_weights": trained.averaged,
         **values,
+        **({} if labels is None else {"images_real": len(hits)}),
         "images": found.images,
         "model": config.model.name,
         "val_size": datasets.val_size,
@@ -257,6 +271,24 @@ def imagenet_classes(
     return found, known
 
 
+def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
+    """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
+
+    The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159), which has a list for
+    each validation image, in the order of the names of the files. Raises UserError: it is not.
+    """
+    try:
+        lists = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--real {path}: {describe(error)}; give real.json") from None
+    names = [Path(dataset.name(row)).name for row in range(len(dataset))]
+    places = {name: place for place, name in enumerate(sorted(names))}
+    if not len(lists) == len(places) == len(names):
+        images = f"{len(names):,} images with {len(places):,} different names"
+        raise UserError(f"--real {path}: has {len(lists):,} lists for {images}; give one for each")
+    return [lists[places[name]] for name in names]
+
+
 def write(found: Evaluated, folder: Path) -> None:
     """Write evaluation.json and the files of the observers."""
     content = {**found.summary, "made_by": provenance()}
@@ -289,7 +321,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
     config = trained.config
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
-    choices = {name: getattr(options, name) for name in ("flip", "all_outputs")}
+    choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
         trained = with_config(trained, overrides, world)
         refuse_inside(folder, trained.config.data, f"--out {folder}")

@@ -205,6 +205,31 @@ def test_folders_named_by_number(
         outputs_of(opened(folder), found.datasets)
 
 
+def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
+    """Sets of labels, in the order of the names of the files; an empty one does not count."""
+    names = [f"{i:02d}.jpg" for i in np.random.default_rng(0).permutation(15)]
+    paths = [found.datasets.val.name(i) for i in range(15)]
+    for old, new in zip(paths, names, strict=True):
+        (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
+    own = measured(folder, f"data.root={tmp_path}")
+    rows = [Path(own.datasets.val.name(i)).name for i in range(15)]
+    sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
+    hits = []
+    for name, prediction in zip(rows, own.rows["prediction"].tolist(), strict=True):
+        if labels := sets[int(name[:2])]:
+            hits.append(prediction in labels)
+    (real := tmp_path / "real.json").write_text(json.dumps(sets))
+    again = measured(folder, f"data.root={tmp_path}", real=real)
+    assert again.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
+    assert again.summary["images_real"] == 12 and again.values["top1"] == own.values["top1"]
+    with pytest.raises(UserError, match="has 15 lists for 15 images with 5 different names; give"):
+        measured(folder, real=real)
+    real.write_text("{")
+    with pytest.raises(UserError, match=r"^--real .*real\.json: "):
+        measured(folder, f"data.root={tmp_path}", real=real)
+
+
 def test_another_task(
     folder: Path,
     tmp_path: Path,
