@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import Any
@@ -81,11 +82,9 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         compute = choose_compute(config, datasets, world.device, steps=0)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         stages: list[Stage] = []
-        if hasattr(datasets.train, "read"):
-            if "read" in only:
-                stages.append(measure_read(datasets.train, seconds))
-            if "decode" in only:
-                stages.append(measure_decode(datasets, seconds))
+        for name in ("read", "decode") if hasattr(datasets.train, "read") else ():
+            if name in only:
+                stages.append(measure_files(datasets.train, name, seconds))
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 stages.append(measure_loader(feed, config.loader.batch_size, seconds))
@@ -126,32 +125,19 @@ def windows(
     return rates
 
 
-def measure_read(dataset: Any, seconds: float) -> Stage:
-    """Read whole files one after another, spread over the dataset, from page cache or disk."""
-    sizes: list[int] = []
-    places = scattered(len(dataset))
+def measure_files(dataset: Any, name: str, seconds: float) -> Stage:
+    """Read files, or load samples of them, in one process; they are spread over the dataset.
 
-    def read() -> int:
-        sizes.append(len(dataset.read(next(places))))
-        return 1
-
-    rates, size = windows(read, seconds / 2), sum(sizes) / len(sizes)
-    speed = f"{size / 1e3:.0f} kB per file, {size * median(rates) / 1e6:,.0f} MB/s"
-    return Stage("read", rates, f"one process, {speed}")
-
-
-def measure_decode(datasets: Datasets, seconds: float) -> Stage:
-    """Decode, crop, resize and flip in one process: the throughput of one worker."""
-    dataset: Any = datasets.train
-    places = scattered(len(dataset))
-    threads = torch.get_num_threads()
+    `name`: read, from page cache or disk; or decode, which includes crop, resize and flip: the
+    throughput of one worker.
+    """
+    places, threads = scattered(len(dataset)), torch.get_num_threads()
+    work = dataset.read if name == "read" else partial(dataset.load, 0)
     torch.set_num_threads(1)
-    for _ in range(50):
-        dataset.load(0, next(places))
-    rates = windows(lambda: len([dataset.load(0, next(places))]), seconds)
+    rates = windows(lambda: len([work(next(places))]), seconds)
     torch.set_num_threads(threads)
-    note = f"one core, decoder {dataset.decoder}, to {datasets.train_size} px"
-    return Stage("decode", rates, note)
+    size = f"{dataset.mean_bytes() / 1e3:.0f} kB per file, decoder {dataset.decoder}"
+    return Stage(name, rates, f"one core, {size}")
 
 
 def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:

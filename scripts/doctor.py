@@ -1,4 +1,4 @@
-"""Check the data, the GPUs and the machine before a long training run.
+"""Check the data, the config and the disk before a long training run.
 
     python scripts/doctor.py data.root=/imagenet
     python scripts/doctor.py data.root=/imagenet --all --ranks 8 > doctor.txt
@@ -41,9 +41,7 @@ CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {  # later ones use earlier
     "odd files": data_checks.odd_files,
     "duplicates": data_checks.duplicates,
     "colours": data_checks.colours,
-    "GPU": machine_checks.gpu,
     "plan": machine_checks.plan,
-    "cores": machine_checks.cores,
     "disk": machine_checks.disk,
 }
 

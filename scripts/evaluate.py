@@ -1,11 +1,12 @@
-"""Evaluate trained models on the validation images.
+"""Evaluate a trained model on the validation images.
 
     python scripts/evaluate.py runs/NAME
-    python scripts/evaluate.py runs/A runs/B/checkpoints/step-00112590.pt data.val_size=288 --flip
+    python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-data.root needs no training split. The classes of the images are found by name, so data.val may hold
-some of them.
+data.root needs no training split. The classes of the images are found by name. Weights of other
+projects with 1,000 outputs are taken for ImageNet's classes, and folders named 0 to 999, too. If
+data.val holds some of the model's classes, only their outputs compete.
 
 Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
@@ -25,20 +26,23 @@ from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__, "[CHECKPOINT ...] [options] [key=value ...]")
+    parser = checkpoint_parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
+    add("--all-outputs", action="store_true", help="also those of classes without images compete")
+    real = "ReaL labels: a JSON list with a list of labels per image, sorted by file name"
+    add("--real", type=Path, metavar="FILE", help=real)
     add("--out", type=Path, metavar="DIR", help="output folder")
-    add("--json", action="store_true", help="print a JSON object per checkpoint, and no table")
     options = parse_paths(parser, words)
-    if not options.paths:
-        parser.error(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
+    if len(options.paths) != 1:
+        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     return options
 
 
 if __name__ == "__main__":
     OPTIONS = arguments()
 
+import json
 import math
 import os
 import time
@@ -46,7 +50,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,23 +57,25 @@ import train
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
-from engine.files import json_text, write_json
+from engine.files import write_json
 from engine.log.observer import named_observers
-from engine.metrics import add_values, shown
+from engine.metrics import METRICS, Metric, add_values, shown
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
-from pipeline.batch import LABEL
+from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets, build_val
-from pipeline.dataset import FolderDataset
+from pipeline.class_names import imagenet_names
+from pipeline.dataset import Dataset
+from pipeline.decode import describe
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.machine import cores_for_workers
 from pipeline.pool import TASK_ROWS, start_forkserver
-from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, exit_status, open_trained, sorted_as_text
 
+METRICS["top1_real"] = Metric(".2f", " %")
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 
 
@@ -80,29 +85,48 @@ class Evaluated:
     values: dict[str, float]
     rows: Rows  # of all images
     datasets: Datasets
-    classes: tuple[str, ...]  # of the model; a label is a position in it
-    summary: dict[str, Any]  # what is printed, and written to evaluation.json
+    classes: tuple[str, ...]  # that compete; a label and a prediction are positions in it
+    summary: dict[str, Any]  # what is written to evaluation.json
 
 
-class MirrorAverage(nn.Module):
-    """A network whose outputs are averaged over each image and its mirror image.
+def chosen_outputs(
+    network: nn.Module, images: Tensor, *, places: Tensor | None, count: int, flip: bool
+) -> Tensor:
+    """Return some of the outputs of a network, [B, ...].
 
-    FFCV adds the logits, which gives the same accuracy, but another loss.
+    Args:
+        places: of the outputs to return, int64 [K], among those of `count` classes; None for all.
+        flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
+            mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
+
+    Raises UserError: there is not one output for each class, from which to choose.
     """
+    found: Tensor = network(images)
+    if flip:
+        mirrored = network(images.flip(-1)).float()
+        found = (found.float() + (mirrored.flip(-1) if mirrored.ndim > 3 else mirrored)) / 2
+    if places is None:
+        return found
+    if found.shape[1] != count:
+        wrong = f"the model has {found.shape[1]} outputs for {count} classes"
+        raise UserError(f"data.val: has some of the classes, and {wrong}; give images of all")
+    return found[:, places]
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return float32 [B, ...]; outputs [B, ..., H, W] are mirrored back."""
-        mirrored = self.network(images.flip(-1)).float()
-        mirrored = mirrored.flip(-1) if mirrored.ndim > 3 else mirrored
-        return (self.network(images).float() + mirrored) / 2
-
-
-def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
+def run(
+    trained: Trained,
+    world: World,
+    *,
+    flip: bool = False,
+    all_outputs: bool = False,
+    real: Path | None = None,
+) -> Evaluated:
     """Evaluate one model on its validation images. Collective.
+
+    Args:
+        flip: average the outputs for an image and its mirror image.
+        all_outputs: whether those of classes without images compete.
+        real: the file of `read_real`.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.
@@ -114,10 +138,17 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
     datasets.create_files()
-    classes = label_by_name(trained, datasets)
+    classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
+    labels = None if real is None else read_real(real, datasets.val)
     trained.check_size(datasets.val_size)
     model = trained.build(device)
-    network = MirrorAverage(model) if flip else model
+    count = trained.num_classes
+    kept = None if places == [*range(count)] else torch.tensor(places, device=device)
+    chosen: Any = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+
+    def measure(network: nn.Module, batch: Batch) -> Rows:
+        return train.validation_values(network if kept is None and not flip else chosen, batch)
+
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
     fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
@@ -133,14 +164,19 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
             batches = with_progress(batches, feed.val_batches, "batches")
         # As in the run: sums depend on it in the last digits.
         parted = (part for batch in batches for part in batch.split(micro_batches))
-        (validation,) = evaluate([network], train.validation_values, parted, world)
+        (validation,) = evaluate([model], measure, parted, world)
     values, rows = validation.values(), validation.rows
+    if labels is not None:
+        pairs = zip(rows["prediction"].tolist(), labels, strict=True)
+        hits = [place >= 0 and places[place] in known for place, known in pairs if known]
+        values["top1_real"] = 100 * sum(hits) / max(len(hits), 1)
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
         "step": trained.step,
         "averaged_weights": trained.averaged,
         **values,
+        **({} if labels is None else {"images_real": len(hits)}),
         "images": validation.images,
         "model": config.model.name,
         "val_size": datasets.val_size,
@@ -150,6 +186,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
+        "outputs": len(classes),
         "seconds": round(time.perf_counter() - began, 3),
     }
     return Evaluated(trained, values, rows, datasets, classes, summary)
@@ -176,42 +213,80 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
 
 
-def label_by_name(trained: Trained, datasets: Datasets) -> tuple[str, ...]:
-    """Give the images the labels of the model: by the names of the classes, else by position.
+def outputs_of(
+    trained: Trained, datasets: Datasets, *, all_outputs: bool = False
+) -> tuple[tuple[str, ...], list[int]]:
+    """Find the outputs of the model that compete: by the names of the classes, else by position.
 
     Returns:
-        The names of the model's classes, or of its outputs if samples have no class number.
+        The names of the outputs, those of the images' classes first, in the order of the labels;
+        and their places among the outputs of the model.
 
     Raises UserError: the images have other classes than the model.
     """
     known, classes, val = trained.classes, datasets.classes, datasets.val
-    where, unknown = f"data.val={trained.config.data.val}: has", sorted(set(classes) - set(known))
+    every, where = [*range(trained.num_classes)], f"data.val={trained.config.data.val}: has"
     if val.fields.get("label") != LABEL:
         if known and known != classes and hasattr(val, "columns"):  # of numbers
             trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
             raise UserError(f"{where} the columns {', '.join(classes)}, {trained_on}")
-        return known or classes
-    if known and not unknown and isinstance(val, FolderDataset) and val.labels is not None:
-        position = {name: place for place, name in enumerate(known)}
-        labels = np.array([position[name] for name in classes])[val.index.labels.array]
-        val.index = replace(val.index, labels=SharedArray.copy_of(labels))
-        return known
-    if known and known != classes and (trained.stored or len(classes) != len(known)):
+        return known or classes, every
+    for names, outputs in ((classes, known), imagenet_classes(trained, classes)):
+        if set(names) <= set(outputs):
+            if all_outputs or len(names) == 1:  # one class alone would always be right
+                names += tuple(name for name in outputs if name not in names)
+            return names, [outputs.index(name) for name in names]
+    if known and (trained.stored or len(classes) != len(known)):
+        unknown = sorted(set(classes) - set(known))
         raise UserError(
             f"{where} {len(classes)} classes, of which the model does not know "
             f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
             "was trained for, or --classes FILE"
         )
     cure = "give --classes FILE with the names of the model's classes, one per line"
-    if len(classes) != trained.num_classes:
-        sizes = f"{len(classes)} classes, the model has {trained.num_classes} classes"
+    if len(classes) != len(every):
+        sizes = f"{len(classes)} classes, the model has {len(every)} classes"
         raise UserError(f"{where} {sizes}; {cure}")
     if sorted_as_text(classes):
         order = f"folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
         raise UserError(
             f"{where} {order}, and the model may have them in the order of numbers; {cure}"
         )
-    return classes
+    return classes, every
+
+
+def imagenet_classes(
+    trained: Trained, found: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the images' classes and of the outputs, WordNet IDs if they are known.
+
+    Folders named 0 to 999 are ImageNet's classes in their order, as in ImageNet-V2. So are 1,000
+    outputs without names, or with the readable ones that torchvision states.
+    """
+    (imagenet, readable), known = zip(*imagenet_names().items(), strict=True), trained.classes
+    if all(map(str.isdecimal, found)) and sorted(map(int, found)) == [*range(len(imagenet))]:
+        found = tuple(imagenet[int(name)] for name in found)
+    if trained.num_classes == len(imagenet) and known in ((), readable):
+        known = imagenet
+    return found, known
+
+
+def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
+    """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
+
+    The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159), which has a list for
+    each validation image, in the order of the names of the files. Raises UserError: it is not.
+    """
+    try:
+        lists = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--real {path}: {describe(error)}; give real.json") from None
+    names = [Path(dataset.name(row)).name for row in range(len(dataset))]
+    places = {name: place for place, name in enumerate(sorted(names))}
+    if not len(lists) == len(places) == len(names):
+        images = f"{len(names):,} images with {len(places):,} different names"
+        raise UserError(f"--real {path}: has {len(lists):,} lists for {images}; give one for each")
+    return [lists[places[name]] for name in names]
 
 
 def write(result: Evaluated, folder: Path) -> None:
@@ -228,44 +303,35 @@ def name_of(trained: Trained) -> str:
     return f"{trained.name},{Path(trained.config.data.val).name}".removesuffix(",val")
 
 
-def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
-    """Return an output folder for each: `out` itself for one checkpoint, folders in it for more."""
-    if out is not None and len(names) == 1:
-        return [out]
-    earlier = [names[:i].count(name) for i, name in enumerate(names)]
-    unique = [f"{name}-{i + 1}" if i else name for name, i in zip(names, earlier, strict=True)]
-    return [(out or Path("evaluation")) / name for name in unique]
+def print_result(found: Evaluated, folder: Path) -> None:
+    results = ", ".join(shown(name, value) for name, value in found.values.items())
+    images = found.summary["images"]
+    rate = images / found.summary["seconds"]
+    size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
+    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}")
+    if (kept := len(found.classes)) < (every := found.trained.num_classes):
+        text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
+        print(f"{text} (--all-outputs)")
 
 
-def print_result(result: Evaluated, folder: Path, *, as_json: bool) -> None:
-    results = ", ".join(shown(name, value) for name, value in result.values.items())
-    images = result.summary["images"]
-    rate = images / result.summary["seconds"]
-    size = f"{images:,} images of {result.datasets.val_size} px, {rate:,.0f}/s"
-    line = f"{name_of(result.trained)}: {results} ({size}); see {folder}"
-    print(json_text({**result.summary, "out": str(folder)}) if as_json else line, flush=True)
-
-
-def evaluate_all(options: argparse.Namespace) -> int:
-    """Open all files, so that mistakes are found at once; evaluate one after another."""
-    paths, overrides = map(Path, options.paths), options.overrides
-    opened = [open_trained(path, overrides, classes=options.classes) for path in paths]
-    folders = output_folders([name_of(trained) for trained in opened], options.out)
-    config = opened[0].config
+def evaluate_one(options: argparse.Namespace) -> int:
+    (path,), overrides = map(Path, options.paths), options.overrides
+    trained = open_trained(path, overrides, classes=options.classes)
+    folder = options.out or Path("evaluation") / name_of(trained)
+    config = trained.config
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
+    choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
-        opened = [with_config(trained, overrides, world) for trained in opened]
-        for trained, folder in zip(opened, folders, strict=True):
-            refuse_inside(folder, trained.config.data, f"--out {folder}")
-            folder.mkdir(parents=True, exist_ok=True)
-        for trained, folder in zip(opened, folders, strict=True):
-            result = run(trained, world, flip=options.flip)
-            if world.is_main:
-                print_result(result, folder, as_json=options.json)
-                write(result, folder)
+        trained = with_config(trained, overrides, world)
+        refuse_inside(folder, trained.config.data, f"--out {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run(trained, world, **choices)
+        if world.is_main:
+            print_result(found, folder)
+            write(found, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(evaluate_all, OPTIONS), "evaluate.py"))
+    sys.exit(exit_status(partial(evaluate_one, OPTIONS), "evaluate.py"))

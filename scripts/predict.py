@@ -76,7 +76,7 @@ from engine.files import json_text
 from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
-from pipeline.batch import Field, ImageFormat
+from pipeline.batch import IMAGE, Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.class_names import readable
 from pipeline.decode import describe
@@ -89,9 +89,6 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 
-Loaded = np.ndarray | str
-"""[S, S, C], or why the file cannot be read."""
-
 
 @dataclass(frozen=True)
 class Result:
@@ -99,7 +96,7 @@ class Result:
 
     path: str
     # Name -> a number, a list of numbers, a mapping of output names to numbers, or a mask, integers
-    # [H, W]; `predictions` -> the most probable classes as in a JSON line.
+    # [H, W]; `predictions` -> classes as in a JSON line. Before the model, IMAGE -> [S, S, C].
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -181,7 +178,7 @@ class Predictor:
         while batch := list(islice(loaded, self.batch_size)):
             yield self.results(batch)
 
-    def load(self, numbered: tuple[int, str]) -> tuple[str, Loaded]:
+    def load(self, numbered: tuple[int, str]) -> Result:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
         number, path = numbered
         try:
@@ -189,24 +186,24 @@ class Predictor:
             picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
-                text = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
-                return path, f"{text}, the model takes {self.channels} of {self.dtype}"
-            return path, np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
+                found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
+                found += f", the model takes {self.channels} of {self.dtype}"
+                return Result(path, reason=found)
+            pixels = np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
+            return Result(path, {IMAGE: pixels})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            return path, (isinstance(error, OSError) and error.strerror) or describe(error)
+            reason = (isinstance(error, OSError) and error.strerror) or describe(error)
+            return Result(path, reason=reason)
 
-    def results(self, batch: Sequence[tuple[str, Loaded]]) -> list[Result]:
+    def results(self, batch: Sequence[Result]) -> list[Result]:
         """Predict for a batch; unreadable files stay in their places.
 
         Raises UserError: `train.predictions` or `top` does not fit the model.
         """
-        images = [image for _, image in batch if not isinstance(image, str)]
-        rows = iter(self.predicted(np.stack(images)) if images else ())
-        return [
-            Result(path, reason=image) if isinstance(image, str) else Result(path, next(rows))
-            for path, image in batch
-        ]
+        images = [one.values[IMAGE] for one in batch if not one.reason]
+        found = iter(self.predicted(np.stack(images)) if images else ())
+        return [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     @torch.no_grad()
     def predicted(self, images: np.ndarray) -> list[dict[str, Any]]:
@@ -220,10 +217,6 @@ class Predictor:
             if not self.last_input:
                 raise UserError("--features: this model does not call its last layer; leave it out")
             values["features"] = self.last_input[0].float()
-        return self.rows(values)
-
-    def rows(self, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return `Result.values` of each image."""
         if self.top is not None and "probability" not in values:
             given = ", ".join(values)
             raise UserError(f"--top {self.top}: is for classes, not for {given}; leave it out")

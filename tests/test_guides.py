@@ -28,7 +28,8 @@ exec "{sys.executable}" "$@"
 
 class Section(NamedTuple):
     diff: str
-    commands: list[str]
+    commands: list[str]  # to prepare, and to train at the end
+    afterwards: list[str]  # with the result of the training, runs/NAME
 
 
 def read_guide(page: str) -> dict[str, Section]:
@@ -39,7 +40,8 @@ def read_guide(page: str) -> dict[str, Section]:
         if blocks:  # not in "What a fork may delete"
             (diff,) = (text for kind, text in blocks if kind == "diff")
             commands = [text for kind, text in blocks if kind == "sh"]
-            found[part.splitlines()[0]] = Section(diff, commands)
+            last = max(i for i, text in enumerate(commands) if "train.py" in text) + 1
+            found[part.splitlines()[0]] = Section(diff, commands[:last], commands[last:])
     return found
 
 
@@ -105,7 +107,7 @@ SCORES = {
     "Ordered classes": ("-mae", 0.4),
     "Segmentation": ("miou", 70),
     "Distillation": ("top1", 90),
-    "Two views": ("knn", 80),
+    "Two views": ("-uniformity", -1.0),
     "Clips": ("top1", 90),
     "Rows of Hugging Face": ("top1", 90),
     "Other channels": ("top1", 90),
@@ -200,7 +202,10 @@ def check_views(fork: Fork, command: str) -> None:
     fork.run(f"{two} {fork.always} run.name=two train.max_steps=6")
     folder = fork.root / "runs" / "two"
     assert all(math.isfinite(row["loss"]) for row in rows(folder, "train"))
-    assert rows(folder, "val")[-1]["knn"] > 33
+    assert rows(folder, "val")[-1]["uniformity"] < 0
+    (after,) = TASKS["Two views"].afterwards
+    found = re.findall(r"top1 (\S+) %", fork.run(after.replace("NAME", "parts")))
+    assert [float(top1) > 80 for top1 in found] == [True, True], found
 
 
 def prepared(tree: Path, root: Path, heading: str, device: str) -> Fork:

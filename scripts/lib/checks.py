@@ -36,7 +36,7 @@ class Examined:
 
     row: int
     path: str
-    odd: tuple[str, ...] = ()  # keys of data_checks.ODD
+    odd: tuple[str, ...] = ()  # keys of data_checks.CURES
     problem: str = ""  # why training cannot read it
     # float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1]
     moments: np.ndarray | None = None

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -23,17 +22,15 @@ from scripts.lib.trained import sorted_as_text
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
-TURNED = "EXIF rotation"
-PREPARED = {"CMYK", "progressive", "very large"}  # JPEG files that prepare.py --side converts
-# Unusual files, and their effect on training. Of ImageNet's files, 2 % are grey.
-MAX_ODD = 0.01  # of the files; above it, a warning
-ODD = {
-    "CMYK": "converted without a colour profile",
-    "other colours": "slower, decoded by Pillow; an alpha channel is ignored",
-    "progressive": "two to three times slower to decode; the GPU's JPEG engines cannot",
-    "very large": f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
-    "misnamed": "of another format than the ending says: training reads the content",
-    TURNED: "training takes the stored pixels; data.exif_orientation=true turns them upright",
+# Files that training accepts, but that are better converted once, are a warning above this part.
+MAX_ODD = 0.01
+SLOW = "slow to decode: progressive, CMYK or over 25 megapixels"
+MISNAMED = "of another format than their ending says"
+TURNED = "rotated by their EXIF data"
+CURES = {
+    MISNAMED: "training reads the content; rename them for other programs",
+    SLOW: "scripts/prepare.py --side converts such JPEG files",
+    TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
 
 
@@ -99,40 +96,27 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
 
 
 def oddities(image: Image.Image, path: str) -> Iterator[str]:
-    """Yield keys of ODD."""
+    """Yield keys of CURES."""
     stated = Image.registered_extensions().get(os.path.splitext(path)[1].lower(), image.format)
     if stated != image.format and {stated, image.format} != {"JPEG", "MPO"}:
-        yield "misnamed"
-    if image.mode not in ("RGB", "1", "L", "LA"):
-        yield "CMYK" if image.mode == "CMYK" else "other colours"
-    if image.info.get("progressive"):
-        yield "progressive"
-    if image.width * image.height > LARGE:
-        yield "very large"
+        yield MISNAMED
+    if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
+        yield SLOW
     if decode.orientation_of(image) > 1:
         yield TURNED
 
 
 def odd_files(case: Case) -> Iterator[Row]:
     files = good_files(case, "train") + good_files(case, "val")
-    counts = Counter(kind for file in files for kind in file.odd)
-    turns = case.config.data.exif_orientation
-    effects = ODD | ({TURNED: "training turns them upright"} if turns else {})
-    kinds = {kind: f"{count:,} {kind}" for kind, count in counts.most_common()}
-    details = tuple(
-        f"{number}: {effects[kind]}: {few((f.path for f in files if kind in f.odd), 2)}"
-        for kind, number in kinds.items()
-    )
-    text = f"of {len(files):,} images: {', '.join(kinds.values()) or 'none'}"
-    if turns:
-        del counts[TURNED]
-    frequent = [kind for kind, count in counts.items() if count > MAX_ODD * len(files)]
-    cure = "training accepts them"
-    if PREPARED & {*frequent}:
-        cure += "; scripts/prepare.py --side converts such JPEG files"
-    elif frequent == [TURNED]:
-        cure = "if these are photos, write data.exif_orientation=true"
-    yield warn(text, cure, details) if frequent else ok(text, details=details)
+    for kind, cure in CURES.items():
+        paths = [file.path for file in files if kind in file.odd]
+        text, named = (
+            f"{len(paths):,} of {len(files):,} images are {kind}",
+            (few(paths),)[: len(paths)],
+        )
+        accepted = kind == TURNED and case.config.data.exif_orientation
+        many = len(paths) > MAX_ODD * len(files) and not accepted
+        yield warn(text, cure, named) if many else ok(text, details=named)
 
 
 def duplicates(case: Case) -> Iterator[Row]:

@@ -1,91 +1,28 @@
-"""The checks of scripts/doctor.py on the GPUs, the cores, the memory and the disks."""
+"""The checks of scripts/doctor.py on the plan of the training and the disks."""
 
-import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import train
 from engine.compute import choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.introduction import setup_notes
-from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
-from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.decode import DECODERS, describe
-from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, warn
+from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
 
 GIB = 1 << 30
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
 
 
-def gpu(case: Case) -> Iterator[Row]:
-    """Compare driver and PyTorch, and check each GPU; before this process uses one."""
-    choice = case.config.train.device
-    if choice not in ("auto", "cpu", "cuda"):
-        raise NotChecked(f"train.device={choice} was not tested")
-    if not torch.cuda.is_available():
-        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        text = f"training will run on the CPU: torch {torch.__version__} {why}"
-        if os.path.exists("/proc/driver/nvidia/version"):
-            text += " although there is an NVIDIA driver"
-        cure = "sufficient for a small run; otherwise install a driver and PyTorch with CUDA"
-        yield fail(text, cure) if choice == "cuda" else warn(text, cure)
-        return
-    count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
-    names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
-    text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used"
-    text += f"; torch {torch.__version__}"
-    cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
-    yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
-    try:
-        gpus = [find_gpu(torch.device("cuda", i)) for i in range(count)]
-    except Exception as error:
-        text = f"the GPUs cannot be checked: NVML is not available ({describe(error)})"
-        yield warn(text, "pip install nvidia-ml-py")
-        return
-    for i, (nvml, handle) in enumerate(gpus):
-        for row in gpu_rows(nvml, handle):
-            yield replace(row, found=f"GPU {i}: {row.found}")
-
-
-def gpu_rows(nvml: Any, gpu: Any) -> list[Row]:
-    """Return what is wrong with a GPU, or that it is in order."""
-
-    def get(call: str) -> Any:
-        with suppress(Exception):  # its driver or kind does not report it
-            return getattr(nvml, f"nvmlDeviceGet{call}")(gpu)
-        return None
-
-    rows = []
-    others, memory = get("ComputeRunningProcesses") or [], get("MemoryInfo")
-    used = memory.total - memory.free if memory else 0
-    if others or (memory and used > max(GIB, 0.05 * memory.total)):
-        text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
-        text += f" ({few(process.pid for process in others)})" if others else " or containers"
-        rows.append(warn(text, "end them or use another GPU: they slow down training"))
-    mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
-    reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
-    limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
-    if limit and default and limit < 0.98 * default:
-        reasons.append(f"a power limit of {limit / 1000:.0f} of {default / 1000:.0f} W")
-    if reasons:
-        cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
-        rows.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
-    return rows or [ok("memory and clocks are in order")]
-
-
 def plan(case: Case) -> Iterator[Row]:
-    """Build the parts of the training, as far as they need no ranks."""
+    """Build the parts of the training, as far as they need no ranks, and pass its notes on.
+
+    They tell of GPUs that are not used, and of a driver that does not fit.
+    """
     device = resolve_device(case.config.train.device, 0, case.ranks)
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
@@ -101,25 +38,6 @@ def plan(case: Case) -> Iterator[Row]:
         f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
         f"images of {datasets.train_size} px on {case.compute.name}"
     )
-
-
-def cores(case: Case) -> Iterator[Row]:
-    usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
-    text = f"{usable} of {online} hardware threads by affinity, "
-    text += "no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"
-    if min(usable, quota) < 2 * case.ranks:
-        cure = "the training process and its workers would share cores: give more cores"
-        yield warn(f"{text}: under two for each rank", cure)
-    elif usable < online or quota < usable:
-        cure = "if unintended, check taskset, the container's --cpus, Slurm's --cpus-per-task"
-        yield warn(text, cure)
-    else:
-        yield ok(text)
-    have, chosen = decode.installed(), case.config.loader.decoder
-    best = decode.resolve(chosen) if chosen in DECODERS else have[0]
-    text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
-    cure = "install a C compiler (loader.decoder=region says what is missing): it is faster"
-    yield ok(text) if best == next(iter(decode.DECODERS)) else warn(text, cure)
 
 
 def disk(case: Case) -> Iterator[Row]:

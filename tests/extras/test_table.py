@@ -13,7 +13,7 @@ from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.batch import Field
 from pipeline.build import Datasets, build_datasets, build_val
-from scripts.evaluate import label_by_name
+from scripts.evaluate import outputs_of
 
 
 def load_table(root: Path, *words: str, **splits: str) -> Datasets:
@@ -81,7 +81,7 @@ def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
 
 def test_other_columns_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
     config = from_words(["data=table", f"data.root={tmp_path}"])
-    trained = SimpleNamespace(classes=("a", "b"), config=config)
+    trained = SimpleNamespace(classes=("a", "b"), num_classes=2, config=config)
     text = "path,b,a\n1.jpg,1,2\n"
     with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, the .* on a, b"):
-        label_by_name(trained, load_table(tmp_path, train=text, val=text))  # type: ignore[arg-type]
+        outputs_of(trained, load_table(tmp_path, train=text, val=text))  # type: ignore[arg-type]

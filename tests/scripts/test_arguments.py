@@ -13,8 +13,7 @@ PATHS = "give a checkpoint, then images or folders, or - for a list"
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        (evaluate, "", "CHECKPOINT is missing: give a checkpoint"),
-        (evaluate, ". gone.pth", "gone.pth: no such file or folder; give a checkpoint"),
+        (evaluate, "", "CHECKPOINT: 0 are given; give a checkpoint"),
         (export, "--to pt2", "CHECKPOINT: 0 are given; give a checkpoint"),
         (export, ". --to pt2 --out a.onnx", "--out a.onnx: give a file that ends in .pt2"),
         (export, ". --to safetensors --preprocessing", "--preprocessing: a safetensors file has n"),

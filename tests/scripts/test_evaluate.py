@@ -6,11 +6,13 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import models
 import train
 from conf.schema import UserError
 from engine import checkpoint
@@ -18,9 +20,10 @@ from engine.compute import set_up_kernels
 from engine.distributed import join_world
 from pipeline.batch import Batch, Field, ImageFormat, image_field
 from pipeline.build import build_val
+from pipeline.class_names import imagenet_names
 from pipeline.dataset import FolderDataset
 from scripts import evaluate
-from scripts.evaluate import Evaluated, label_by_name, with_config
+from scripts.evaluate import Evaluated, outputs_of, with_config
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
@@ -44,8 +47,20 @@ def opened(path: Path, *overrides: str) -> Trained:
     return with_config(open_trained(path, overrides), overrides, ALONE)
 
 
-def measured(path: Path, *overrides: str, flip: bool = False) -> Evaluated:
-    return evaluate.run(opened(path, *overrides), ALONE, flip=flip)
+def measured(path: Path, *overrides: str, **options: Any) -> Evaluated:
+    return evaluate.run(opened(path, *overrides), ALONE, **options)
+
+
+def outputs(found: Evaluated) -> torch.Tensor:
+    """Return all outputs of the model for the images of a split, float32 [N, outputs]."""
+    model, data = found.trained.build(ALONE.device), found.datasets.val
+    images = np.stack([data.load(0, i)["image"] for i in range(len(data))])
+    config = found.trained.config.data
+    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalised(torch.tensor(images))
+    with torch.no_grad():
+        return (
+            (model(inputs) + model(inputs.flip(-1))) / 2 if found.summary["flip"] else model(inputs)
+        )
 
 
 def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -> None:
@@ -57,27 +72,24 @@ def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -
 
 
 def test_command_line(ranks: Ranks, folder: Path, found: Evaluated, tmp_path: Path) -> None:
-    """Several checkpoints; the name of the run contains `=`; nothing is written into the run."""
-    before = sorted(folder.rglob("*"))
-    last = newest(folder)
-    done = ranks.run([*SCRIPT, str(folder), str(last), *HERE, "--json"], 1, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    printed = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(printed) == 2 and printed[1]["loss"] == found.values["loss"]
-    for row in printed:
-        stored = json.loads((tmp_path / row.pop("out") / "evaluation.json").read_text())
-        assert stored["made_by"]
-        assert row["images"] == 15 and row == {key: stored[key] for key in row}
+    """The name of the run contains `=`; nothing is written into the run."""
+    before, last = sorted(folder.rglob("*")), newest(folder)
+    for path, name in ((folder, "best"), (last, last.stem)):
+        done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (line,) = done.stdout.splitlines()
+        assert re.search(rf",{name}: loss .*15 images of 32 px.* see evaluation/.*,{name}$", line)
+    stored = json.loads((tmp_path / line.split("see ")[1] / "evaluation.json").read_text())
+    assert stored["loss"] == found.values["loss"] and stored["made_by"]
+    assert (
+        stored["images"] == 15
+        and stored.items() >= {**found.summary, "seconds": stored["seconds"]}.items()
+    )
     assert sorted(folder.rglob("*")) == before
-    assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
-def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: Path) -> None:
-    """Each has its own; none is inside a split, where it would be taken for a class."""
-    assert evaluate.output_folders(["a", "b", "a"], tmp_path) == [
-        tmp_path / name for name in ("a", "b", "a-2")
-    ]
-    assert evaluate.output_folders(["a"], tmp_path) == [tmp_path]
+def test_output_folder(ranks: Ranks, folder: Path, image_root: Path, tmp_path: Path) -> None:
+    """None is inside a split, where it would be taken for a class."""
     inside = image_root / "val" / "out"
     done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path)
     assert done.returncode == 2 and not inside.exists()
@@ -86,34 +98,136 @@ def test_output_folders(ranks: Ranks, folder: Path, image_root: Path, tmp_path: 
 
 def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None:
     both = measured(newest(folder), flip=True)
-    model, data = both.trained.build(ALONE.device), both.datasets.val
-    images = np.stack([data.load(0, i)["image"] for i in range(len(data))])
-    labels = torch.tensor([data.load(0, i)["label"] for i in range(len(data))])
-    config = both.trained.config.data
-    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalised(torch.tensor(images))
-    with torch.no_grad():
-        logits = (model(inputs) + model(inputs.flip(-1))) / 2
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    labels = both.rows["label"]
+    losses = torch.nn.functional.cross_entropy(outputs(both), labels, reduction="none")
     assert both.rows["loss"] == pytest.approx(losses.tolist(), rel=1e-3)
     assert both.values["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     assert both.values["loss"] != found.values["loss"]
 
 
 def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
-    """The images get their labels by the names of the classes; no training split is needed."""
+    """The outputs of the classes are found by name; no training split is needed."""
     for name in ("dots", "stripes"):
         shutil.copytree(image_root / "val" / name, tmp_path / "val" / name)
-    whole, part = measured(folder), measured(folder, f"data.root={tmp_path}")
-    alone = measured(folder, f"data.val={tmp_path / 'val'}")
-    assert set(part.rows["label"].tolist()) == {1, 2} and part.classes == CLASSES
-    assert part.rows["loss"] == pytest.approx(whole.rows["loss"][VAL_IMAGES:])
+    whole = measured(folder)
+    every = measured(folder, f"data.root={tmp_path}", all_outputs=True)
+    assert every.classes == ("dots", "stripes", "checks") and every.summary["outputs"] == 3
+    assert every.rows["loss"] == pytest.approx(whole.rows["loss"][VAL_IMAGES:])
+    part = measured(folder, f"data.root={tmp_path}", flip=True)
+    logits, labels = outputs(part)[:, 1:], part.rows["label"]  # without the checks
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert part.classes == ("dots", "stripes") and part.summary["outputs"] == 2
+    assert part.rows["loss"] == pytest.approx(losses.tolist(), rel=1e-3)
+    assert part.rows["prediction"].tolist() == logits.argmax(1).tolist()
+    alone = measured(folder, f"data.val={tmp_path / 'val'}", flip=True)
     assert alone.values == part.values
+    shutil.rmtree(tmp_path / "val" / "dots")
+    assert measured(folder, f"data.root={tmp_path}").classes == ("stripes", "checks", "dots")
     (tmp_path / "flat").mkdir()
     with pytest.raises(UserError, match=r"^data\.val=.*/flat: "):
         measured(folder, f"data.root={tmp_path}", "data.val=flat")
-    (tmp_path / "val" / "dots").rename(tmp_path / "val" / "cats")
+    (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats "):
         measured(folder, f"data.root={tmp_path}")
+
+
+IMAGENET = [*imagenet_names()]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of another project with 1,000 outputs, which name no classes."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("published") / "weights.pth"
+    torch.save(models.build("resnet_tiny", num_classes=1000, image_size=32).state_dict(), path)
+    return path
+
+
+def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
+    return measured(
+        path, "model.name=resnet_tiny", *small_run.SMALL, f"data.root={root}", **options
+    )
+
+
+def test_published_weights_on_some_of_the_classes(
+    published: Path, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
+    places = [5, 17, 300, 301, 640, 872, 999]
+    for i, place in enumerate(places):
+        image = sorted((image_root / "val").glob("*/*"))[i]
+        (folder := tmp_path / "val" / IMAGENET[place]).mkdir(parents=True)
+        shutil.copy(image, folder)
+    some, every = (published_on(published, tmp_path, all_outputs=each) for each in (False, True))
+    logits, own = outputs(some), torch.arange(7)
+    for found, kept in ((some, logits[:, places]), (every, logits)):
+        labels = own if found is some else torch.tensor(places)
+        top5 = [label in row for label, row in zip(labels, kept.topk(5).indices, strict=True)]
+        loss = torch.nn.functional.cross_entropy(kept, labels)
+        assert found.values["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert found.values["top1"] == pytest.approx(
+            100 * (kept.argmax(1) == labels).float().mean()
+        )
+        assert found.values["top5"] == pytest.approx(100 * sum(top5) / 7)
+        assert found.rows["confidence"] == pytest.approx(kept.softmax(1).amax(1).tolist(), rel=1e-3)
+        named = [IMAGENET[place] for place in (kept.argmax(1).tolist() if found is every else [])]
+        assert [found.classes[i] for i in found.rows["prediction"] if found is every] == named
+        assert found.summary["outputs"] == len(found.classes) == kept.shape[1]
+    evaluate.write(some, tmp_path)
+    assert len((tmp_path / "per_class.csv").read_text().splitlines()) == 8
+    for found, says in ((some, "only the outputs of the 7 classes with images"), (every, "")):
+        evaluate.print_result(found, tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1:] == [line for line in lines if says and line.startswith(says)]
+    (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
+    with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
+        published_on(published, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["{}", "{:04d}"])
+def test_folders_named_by_number(
+    published: Path, folder: Path, image_root: Path, tmp_path: Path, name: str
+) -> None:
+    """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
+    image = next((image_root / "val").glob("*/*"))
+    for i in range(1000):
+        (numbered := tmp_path / "val" / name.format(i)).mkdir(parents=True)
+        (numbered / "a.jpg").hardlink_to(image)
+    found = published_on(published, tmp_path)
+    assert found.values["top1"] == pytest.approx(0.1)  # of equal images, one is right
+    hit = int(found.rows["top1"].argmax())
+    assert found.classes[hit] == IMAGENET[outputs(found)[0].argmax()]
+    assert Path(found.datasets.val.name(hit)).parent.name == name.format(outputs(found)[0].argmax())
+    for classes in (IMAGENET, [*imagenet_names().values()]):  # torchvision names them so
+        named = replace(found.trained, classes=tuple(classes))
+        assert outputs_of(named, found.datasets) == outputs_of(found.trained, found.datasets)
+    with pytest.raises(UserError, match=r"does not know 0+, "):
+        outputs_of(opened(folder), found.datasets)
+
+
+def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
+    """Sets of labels, in the order of the names of the files; an empty one does not count."""
+    names = [f"{i:02d}.jpg" for i in np.random.default_rng(0).permutation(15)]
+    paths = [found.datasets.val.name(i) for i in range(15)]
+    for old, new in zip(paths, names, strict=True):
+        (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
+    own = measured(folder, f"data.root={tmp_path}")
+    rows = [Path(own.datasets.val.name(i)).name for i in range(15)]
+    sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
+    hits = []
+    for name, prediction in zip(rows, own.rows["prediction"].tolist(), strict=True):
+        if labels := sets[int(name[:2])]:
+            hits.append(prediction in labels)
+    (real := tmp_path / "real.json").write_text(json.dumps(sets))
+    again = measured(folder, f"data.root={tmp_path}", real=real)
+    assert again.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
+    assert again.summary["images_real"] == 12 and again.values["top1"] == own.values["top1"]
+    with pytest.raises(UserError, match="has 15 lists for 15 images with 5 different names; give"):
+        measured(folder, real=real)
+    real.write_text("{")
+    with pytest.raises(UserError, match=r"^--real .*real\.json: "):
+        measured(folder, f"data.root={tmp_path}", real=real)
 
 
 def test_another_task(
@@ -133,7 +247,7 @@ def test_another_task(
     monkeypatch.setattr(train, "validation_values", values)
     found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
     assert found.classes == ("mass", "a", "b")
-    evaluate.print_result(found, tmp_path, as_json=False)
+    evaluate.print_result(found, tmp_path)
     assert re.search(r": mae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
@@ -170,12 +284,12 @@ def test_file_of_another_project(
     assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
-        label_by_name(replace(other.trained, num_classes=5), found.datasets)
+        outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
-    assert label_by_name(other.trained, numbers) == numbers.classes
+    assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
     numbers = replace(found.datasets, classes=("1", "10", "2"))
     with pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
-        label_by_name(other.trained, numbers)
+        outputs_of(other.trained, numbers)
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
         opened(tmp_path / "weights.pth", *foreign)
 
@@ -186,8 +300,9 @@ def test_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) ->
     trained = ranks.run([sys.executable, train.__file__, *overrides], 2)
     assert trained.returncode == 0, trained.stderr
     path = newest(tmp_path / "run")
-    done = ranks.run([*SCRIPT, str(path), *HERE, "--json"], 2, cwd=tmp_path)
-    found, last = json.loads(done.stdout), checkpoint.load(path)["state"]["last"]  # all digits
+    done = ranks.run([*SCRIPT, str(path), *HERE, "--out", str(tmp_path)], 2, cwd=tmp_path)
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    last = checkpoint.load(path)["state"]["last"]  # all digits
     assert [found[name] for name in VALUES] == [last[name] for name in VALUES], done.stderr
 
 
