@@ -67,7 +67,6 @@ def copied(runs: Path, tmp_path: Path) -> Path:
 
 def synthetic(folder: Path, rows: list[dict[str, Any]], **summary: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"run:\n  name: {folder.name}\n")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(json.dumps({"status": "finished", **summary}))
     return folder
@@ -124,6 +123,8 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
     assert any("first: metrics.jsonl: cannot read" in text for text in page.said)
     assert page.facts[0]["epoch"] == "1.1 of 2"  # the truncated row is the last validation
     assert not (tmp_path / "outside").exists()
+    (copied / "metrics.jsonl").unlink()  # it has only begun
+    assert not made(copied).titles
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
