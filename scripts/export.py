@@ -7,6 +7,7 @@
     --to onnx         ONNX, for onnxruntime and others; needs onnx, onnxscript and onnxruntime
     --to pt2          torch.export, for torch.export.load and AOTInductor
     --to safetensors  the weights alone, for the model of the same name
+    --to hub          a folder for timm and the Hugging Face Hub, of a model timm/NAME; needs timm
 
 ONNX and pt2 files take `images`, a batch of any size, float32 [B, C, S, S], normalised, and return
 `logits`, float32 [B, classes]. With --preprocessing, they take uint8 [B, S, S, C], RGB, the layout
@@ -30,6 +31,7 @@ from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
 
 # format -> packages that it needs, besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
+FORMATS["hub"] = ("timm",)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,9 +46,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     to, packages = options.to, FORMATS[options.to]
     if missing := [name for name in packages if find_spec(name) is None]:
         parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
-    if options.preprocessing and to == "safetensors":
+    if options.preprocessing and to in ("safetensors", "hub"):
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
-    if options.out is not None and options.out.suffix != f".{to}":
+    if options.out is not None and options.out.suffix != f".{to}" and to != "hub":
         parser.error(f"--out {options.out}: give a file that ends in .{to}")
     if "train.precision" in typed_keys(options.overrides):
         parser.error("train.precision: an exported file computes in fp32; leave the key out")
@@ -59,7 +61,10 @@ if __name__ == "__main__":
 import io
 import json
 import logging
+import math
 import os
+import re
+import shlex
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -68,15 +73,18 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+import yaml
 from torch import Tensor, nn
 
 import models
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.decode import describe
+from scripts.lib.checks import few
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
+CARD = Path(__file__).parent / "lib" / "model_card.md"
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 # Of the largest logit. onnxruntime differed by up to 8e-7 of it for ResNet, ViT, Swin and
 # MobileNetV3; pt2 by 0.
@@ -127,6 +135,10 @@ class Job:
         *leading, channels, height, width = self.trained.shape_at(self.size)
         return (*leading, height, width, channels)
 
+    def file(self, path: Path) -> Path:
+        """Return the file with the weights, of what is written to a path."""
+        return path / "model.safetensors" if self.to == "hub" else path
+
     def input(self, batch: Tensor) -> Tensor:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
         return batch if self.inside else self.format.normalised(batch)
@@ -173,11 +185,48 @@ def explicit(entry: Any) -> Any:
     return {"resize": parameters}
 
 
+def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
+    """Write the config of a model as timm does, and a model card."""
+    from timm.models import save_for_hf
+
+    trained, about = job.trained, json.loads(job.texts()["preprocessing"])
+    plain: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
+    resize = next((entry["resize"] for entry in about["transforms"] if "resize" in entry), plain)
+    stated = {"input_size": about["input"]["shape"][1:], "mean": about["mean"], "std": about["std"]}
+    stated |= {"interpolation": resize["interpolation"], "crop_mode": "center"}
+    # timm rounds the short side, size / crop_pct, down.
+    stated |= {"crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6}
+    stated |= dict.fromkeys(("tag", "license"))  # those of timm's own weights
+    named = {"label_names": [*trained.classes], "pretrained_cfg": stated}
+    save_for_hf(model, str(folder), named)
+    (folder / "pytorch_model.bin").unlink()  # `save` writes the weights
+    typed = trained.path.resolve().parents[1] / "overrides.yaml"
+    words = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]
+    facts = {"classes": few(trained.classes, 20), "accuracy": accuracy(trained)}
+    facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *words])}
+    card = CARD.read_text("utf-8").format(job=job, **facts)
+    (folder / "README.md").write_text(card, "utf-8", "surrogateescape")
+
+
+def accuracy(trained: Trained) -> str:
+    """State the top-1 of a checkpoint's validation with its 95 % interval (Wilson 1927)."""
+    row, identity = (trained.stored.get(name, {}) for name in ("validation", "identity"))
+    images = re.match(r"[\d,]+", identity.get("data.val", ""))  # of the split's fingerprint
+    if images is None or "top1" not in row or row["step"] != trained.step:
+        return "not known"
+    p, n, z = row["top1"] / 100, int(images[0].replace(",", "")), 1.96
+    middle, half = p + z * z / 2 / n, z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2)
+    low, high = (100 * (middle + way * half) / (1 + z * z / n) for way in (-1, 1))
+    return f"{100 * p:.2f} % top-1 of {n:,} images; 95 % interval {low:.1f} to {high:.1f} %"
+
+
 def save(job: Job, model: nn.Module, path: Path) -> None:
     """Write the file. `model` is the plain model, in eval mode on the CPU."""
-    if job.to == "safetensors":
+    if job.to == "hub":
+        write_folder(job, model, path)
+    if job.to in ("safetensors", "hub"):
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        path.write_bytes(safetensors.torch.save(weights, job.texts()))
+        job.file(path).write_bytes(safetensors.torch.save(weights, job.texts()))
         return
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
     example = job.input(torch.zeros(2, *job.pixels, dtype=torch.uint8))
@@ -218,6 +267,11 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
     elif job.to == "pt2":
         texts = dict.fromkeys(TEXTS, "")
         predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
+    elif job.to == "hub":
+        import timm
+
+        texts = models.safetensors_metadata(job.file(path))
+        predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     else:
         predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
     return predict, {name: json.loads(texts[name]) for name in TEXTS}
@@ -260,13 +314,13 @@ def export(job: Job, out: Path) -> None:
             name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
             raise ExportError(text) from None
-        with open(temporary, "rb") as file:
+        with open(job.file(temporary), "rb") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]
-    graph = f"images {takes['dtype']} {takes['shape']} -> logits"
-    graph = "weights alone" if job.to == "safetensors" else graph
+    use = {"safetensors": "weights alone", "hub": f"`hf upload OWNER/NAME {out}` publishes it"}
+    graph = use.get(job.to, f"images {takes['dtype']} {takes['shape']} -> logits")
     print(result, f"written to {out}: {size / 1e6:,.1f} MB, {graph}", sep="\n")
 
 
@@ -281,8 +335,10 @@ def run(options: argparse.Namespace) -> int:
     trained = replace(trained, config=replace(trained.config, model=model))
     name = trained.name if trained.stored else trained.path.stem
     out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
-    if out.exists() and out.samefile(trained.path):
-        raise UserError(f"--out {out}: is the file to export; give another name")
+    if out.exists() and (options.to == "hub" or out.samefile(trained.path)):
+        raise UserError(f"--out {out}: is there already; give another name")
+    if options.to == "hub" and not model.name.startswith("timm/"):
+        raise UserError(f"--to hub: timm has no model.name={model.name}; give --to safetensors")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:

@@ -146,6 +146,7 @@ def open_trained(
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
+        stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
         plan, averaged = content["plan"], bool(content["state"].get("ema"))
         config, names = _config_of_run(content, overrides), plan.get("classes", ())
         count, shape = len(names) or None, plan.get("image_shape")

@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import models
+from conf.schema import UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
 from scripts import export
 from scripts.export import CPU, ExportError, Job
+from scripts.lib.published import published
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.libraries import timm_module
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)
@@ -106,6 +110,37 @@ def test_command_line(
     assert again.config.data.mean == own.config.data.mean
     assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
+    monkeypatch.setattr(export, "find_spec", lambda _: True)
+    with pytest.raises(UserError, match=r"^--to hub: timm has no model\.name=resnet_tiny; give --"):
+        export.run(export.arguments([str(folder), "--to", "hub", *HERE]))
+
+
+def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
+    timm_module("models")
+    name, out = "timm/test_resnet", tmp_path / "model"
+    weights = models.build(name, num_classes=3, image_size=32).state_dict()
+    config = replace(trained.config, model=replace(trained.config.model, name=name))
+    export.export(job_for(replace(trained, config=config, weights=weights), "hub"), out)
+    assert {path.name for path in out.iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
+    card = (out / "README.md").read_text()
+    assert " of 15 images; 95 % interval " in card and "`python train.py recipe=" in card
+    stated = published(f"timm/local-dir:{out}", Path("pretrained"))
+    assert stated is not None and stated.classes == CLASSES
+    assert stated.values["data.mean"] == list(config.data.mean)
+    assert stated.values["augment.val"] == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
+
+
+def test_the_accuracy_on_a_card(trained: Trained) -> None:
+    row: dict[str, Any] = {"step": 7, "top1": 90.0}
+    stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
+    said = "90.00 % top-1 of 1,000 images; 95 % interval 88.0 to 91.7 %"
+    assert export.accuracy(replace(trained, stored=stored)) == said
+    assert export.accuracy(replace(trained, stored=stored | {"step": 8})) == "not known"
 
 
 # Models.
