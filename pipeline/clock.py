@@ -83,12 +83,6 @@ class HostEvent:
     def record(self) -> None:
         self.seconds = time.perf_counter()
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, end: "HostEvent") -> float:
         return 1000 * (end.seconds - self.seconds)
 
@@ -172,7 +166,8 @@ class StepClock:
             return None
         for _ in events:
             self._unread.popleft()
-        events[-1].end.synchronize()
+        if self.cuda:
+            events[-1].end.synchronize()
         events = events[min(skip, len(events) - 1) :]
 
         def ms(begin: str, end: str) -> np.ndarray:

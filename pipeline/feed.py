@@ -130,7 +130,8 @@ def open_feed(
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
-    depth, share = loader.prefetch_batches, loader.batch_size // world.size
+    share = loader.batch_size // world.size
+    depth = 4 if share <= 2048 else 2  # batches kept ready on the device
     slots = slots_needed(share, most, TASKS_AHEAD, depth)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)

@@ -44,9 +44,7 @@ TASK_ROWS = 32
 PRELOAD = [worker_main.__module__]  # what the forkserver imports once for all workers
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
-# How late the end of a copy is noticed. Meanwhile, workers receive tasks: those that a worker has
-# are done before a step of 2,048 images.
-POLL_SECONDS = 1e-3
+POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
 
 
 class LoaderError(RunError):

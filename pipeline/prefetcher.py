@@ -9,12 +9,10 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.pool import Loader
 
-T = TypeVar("T")
+Uploaded = tuple[Batch, BatchEvents]
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ class Prefetcher:
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
-        self._begin(lambda: None).result()
-        if self.side is not None:
+        if self._thread is not None and self.side is not None:
+            self._thread.submit(lambda: None).result()
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Future[tuple[Batch, BatchEvents]]]] = deque()
+        ready: deque[tuple[DeviceSlot, Future[Uploaded]]] = deque()
         count = 0
         self.clock.start()
         while True:
@@ -99,7 +97,7 @@ class Prefetcher:
                 if (host_batch := next(host_batches, None)) is None:
                     break
                 slot = self.slots[count % len(self.slots)]
-                ready.append((slot, self._begin(partial(self._enqueue, host_batch, slot))))
+                ready.append((slot, self._begin(host_batch, slot)))
                 count += 1
             if not ready:
                 return
@@ -114,13 +112,13 @@ class Prefetcher:
             yield batch
             self.end_step()
 
-    def _begin(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread, or at once if there is none."""
+    def _begin(self, host: HostBatch, slot: DeviceSlot) -> Future[Uploaded]:
+        """Fill a slot in the thread, or at once if there is none."""
         if self._thread is not None:
-            return self._thread.submit(function)
-        called: Future[T] = Future()
-        called.set_result(function())
-        return called
+            return self._thread.submit(self._enqueue, host, slot)
+        uploaded: Future[Uploaded] = Future()
+        uploaded.set_result(self._enqueue(host, slot))
+        return uploaded
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -147,7 +145,7 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> tuple[Batch, BatchEvents]:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Uploaded:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
         events, dataset = BatchEvents(), self.loader.dataset
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
@@ -160,7 +158,7 @@ class Prefetcher:
                 self.loader.load_in_process(host)
                 fields = dataset.on_device(host.fields, slot)
             samples = slot.copy("", host.samples)  # no field has this name
-            host.release(self.clock.now())
+            host.release(self.clock.now() if self.cuda else None)
             if self.mixing is not None:
                 images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)

@@ -41,7 +41,7 @@ def test_what_each_key_affects() -> None:
     """The others affect the result. tests/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if f.metadata["affects"] == NOTHING}
     sections = {"checkpoint", "run", "log"}
-    loader = ("workers", "prefetch_batches", "start_method")
+    loader = ("workers", "start_method")
     assert {name for name in found if name.split(".")[0] not in sections} == {
         *(f"loader.{name}" for name in loader),
         *("data.on_device", "model.channels_last", "model.rewrite", "model.compile"),

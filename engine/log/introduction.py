@@ -74,7 +74,7 @@ def facts(
         f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
     )
     layout = ", channels_last" if compute.channels_last else ""
-    slow = " (the first start takes minutes)" * (compute.compile == "tuned")
+    slow = " (takes minutes at the first start)" * (compute.compile != "off")
     yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{slow}"
 
 

@@ -67,7 +67,7 @@ class RunLog(ExitStack):
         self._preliminary = True, True
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
-        self._first_step = self.state.step
+        self._first_step, self._entered = self.state.step, 0.0  # time.monotonic()
         self._cause = ""  # what limited the newest epoch that was judged
         self._observers: list[tuple[str, Observer]] = []
         self.monitor = GpuMonitor(self.world.device)
@@ -78,7 +78,8 @@ class RunLog(ExitStack):
         self.world.on_rank_0(self._start_observers)
         self.enter_context(self.monitor)
         self.tracker.print(header(self.best_by))
-        self._line_due = time.monotonic() + FIRST_LINE_SECONDS
+        self._entered = time.monotonic()
+        self._line_due = self._entered + FIRST_LINE_SECONDS
         return self
 
     def _start_observers(self) -> None:
@@ -211,6 +212,7 @@ class RunLog(ExitStack):
             "signal": stop.number,  # the exit status follows from it
             **results(self.state, self.schedule),
             "seconds": time.monotonic() - started,
+            "seconds_to_first_step": self._entered - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,

@@ -89,11 +89,10 @@ def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
         **dict.fromkeys(("input-bound by decode", "input-bound by loading", ENGINES), decode),
         "input-bound by storage": ["move the images to faster storage", *auto, *smaller],
         "input-bound by CPU cores": [end, *decode],
-        "input-bound by the hand-off": ["raise loader.prefetch_batches"],
         "core-bound": [end, *decode],
         "copy-bound": ["use more PCIe lanes"],
         "launch-bound": ["raise loader.batch_size"],
-        "compute-bound": [],
+        **{cause: [] for cause in ("input-bound by the hand-off", "compute-bound")},
     }
 
 

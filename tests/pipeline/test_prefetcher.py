@@ -148,9 +148,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 class Immediately(Executor):
     """Replaces the thread: a call is done when it is submitted."""
 
-    def submit(self, function: Any) -> Any:  # type: ignore[override]
+    def submit(self, function: Any, *arguments: Any) -> Any:  # type: ignore[override]
         done: Future[Any] = Future()
-        done.set_result(function())
+        done.set_result(function(*arguments))
         return done
 
 

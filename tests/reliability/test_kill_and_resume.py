@@ -28,7 +28,7 @@ RUN += ["train.ema_decay=0.9", "augment.batch=[mixup]", "checkpoint.every_steps=
 RUN += ["loader.timeout_seconds=1000"]  # workers start slowly on a busy machine
 LOADERS = (  # the first two need no new interpreter
     ["loader.workers=0"],
-    ["loader.workers=2", "loader.start_method=fork", "loader.prefetch_batches=1"],
+    ["loader.workers=2", "loader.start_method=fork"],
     ["loader.workers=1", "loader.start_method=forkserver"],
 )
 DECODERS = ("pillow", "region")
