@@ -141,6 +141,7 @@ ODD = {
     "CMYK": encoded(drawn("CMYK")),
     "progressive": encoded(drawn(), progressive=True),
     "large": encoded(Image.new("RGB", (6000, 4200))),
+    "misnamed": encoded(drawn(), "PNG"),
 }
 
 
@@ -150,15 +151,15 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
     case = case_of(root)
     for check in (data_checks.data, data_checks.readable):
         assert {row.status for row in check(case)} == {"ok"}
-    rows = [*data_checks.odd_files(case)][:: -1 if kind == "turned" else 1]
-    assert [row.status for row in rows] == ["warn", "ok"]
-    assert rows[0].found.startswith("1 of 52 images are ") and "odd.jpg" in only(rows[0].details)
+    row = only(row for row in data_checks.odd_files(case) if row.status == "warn")
+    assert row.found.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
     if kind == "turned":
         case.config.data.exif_orientation = True
-    else:  # the remedy helps
-        mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
-        assert not [*data_checks.oddities(decode.open_image(mended))]
+    else:
         case.examined["train"] += case.examined["val"] * 10
+    if "prepare.py" in row.do:  # it helps
+        mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
+        assert not [*data_checks.oddities(decode.open_image(mended), "odd.jpg")]
     assert {row.status for row in data_checks.odd_files(case)} == {"ok"}
 
 
