@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from conf.compose import from_words
-from pipeline import decode
+from pipeline import decode, machine
 from scripts import doctor, prepare
 from scripts.lib import checks, data_checks, machine_checks
 from scripts.lib.checks import Case, Row
@@ -203,6 +203,12 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
 
 
 # The machine.
+
+
+def test_a_cpu_quota(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
+    row = look(root, sample=1)["plan"][-1]
+    assert row.status == "warn" and "quota of 0.5 cores" in row.found and "--cpus" in row.do
 
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
