@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import from_checkpoint, from_words
+from conf.compose import from_checkpoint, from_words, read_yaml
 from conf.named import import_object
-from conf.schema import Config, ModelConfig, UserError, typed_keys
+from conf.schema import FOLDER, Config, ModelConfig, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -176,6 +176,9 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
+    file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
+    if file.is_file():  # earlier versions stored the name of the group
+        values["data.source"] = read_yaml(file)["source"]
     return from_checkpoint(values, overrides)
 
 
