@@ -1,7 +1,7 @@
-"""Measure the throughput of each stage: read, decode, loader, step, end to end.
+"""Measure the throughput of each stage: loader, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
-    python scripts/bench.py data.root=/imagenet --only loader step train
+    python scripts/bench.py data.root=/imagenet --only step
     python scripts/bench.py data.root=/imagenet loader.workers=8
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib.options import Parser
 
-STAGES = ("read", "decode", "loader", "step", "train")
+STAGES = ("loader", "step", "train")
 
 
 if __name__ == "__main__":
@@ -29,10 +29,8 @@ if __name__ == "__main__":
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import cycle
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -50,7 +48,6 @@ from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
-from pipeline.sampler import scattered
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
@@ -82,9 +79,6 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         compute = choose_compute(config, datasets, world.device, steps=0)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         stages: list[Stage] = []
-        for name in ("read", "decode") if hasattr(datasets.train, "read") else ():
-            if name in only:
-                stages.append(measure_files(datasets.train, name, seconds))
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 stages.append(measure_loader(feed, config.loader.batch_size, seconds))
@@ -125,21 +119,6 @@ def windows(
     return rates
 
 
-def measure_files(dataset: Any, name: str, seconds: float) -> Stage:
-    """Read files, or load samples of them, in one process; they are spread over the dataset.
-
-    `name`: read, from page cache or disk; or decode, which includes crop, resize and flip: the
-    throughput of one worker.
-    """
-    places, threads = scattered(len(dataset)), torch.get_num_threads()
-    work = dataset.read if name == "read" else partial(dataset.load, 0)
-    torch.set_num_threads(1)
-    rates = windows(lambda: len([work(next(places))]), seconds)
-    torch.set_num_threads(threads)
-    size = f"{dataset.mean_bytes() / 1e3:.0f} kB per file, decoder {dataset.decoder}"
-    return Stage(name, rates, f"one core, {size}")
-
-
 def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
     """Take complete batches in host memory as fast as the loader delivers them."""
     batches = feed.train.loader.batches(0, FOREVER)
@@ -150,9 +129,8 @@ def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
         return len(batch.samples)
 
     warm_up(take, feed)
-    rates = windows(take, seconds)
-    workers = feed.pool.active
-    return Stage("loader", rates, f"{workers} workers, batch {batch_size}")
+    note = f"{feed.pool.active} workers, batch {batch_size}"
+    return Stage("loader", windows(take, seconds), note)
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:

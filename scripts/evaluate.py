@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.schema import UserError, typed_keys
-from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
+from scripts.lib.options import checkpoint_parser, parse_paths
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,10 +33,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     real = "ReaL labels: a JSON list with a list of labels per image, sorted by file name"
     add("--real", type=Path, metavar="FILE", help=real)
     add("--out", type=Path, metavar="DIR", help="output folder")
-    options = parse_paths(parser, words)
-    if len(options.paths) != 1:
-        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
-    return options
+    return parse_paths(parser, words)
 
 
 if __name__ == "__main__":
@@ -305,9 +302,8 @@ def name_of(trained: Trained) -> str:
 
 def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(shown(name, value) for name, value in found.values.items())
-    images = found.summary["images"]
-    rate = images / found.summary["seconds"]
-    size = f"{images:,} images of {found.datasets.val_size} px, {rate:,.0f}/s"
+    images, seconds = found.summary["images"], found.summary["seconds"]
+    size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
     print(f"{name_of(found.trained)}: {results} ({size}); see {folder}")
     if (kept := len(found.classes)) < (every := found.trained.num_classes):
         text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.schema import RunError, UserError, typed_keys
-from scripts.lib.options import CHECKPOINT, checkpoint_parser, parse_paths
+from scripts.lib.options import checkpoint_parser, parse_paths
 
 # format -> packages that it needs, besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
@@ -41,8 +41,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     options = parse_paths(parser, words)
-    if len(options.paths) != 1:
-        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     to, packages = options.to, FORMATS[options.to]
     if missing := [name for name in packages if find_spec(name) is None]:
         parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
@@ -67,7 +65,7 @@ import re
 import shlex
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -331,14 +329,13 @@ def run(options: argparse.Namespace) -> int:
     trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")
-    model = replace(trained.config.model, channels_last=False)
-    trained = replace(trained, config=replace(trained.config, model=model))
+    trained.config.model.channels_last = False
     name = trained.name if trained.stored else trained.path.stem
     out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
     if out.exists() and (options.to == "hub" or out.samefile(trained.path)):
         raise UserError(f"--out {out}: is there already; give another name")
-    if options.to == "hub" and not model.name.startswith("timm/"):
-        raise UserError(f"--to hub: timm has no model.name={model.name}; give --to safetensors")
+    if options.to == "hub" and not (model := trained.config.model.name).startswith("timm/"):
+        raise UserError(f"--to hub: timm has no model.name={model}; give --to safetensors")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:

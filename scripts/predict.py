@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 SCRIPT = "predict.py"
-MOST = 5  # classes per image, unless --top is given
 FORMATS = ("table", "jsonl", "csv")
 LIST = "-"  # the path that stands for standard input
 
@@ -40,14 +39,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
-    add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
+    add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
-    options = parse_paths(parser, words, what=None)
+    options = parse_paths(parser, words, several=True)
     if len(options.paths) < 2 or options.paths[0] == LIST:
         parser.error("give a checkpoint, then images or folders, or - for a list; see --help")
     options.checkpoint, *options.paths = options.paths
-    if options.top is not None and options.top < 1:
+    if options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
 
@@ -124,7 +123,7 @@ class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
     Args:
-        top: number of classes per image; None for MOST, or for all if there are fewer.
+        top: number of classes per image, at most all.
         features: whether the results hold the input of the last layer.
 
     Raises UserError: a transform, the decoder or the size of the images is wrong.
@@ -135,7 +134,7 @@ class Predictor:
         trained: Trained,
         device: torch.device,
         *,
-        top: int | None = None,
+        top: int = 5,
         features: bool = False,
     ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
@@ -186,9 +185,8 @@ class Predictor:
             picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
-                found = f"has {pixels.shape[-1]} channels of {pixels.dtype}"
-                found += f", the model takes {self.channels} of {self.dtype}"
-                return Result(path, reason=found)
+                taken = f"the model takes {self.channels} of {self.dtype}"
+                raise ValueError(f"{pixels.shape[-1]} channels of {pixels.dtype}, {taken}")
             pixels = np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
             return Result(path, {IMAGE: pixels})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
@@ -199,7 +197,7 @@ class Predictor:
     def results(self, batch: Sequence[Result]) -> list[Result]:
         """Predict for a batch; unreadable files stay in their places.
 
-        Raises UserError: `train.predictions` or `top` does not fit the model.
+        Raises UserError: `train.predictions` does not fit the model.
         """
         images = [one.values[IMAGE] for one in batch if not one.reason]
         found = iter(self.predicted(np.stack(images)) if images else ())
@@ -217,9 +215,6 @@ class Predictor:
             if not self.last_input:
                 raise UserError("--features: this model does not call its last layer; leave it out")
             values["features"] = self.last_input[0].float()
-        if self.top is not None and "probability" not in values:
-            given = ", ".join(values)
-            raise UserError(f"--top {self.top}: is for classes, not for {given}; leave it out")
         names = [name if name != "probability" else "predictions" for name in values]
         columns = zip(*(self.column(name, value) for name, value in values.items()), strict=True)
         return [dict(zip(names, row, strict=True)) for row in columns]
@@ -236,7 +231,9 @@ class Predictor:
             return self.most_probable(value)
         if is_mask:
             return list(value.cpu().numpy())
-        rows = rounded(value.tolist())
+        rows = value.tolist()
+        if value.is_floating_point():  # with the digits that float32 has
+            rows = np.char.mod("%.7g", value.float().cpu().numpy()).astype(float).tolist()
         is_named = shape == (len(self.names),)
         return [dict(zip(self.names, row, strict=True)) for row in rows] if is_named else rows
 
@@ -247,15 +244,12 @@ class Predictor:
                 "the model has one output, which is no probability of classes; change "
                 "predictions() in train.py"
             )
-        top = min(MOST, classes) if self.top is None else self.top
-        if top > classes:
-            raise UserError(f"--top {top}: the model has {classes} classes; give {classes} or less")
 
         def entry(p: float, i: int) -> dict[str, Any]:
             name = self.names[i]
             return {"class": name, "index": i, "probability": p, "name": readable(name)}
 
-        best = probabilities.topk(top)
+        best = probabilities.topk(min(self.top, classes))
         return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, best), strict=True)]
 
 
@@ -273,13 +267,6 @@ def watch_head(model: nn.Module) -> list[Tensor]:
 
     model.get_submodule(head_of(model)[0].rpartition(".")[0]).register_forward_pre_hook(keep)
     return kept
-
-
-def rounded(value: Any) -> Any:
-    """Give floats the digits that float32 has."""
-    if isinstance(value, list):
-        return list(map(rounded, value))
-    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 class Output:
@@ -316,16 +303,17 @@ class Output:
                     entry["probability"] = round(entry["probability"], 6)
                 self.file.write(json_text({"path": result.path, **values}) + "\n")
             else:
-                texts = [text for name in values for text in self.texts(name, values[name])]
+                texts = (self.text(name, value) for name, value in values.items())
                 self.file.write("  ".join([f"{result.path:<{self.width}}", *texts]) + "\n")
         self.file.flush()
 
-    def texts(self, name: str, value: Any) -> list[str]:
-        """Return the texts of a table: of classes, a column each."""
+    def text(self, name: str, value: Any) -> str:
+        """Return a value as the text of a table; classes are columns of equal width."""
         if name != "predictions":
-            return [f"{name} {json_text(value)}"]
-        width = self.name_width
-        return [f"{e['name'][:24]:<{width}} {100 * e['probability']:>5.1f} %" for e in value]
+            return f"{name} {json_text(value)}"
+        return "  ".join(
+            f"{e['name'][:24]:<{self.name_width}} {100 * e['probability']:>5.1f} %" for e in value
+        )
 
     def save(self, mask: np.ndarray, name: str) -> str:
         """Write a mask as a PNG file of 8 or 16 bits; return its path."""
@@ -354,19 +342,18 @@ def columns(name: str, value: Any) -> dict[str, Any]:
 
 def write_all(batches: Iterable[list[Result]], output: Output) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
-    read = failed = 0
+    total = failed = 0
     for batch in batches:
-        predicted = [result for result in batch if not result.reason]
-        output.write(predicted)
-        read, failed = read + len(predicted), failed + len(batch) - len(predicted)
-        for result in batch:
-            if result.reason:
-                cli.complain(f"{result.path[:200]}: {result.reason}", SCRIPT)
+        output.write([result for result in batch if not result.reason])
+        total += len(batch)
+        for result in (result for result in batch if result.reason):
+            failed += 1
+            cli.complain(f"{result.path[:200]}: {result.reason}", SCRIPT)
     if failed:
-        cli.complain(f"{failed:,} of {read + failed:,} files could not be read", SCRIPT)
-    elif not read:
+        cli.complain(f"{failed:,} of {total:,} files could not be read", SCRIPT)
+    elif not total:
         cli.complain("there are no images at these paths, and none in the list", SCRIPT)
-    return 0 if read and not failed else 1
+    return 0 if total and not failed else 1
 
 
 def predict_all(options: argparse.Namespace) -> int:

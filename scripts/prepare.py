@@ -47,15 +47,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conf.schema import UserError
 from scripts.lib.options import Parser
 
-FORMATS = ("folder", "tar")
-
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
     add("--to", required=True, help="output folder: new, empty, or started by the same command")
-    add("--format", default="folder", choices=FORMATS, help="folder or tar")
+    add("--format", default="folder", choices=("folder", "tar"), help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:

@@ -16,7 +16,7 @@ gets a chart, including metrics that a fork adds, unless it is always 0.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -132,7 +132,8 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     if run.config_text:
-        run.config = dict(leaves(read_yaml(folder / "config.yaml")))
+        sections = read_yaml(folder / "config.yaml").items()
+        run.config = {f"{name}.{key}": v for name, keys in sections for key, v in keys.items()}
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
@@ -170,14 +171,6 @@ def read_rows(run: Run) -> None:
             while rows and rows[-1]["step"] + (split == row["split"]) > row["step"]:
                 rows.pop()
         run.rows[row["split"]].append(row)
-
-
-def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def rounded(value: Any) -> str:
@@ -290,10 +283,8 @@ def labels(values: np.ndarray) -> list[str]:
 def build(runs: Sequence[Run]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     names = [run.name for run in runs]
-    common = set.intersection(*({*name.split(",")} for name in names)) if len(runs) > 1 else set()
-    for run in runs:  # a name is short: in a comparison, without what all names have
-        short = ",".join(part for part in run.name.split(",") if part not in common) or run.name
-        run.name = str(run.folder) if names.count(run.name) > 1 else short
+    for run in runs:
+        run.name = str(run.folder) if names.count(run.name) > 1 else run.name
     rows = [{"": i, "run": run.name, **run.headline()} for i, run in enumerate(runs, 1)]
     loader = FileSystemLoader(Path(__file__).parent / "lib")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -110,10 +110,8 @@ def odd_files(case: Case) -> Iterator[Row]:
     files = good_files(case, "train") + good_files(case, "val")
     for kind, cure in CURES.items():
         paths = [file.path for file in files if kind in file.odd]
-        text, named = (
-            f"{len(paths):,} of {len(files):,} images are {kind}",
-            (few(paths),)[: len(paths)],
-        )
+        text = f"{len(paths):,} of {len(files):,} images are {kind}"
+        named = (few(paths),) if paths else ()
         accepted = kind == TURNED and case.config.data.exif_orientation
         many = len(paths) > MAX_ODD * len(files) and not accepted
         yield warn(text, cure, named) if many else ok(text, details=named)

@@ -11,6 +11,7 @@ from engine.distributed import World, resolve_device
 from engine.log.introduction import setup_notes
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
+from pipeline import machine
 from pipeline.build import build_datasets
 from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
 
@@ -38,6 +39,9 @@ def plan(case: Case) -> Iterator[Row]:
         f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
         f"images of {datasets.train_size} px on {case.compute.name}"
     )
+    if (quota := machine.cpu_quota()) < (threads := machine.cores()):
+        cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
+        yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
 
 
 def disk(case: Case) -> Iterator[Row]:

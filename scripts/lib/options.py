@@ -52,29 +52,26 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
 
 
 def parse_paths(
-    parser: Parser, words: Sequence[str] | None = None, *, what: str | None = CHECKPOINT
+    parser: Parser, words: Sequence[str] | None = None, *, several: bool = False
 ) -> argparse.Namespace:
-    """Read the command line: the options, `paths` and `overrides`. A mistake ends the program."""
-    options, words = parser.parse_known_args(words)
-    try:
-        options.paths, options.overrides = split_paths(words, what=what)
-    except (UserError, argparse.ArgumentError) as mistake:
-        parser.error(str(mistake))
-    return options
-
-
-def split_paths(words: Sequence[str], *, what: str | None) -> tuple[list[str], list[str]]:
-    """Split the arguments of a script into paths and overrides, and check the spelling of both.
+    """Read the command line: the options, `paths` and `overrides`. A mistake ends the program.
 
     An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
-    and a link to nowhere, which cannot be read. `what`: the kind of path, for the message;
-    None lets a path be missing.
+    and a link to nowhere, which cannot be read. `several`: whether the paths of images, which may
+    be missing, follow that of the checkpoint.
     """
     from conf.compose import read_words
 
-    paths = [word for word in words if word == "-" or os.path.lexists(word)]
-    overrides = [w for w in words if w not in paths and (w in NAMES or w[:1] in "-+" or "=" in w)]
-    read_words(overrides)
-    if what and (others := [word for word in words if word not in paths + overrides]):
-        raise UserError(f"{others[0]}: no such file or folder; give {what}")
-    return [word for word in words if word not in overrides], overrides
+    options, words = parser.parse_known_args(words)
+    found = [word for word in words if word == "-" or os.path.lexists(word)]
+    typed = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
+    options.paths, options.overrides = [word for word in words if word not in typed], typed
+    try:
+        read_words(typed)
+    except (UserError, argparse.ArgumentError) as mistake:
+        parser.error(str(mistake))
+    if not several and (missing := [path for path in options.paths if path not in found]):
+        parser.error(f"{missing[0]}: no such file or folder; give {CHECKPOINT}")
+    if not several and len(options.paths) != 1:
+        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
+    return options

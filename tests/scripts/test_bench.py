@@ -4,16 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-from conf.compose import from_words
 from scripts import bench
 from tests.helpers.ranks import Ranks
 from tests.helpers.small_run import SMALL
 
-BASE = [*SMALL, "loader.workers=1"]
-
 
 def test_stages_on_a_cpu(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
-    words = [*BASE, f"data.root={image_root}", "--out", str(tmp_path), "--seconds", "0.05"]
+    words = [*SMALL, "loader.workers=1", f"data.root={image_root}"]
+    words += ["--out", str(tmp_path), "--seconds", "0.05"]
     done = ranks.run([sys.executable, bench.__file__, *words], 1)
     assert (done.returncode, done.stderr) == (0, "")
     record = json.loads((tmp_path / "bench.json").read_text())
@@ -22,8 +20,3 @@ def test_stages_on_a_cpu(ranks: Ranks, image_root: Path, tmp_path: Path) -> None
     for line, stage in zip(done.stdout.splitlines(), record["stages"], strict=False):
         assert line.split()[:3] == [stage["name"], f"{stage['rate']:,.0f}", "images/s"]
         assert len(stage["rates"]) == bench.WINDOWS and min(stage["rates"]) > 0 and stage["note"]
-
-
-def test_data_without_files() -> None:
-    config = from_words([*BASE, "data=fake"])
-    assert [s.name for s in bench.run(config, only=("read", "train"), seconds=0.05)] == ["train"]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.libraries import timm_module
 from torch import Tensor, nn
 
 import models
@@ -23,6 +22,7 @@ from scripts.export import CPU, ExportError, Job
 from scripts.lib.published import published
 from scripts.lib.trained import Trained, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.helpers.libraries import timm_module
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 FILES = VAL_IMAGES * len(CLASSES)

@@ -128,7 +128,7 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
-    config = json.dumps({"run": {"name": HOSTILE}, HOSTILE: HOSTILE})
+    config = json.dumps({"run": {"name": HOSTILE}, "a": {HOSTILE: HOSTILE}})
     (copied / "config.yaml").write_text(config)
     with open(copied / "metrics.jsonl", "a") as file:
         file.write(json.dumps(step_row(10, **{HOSTILE: 1.5, f"host_{HOSTILE}": 2.5})) + "\n")

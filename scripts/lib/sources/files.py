@@ -1,8 +1,7 @@
-"""List and read the files in folders and tar files, for layouts.py."""
+"""Read files and ranges of files, and list the files in a tar file, for layouts.py."""
 
 import gzip
 import os
-import re
 import shutil
 import zlib
 from functools import cache
@@ -14,11 +13,8 @@ import numpy as np
 from conf.schema import UserError
 from pipeline import listing
 from pipeline.containers import DamagedError, tar_members
-from pipeline.listing import LeftOut, is_hidden, walk, why_left_out
+from pipeline.listing import LeftOut, is_hidden, why_left_out
 
-# Words in the names of files and folders -> split.
-SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
-SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 WHOLE = -1
 
 
@@ -46,21 +42,8 @@ def is_image(path: str) -> bool:
     return listing.is_image(os.fsencode(path))
 
 
-def split_of(path: str) -> str:
-    """Return train, val or test if a word of the path says so; the last such word counts."""
-    words = [word for word in re.split(r"[^a-z]+", path.lower()) if word in SPLITS]
-    return SPLITS[words[-1]] if words else ""
-
-
 def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
-
-
-def tree_of_folder(root: str, others: LeftOut) -> Tree:
-    """List the files below a folder, links followed; add the hidden ones to `others`."""
-    folders = walk(os.fsencode(root), others)
-    paths = [os.fsdecode(os.path.join(top, name)) for top, _, names in folders for name in names]
-    return {os.path.relpath(path, root): Place(path) for path in sorted(paths)}
 
 
 def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:

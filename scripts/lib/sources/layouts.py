@@ -12,19 +12,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from conf.schema import UserError
-from pipeline.listing import LeftOut, count_left_out, why_left_out
+from pipeline.listing import LeftOut, count_left_out, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
-from scripts.lib.sources.files import (
-    SPLITS,
-    Place,
-    Sample,
-    Tree,
-    is_image,
-    read_place,
-    split_of,
-    tree_of_folder,
-    tree_of_tar,
-)
+from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
 from scripts.lib.sources.parquet import LABELS, read_parquet, read_row
 
@@ -32,6 +22,9 @@ WHAT = (
     "give ImageNet's official tar files, Kaggle's folder, Tiny ImageNet, CIFAR, Parquet files, "
     "WebDataset shards, or a folder with one folder per class; unpack a zip file"
 )
+# Words in the names of files and folders -> split.
+SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 OTHER = "other"  # split of images that are left out
 
 
@@ -91,6 +84,13 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     return list_containers(source, tree, containers, others)
 
 
+def tree_of_folder(root: str, others: LeftOut) -> Tree:
+    """List the files below a folder, links followed; add the hidden ones to `others`."""
+    folders = walk(os.fsencode(root), others)
+    paths = [os.fsdecode(os.path.join(top, name)) for top, _, names in folders for name in names]
+    return {os.path.relpath(path, root): Place(path) for path in sorted(paths)}
+
+
 def list_containers(
     source: str, tree: Tree, containers: list[str], others: LeftOut
 ) -> list[Sample]:
@@ -148,6 +148,12 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     if [os.path.basename(path) for path in paths] == [TRAIN_TAR]:
         raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
     return files
+
+
+def split_of(path: str) -> str:
+    """Return train, val or test if a word of the path says so; the last such word counts."""
+    words = [word for word in re.split(r"[^a-z]+", path.lower()) if word in SPLITS]
+    return SPLITS[words[-1]] if words else ""
 
 
 def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:

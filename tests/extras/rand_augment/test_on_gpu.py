@@ -229,3 +229,17 @@ def test_operations_do_not_wait_for_the_device() -> None:
     apply_operations(images, operations)
     with without_waiting(deterministic=True):  # which refuses none of the kernels
         apply_operations(images, operations)
+
+
+@pytest.mark.gpu
+def test_offsets_of_a_large_batch(image_root: Path) -> None:
+    """More than 2**31 bytes."""
+    size, batch = 224, 2**31 // (3 * 224**2) + 2
+    photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
+    pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
+    drawn = [Operation("rotate", 9, mode, FILL) for mode in (MODES.NEAREST, MODES.BICUBIC)]
+    drawn += [Operation("equalize", 0), Operation("sharpness", 1.5)]
+    made = apply_operations(pixels, rows_of([drawn], size).expand(batch, -1, -1))
+    expected = torch.from_numpy(applied(photo, *drawn).copy()).cuda()
+    for part in made.permute(0, 2, 3, 1).split(1024):
+        assert (part == expected).all()
