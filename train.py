@@ -107,13 +107,13 @@ def train(config: Config) -> dict[str, Any]:
             values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
-            row = log.log_step(values, due)
+            row = log.end_step(values, due)
             check_loss(row)  # the newest row: raises if its loss was not finite
             if due.validate:
                 validate(state, schedule, compute, feed, world, log, stop)
             if due.save:
                 save(state, run, log)
-        check_loss(log.log_last_steps())
+        check_loss(log.end_loop())
         if state.step != run.last_saved_step:
             save(state, run, log)
         return log.finish(stop, started)

@@ -41,9 +41,9 @@ from conf.schema import (
     did_you_mean,
     group_names,
     last_name,
-    missing,
     result_keys,
     show,
+    unmet,
     with_size,
 )
 
@@ -314,7 +314,7 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
 
 def _check_effect(key: str, config: Config) -> None:
     """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), missing(config, key)
+    values, when = config_values(config), unmet(config, key)
     if when:
         because = " and ".join(f"{other}={show(values[other])}" for other in when)
         needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())

@@ -167,7 +167,7 @@ def after_colon(name: str) -> str:
     return name.rpartition(":")[2].lower() if ":" in name else name
 
 
-EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
+MAX_EPOCHS = 1e6  # more is a typo, and the number of steps would lose precision as a float
 TEXT = Check(lambda value: True, "a name or a path")
 LIST = Check(lambda value: True, "a list, in brackets")
 BOOL = Check(lambda value: type(value) is bool, "true or false")
@@ -343,7 +343,7 @@ class OptimConfig:
 class ScheduleConfig:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate schedule"""
-    warmup_epochs: float = key(0.0, RESULT, number(0, EPOCHS))
+    warmup_epochs: float = key(0.0, RESULT, number(0, MAX_EPOCHS))
     """epochs of linear warm-up from zero; if over half of a typed train.epochs, a tenth of it"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
@@ -358,7 +358,7 @@ class TrainConfig:
     prepare: Any = key(None, NOTHING, ENTRY | NULL)
     """module:name of a function of (config, world) that returns the config to train with, before
     anything else; null: train with this one"""
-    epochs: float = key(90.0, RESULT, number(0, EPOCHS, above=True))
+    epochs: float = key(90.0, RESULT, number(0, MAX_EPOCHS, above=True))
     """passes over the training images"""
     max_steps: int | None = key(None, NOTHING, COUNT | NULL)
     """stop after this many optimiser steps in total; the schedule still follows train.epochs"""
@@ -477,7 +477,7 @@ def typed_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def missing(config: Config, key: str) -> dict[str, Check]:
+def unmet(config: Config, key: str) -> dict[str, Check]:
     """Return what `when` of a key asks for and this config does not have.
 
     If there is anything, the key has no effect: optim.betas with optim.name=sgd.
@@ -494,7 +494,7 @@ def result_keys(config: Config) -> dict[str, Any]:
     return {
         name: value
         for name, value in config_values(config).items()
-        if FIELDS[name].metadata["affects"] == RESULT and not missing(config, name)
+        if FIELDS[name].metadata["affects"] == RESULT and not unmet(config, name)
     }
 
 
@@ -543,8 +543,8 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {show(inner)}' for name, inner in value.items())}}}"
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-    return str(int(value)) if whole else str(value)
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return str(int(value)) if is_whole else str(value)
 
 
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))

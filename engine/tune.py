@@ -94,7 +94,7 @@ def tune_loader(
     path = _cache(feed, compute, run)
     tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
-        tuner.configure(setting["mode"], setting["workers"], setting["alone"])
+        tuner.configure(setting["mode"], setting["workers"], setting["step_rate"])
         how = f"measured by an earlier run; remove {path} to measure again"
     else:
         pool.activate(min(PROBE_WORKERS, feed.num_cores))
@@ -110,7 +110,7 @@ def tune_loader(
             tracker.guard("autotune", write_json, path, setting)
     lines = [*setting["lines"], how]
     tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-    return float(setting["alone"])
+    return float(setting["step_rate"])
 
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
@@ -128,7 +128,7 @@ def _stored(path: Path, feed: Feed) -> dict[str, Any]:
     """Return the result in a file; empty if there is none."""
     with suppress(OSError, ValueError, TypeError):
         setting = dict(json.loads(path.read_bytes()))
-        return setting if setting.get("mode") in feed.modes else {}
+        return setting if setting.get("mode") in feed.modes and "step_rate" in setting else {}
     return {}
 
 
@@ -166,16 +166,16 @@ class Tuner:
         return {
             "mode": mode,
             "workers": workers,
-            "alone": self.demand,
+            "step_rate": self.demand,
             "seconds": time.perf_counter() - began,
-            "lines": self.lines(mode, workers, trial._replace(alone=self.demand)),
+            "lines": self.lines(mode, workers, trial._replace(step_rate=self.demand)),
         }
 
     def lines(self, mode: str, workers: int, trial: StepTimes) -> list[str]:
         """Return the result for a reader."""
         decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
         return [
-            f"the step takes {trial.alone:,.0f} img/s on a batch that is on the device",
+            f"the step takes {trial.step_rate:,.0f} img/s on a batch that is on the device",
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
             f"{self.max_workers(mode)}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
@@ -251,7 +251,7 @@ class Tuner:
         slow = min(ranks, key=lambda rank: rank.per_worker)
         return waiting._replace(
             rate=min(rank.rate for rank in ranks),
-            alone=self.demand,
+            step_rate=self.demand,
             cpu_ms=slow.cpu_ms,
             storage_ms=slow.storage_ms,
             core_ms=slow.core_ms,
@@ -344,7 +344,7 @@ class Tuner:
 
 def slowed(trial: StepTimes) -> bool:
     """Whether the step was slower than alone, waits not counted: it lacks a core, or the GPU."""
-    return trial.rate < SLOWED * trial.alone * (1 - trial.data_wait)
+    return trial.rate < SLOWED * trial.step_rate * (1 - trial.data_wait)
 
 
 def is_enough(trials: Trials) -> bool:

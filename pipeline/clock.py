@@ -24,7 +24,7 @@ class StepTimes(NamedTuple):
     steps: int = 0
     seconds: float = 0.0  # from the end of the step before the first one, without pauses
     rate: float = 0.0  # images/s of this rank
-    alone: float = 0.0  # images/s of its step without the loader; 0 when not measured
+    step_rate: float = 0.0  # images/s of its step without the loader; 0 when not measured
     data_wait: float = 0.0  # the device was idle because the next batch was not ready
     late: float = 0.0  # it was idle although the batch was ready: the host launched late
     # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.

@@ -1,4 +1,4 @@
-"""What a worker process does: it writes samples straight into reused, pinned buffers.
+"""The ring of reused, pinned batch buffers, and the worker processes that write into it.
 
 Journey of a batch, 2 to 4: samples -> B rows of each of their fields, in memory that all processes
 share.

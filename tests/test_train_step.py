@@ -34,6 +34,14 @@ def drawn(step: int) -> Batch:
     return batch_of(step, image=images, label=labels, target=targets)
 
 
+def test_a_parameter_group_may_scale_the_learning_rate() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
+    groups = [{"params": [model[1].weight]}, {"params": [model[1].bias], "lr_scale": 0.5}]
+    state = TrainState(model, torch.optim.SGD(groups, lr=1.0))
+    train.train_step(state, model, train.training_loss, drawn(0), lr=0.2)
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.2, 0.1]
+
+
 def test_five_steps_equal_numpy() -> None:
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)

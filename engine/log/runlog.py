@@ -106,7 +106,7 @@ class RunLog(ExitStack):
         self._tell(lambda observer: observer.begin_step(batch.step))
         train.clock.ranks_ready()
 
-    def log_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
+    def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.
 
         This does not wait for the GPU, except where the loop waits next, or an epoch has ended.
@@ -128,7 +128,7 @@ class RunLog(ExitStack):
             self._judge_epoch()
         return self.row
 
-    def log_last_steps(self) -> dict[str, Any]:
+    def end_loop(self) -> dict[str, Any]:
         """Write a row of the steps since the last one, if there are any; return the newest row."""
         self.feed.train.end_step()
         if self.meter.steps:

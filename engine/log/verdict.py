@@ -42,7 +42,7 @@ class Verdict:
     feed: Feed
     train_on_batch: StepGraph
     world: World
-    alone: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
+    step_rate: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
     rows: dict[str, list[StepTimes]] = field(default_factory=lambda: {"epoch": [], "run": []})
 
     def add(self, times: StepTimes) -> None:
@@ -60,7 +60,7 @@ class Verdict:
         if sum(row.seconds for row in rows) >= SHORT[period]:
             times = mean_of(rows)._replace(
                 name=f"rank {self.world.rank} on {socket.gethostname()}",
-                alone=self.alone,
+                step_rate=self.step_rate,
                 graph_refused=self.train_on_batch.disabled_reason or "",
                 slowdowns=slowdowns,
             )
@@ -114,7 +114,7 @@ def combined(ranks: Sequence[StepTimes]) -> StepTimes:
     whose input or host the others wait for.
     """
     row = max(ranks, key=lambda rank: (max(rank.idle, WAITS), rank.drained))
-    sums = {key: len(ranks) * getattr(row, key) for key in ("rate", "alone", "workers")}
+    sums = {key: len(ranks) * getattr(row, key) for key in ("rate", "step_rate", "workers")}
     row = row._replace(**sums)
     cores = [rank.core for rank in ranks]
     if not row.on_gpu:
@@ -170,7 +170,7 @@ def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
             return True
     late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
-    return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.alone
+    return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.step_rate
 
 
 def rate_without_waits(run: StepTimes) -> float:
@@ -180,7 +180,7 @@ def rate_without_waits(run: StepTimes) -> float:
 
 def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]:
     """Return what was measured, as parts of a sentence: the speed, and what tells this cause."""
-    share = rate_without_waits(run) / run.alone if run.alone else 1.0
+    share = rate_without_waits(run) / run.step_rate if run.step_rate else 1.0
     workers = f"each worker ({run.workers})" if run.workers else "the training process"
     images = (
         f"per image, {workers} computes {run.cpu_ms:.1f} ms, and waits {run.storage_ms:.1f} ms for "
@@ -198,12 +198,12 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         if share >= AS_FAST
         else f"copies and transforms on the GPU run {run.copy:.0%} of the time",
     }
-    alone = f", {share:.0%} of the {run.alone:,.0f} that it processed alone," * (share < AS_FAST)
+    part = f", {share:.0%} of the {run.step_rate:,.0f} that it processed alone," * (share < AS_FAST)
     hot = max(ranks, key=lambda rank: rank.slowdowns)
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
         f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.data_wait:.1%} of the time for images",
-        f"the step can process {rate_without_waits(run):,.0f} img/s{alone} and got {run.rate:,.0f}",
+        f"the step can process {rate_without_waits(run):,.0f} img/s{part} and got {run.rate:,.0f}",
         of_cause.get(cause, images),
         *([clock] if hot.slowdowns else []),
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conf.compose import from_words
-from conf.schema import OptimConfig, UserError, missing
+from conf.schema import OptimConfig, UserError, unmet
 from engine.optim import UNFIT, build_optimizer
 from models import build
 from tests.helpers.libraries import timm_module
@@ -54,7 +54,7 @@ def test_a_class_of_torch_gets_the_keys_that_have_an_effect(name: str) -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **KEYS))
     assert type(optimizer).__name__ == CLASSES[name]
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
-    assert found == {key for key in KEYS if not missing(config, f"optim.{key}")}
+    assert found == {key for key in KEYS if not unmet(config, f"optim.{key}")}
 
 
 def test_a_name_of_timm() -> None:

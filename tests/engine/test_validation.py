@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
-from engine.metrics import accuracy, macro_recall
+from engine.metrics import BestBy, accuracy, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
@@ -154,3 +154,10 @@ def test_rows_that_are_no_values() -> None:
     assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
     confidence = logits[:4, 0].softmax(1).amax(1)
     assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))
+
+
+def test_the_best_value_may_be_the_highest_or_the_lowest() -> None:
+    for text, better, worse in (("top1", 2.0, 1.0), ("-loss", 1.0, 2.0)):
+        by = BestBy.of(text)
+        assert by.prefers({by.name: better}, {by.name: worse})
+        assert not by.prefers({by.name: worse}, {by.name: better})

@@ -24,7 +24,9 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     class Recorded(Tuner):
         def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
             rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
-            return StepTimes(rate=rate, data_wait=wait, alone=demand, cpu_ms=1e3 * workers / supply)
+            return StepTimes(
+                rate=rate, data_wait=wait, step_rate=demand, cpu_ms=1e3 * workers / supply
+            )
 
     datasets = SimpleNamespace(train=SimpleNamespace(workers_in=lambda mode, cores: cores))
     world: Any = SimpleNamespace(size=1, on_rank_0=lambda make: make())

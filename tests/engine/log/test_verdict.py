@@ -25,7 +25,7 @@ from tests.pipeline.loaders import opened
 
 RUNS_WELL = StepTimes(
     rate=6600,
-    alone=6700,
+    step_rate=6700,
     data_wait=0.004,
     late=0.001,
     copy=0.03,
@@ -40,7 +40,7 @@ RUNS_WELL = StepTimes(
     name="rank 0 on node0",
 )
 WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
-NOT_ALONE = {"alone": 0}
+NOT_ALONE = {"step_rate": 0}
 CPU = {"on_gpu": False, **NOT_ALONE}
 HOT = {"slowdowns": "board limit"}
 KNOWN = defaultdict(lambda: ["a remedy"])
@@ -66,7 +66,10 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "launch-bound: ... the GPU was idle 0% of the time, and before 90% of the steps, although "
         "the images were ready; the step is not one CUDA graph: two shapes. R",
     ),
-    ({"alone": 7500, "core": 0.4}, "compute-bound: ... , 88% of the 7,500 that it processed alone"),
+    (
+        {"step_rate": 7500, "core": 0.4},
+        "compute-bound: ... , 88% of the 7,500 that it processed alone",
+    ),
     ({**CPU, "core": 0.4}, "the CPU waited ... rank 0 on node0 waited 40% of the time for a core"),
 ]
 
@@ -87,7 +90,10 @@ SEVERAL: list[tuple[list[StepTimes], str]] = [
         ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
         "input-bound by decode: the GPU waited 40.0% ... each worker (30) computes 29.0",
     ),
-    (ranks_of(*[{}] * 4, alone=300.0), "process 1,004 img/s, 84% of the 1,200 that it processed"),
+    (
+        ranks_of(*[{}] * 4, step_rate=300.0),
+        "process 1,004 img/s, 84% of the 1,200 that it processed",
+    ),
 ]
 
 
@@ -101,11 +107,13 @@ def test_sentences(ranks: list[StepTimes], says: str) -> None:
 
 
 @contextmanager
-def open_run(image_root: Path, world: World = ALONE, *, alone: float = 0.0) -> Iterator[Verdict]:
+def open_run(
+    image_root: Path, world: World = ALONE, *, step_rate: float = 0.0
+) -> Iterator[Verdict]:
     train_on_batch: Any = SimpleNamespace(disabled_reason=None)
     small = ["loader.batch_size=16", "data.image_size=32"]
     with opened(image_root, *small, workers=0) as feed:
-        yield Verdict(compute(), feed, train_on_batch, world, alone=alone)
+        yield Verdict(compute(), feed, train_on_batch, world, step_rate=step_rate)
 
 
 @pytest.fixture
@@ -140,7 +148,7 @@ def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[St
 
 def test_means_are_over_time(image_root: Path, judged: list[StepTimes]) -> None:
     """A row of 30 s counts three times one of 10 s."""
-    with open_run(image_root, alone=50.0) as verdict:
+    with open_run(image_root, step_rate=50.0) as verdict:
         for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
             others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
             verdict.add(lasting(seconds, data_wait=share, on_gpu=True, **others))
@@ -149,7 +157,7 @@ def test_means_are_over_time(image_root: Path, judged: list[StepTimes]) -> None:
     figures = [found.data_wait, found.late, found.copy, found.copy_ms]
     assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
     assert found.rate == pytest.approx(128 / 40)
-    assert (found.slowdowns, found.alone, found.workers) == ("board limit", 50.0, 0)
+    assert (found.slowdowns, found.step_rate, found.workers) == ("board limit", 50.0, 0)
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"

@@ -37,7 +37,9 @@ class SimulatedTuner(Tuner):
         takes = self.demand * (1 - 0.1 * max(0, workers + 1 - CORES))
         rate = min(takes, engines + workers * each)
         cpu_ms = 1e3 / self.speed["cpu"][1]
-        return StepTimes(cpu_ms=cpu_ms, rate=rate, data_wait=1 - rate / takes, alone=self.demand)
+        return StepTimes(
+            cpu_ms=cpu_ms, rate=rate, data_wait=1 - rate / takes, step_rate=self.demand
+        )
 
 
 def tune(
@@ -84,5 +86,7 @@ def test_the_deadline_ends_the_search() -> None:
 
 def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:
     """Within the accuracy of a trial; others leave their cores to the step."""
-    tried = {n: StepTimes(rate=rate, alone=1000) for n, rate in ((4, 900), (8, 990), (12, 1000))}
+    tried = {
+        n: StepTimes(rate=rate, step_rate=1000) for n, rate in ((4, 900), (8, 990), (12, 1000))
+    }
     assert best_setting({"cpu": tried}) == ("cpu", 8)
