@@ -48,6 +48,7 @@ KINDS: dict[str, Any] = {
     },
     "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
+    "format 1": lambda w: {"format": 1, "step": 3, "state": {"model": ZERO, "ema": w}},
 }
 
 
