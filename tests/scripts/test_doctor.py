@@ -83,16 +83,6 @@ def test_data_without_files_and_a_check_that_raises(
 # The data.
 
 
-def test_what_training_refuses(root: Path) -> None:
-    """Checks that need the result are left out, others are not."""
-    found = look(root, "model.name=resnet99", sample=1)
-    row = only(found["plan"])
-    assert (row.status, row.do) == ("fail", "training refuses to start")
-    assert row.found.startswith("model.name=resnet99: ")
-    assert only(found["disk"]).found == "not checked: needs the plan, see plan"
-    assert {row.status for row in found["readable"]} == {"ok"}
-
-
 def test_folders_that_do_not_fit(root: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()
     (root / "val" / "@eaDir").mkdir()
@@ -108,7 +98,8 @@ def test_folders_that_do_not_fit(root: Path) -> None:
     shutil.rmtree(root / "val" / "2")
     found = look(root)
     row = only(found["data"])
-    assert row.status == "fail" and "has no class 2, which train has" in row.found
+    assert (row.status, row.do) == ("fail", "training refuses to start")
+    assert "has no class 2, which train has" in row.found
     assert only(found["readable"]).found == "not checked: needs the data, see data"
     assert only(found["plan"]).status == "warn"
 

@@ -1,16 +1,18 @@
-"""The probes of features: compared with numpy, and by their commands on small JPEG files."""
+"""The probes of features: compared with scikit-learn, and by their commands on small JPEG files."""
 
-import sys
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
 
 from conf.schema import UserError
 from engine.files import json_text
 from scripts import predict, probe
-from tests.helpers.processes import run_command, run_python
+from tests.helpers.processes import run_python
 from tests.helpers.results import newest
 
 RNG = np.random.default_rng(0)
@@ -23,34 +25,21 @@ def drawn(count: int) -> tuple[np.ndarray, np.ndarray]:
     return (CENTRES[labels] + RNG.normal(size=(count, 8))).astype(np.float32), labels
 
 
-def test_neighbours_vote_by_their_similarity() -> None:
+def test_neighbours_vote_as_in_scikit_learn() -> None:
     (bank, labels), (queries, _) = drawn(300), drawn(40)
-    near = (queries / np.linalg.norm(queries, axis=1)[:, None]) @ (
-        bank / np.linalg.norm(bank, axis=1)[:, None]
-    ).T
-    expected = []
-    for row in near:
-        votes = np.zeros(4)
-        for i in np.argsort(-row)[:20]:
-            votes[labels[i]] += np.exp(row[i] / 0.07)
-        expected.append(votes.argmax())
+    ours = KNeighborsClassifier(20, metric="cosine", weights=lambda d: np.exp((1 - d) / 0.07))
     found = probe.nearest(*map(torch.from_numpy, (bank, labels, queries)))
-    assert found.tolist() == expected
+    assert found.tolist() == ours.fit(bank, labels).predict(queries).tolist()
     assert len(probe.nearest(*map(torch.from_numpy, (bank[:3], labels[:3], queries)))) == 40
 
 
 @pytest.mark.parametrize("penalty", [0.1, 10])
-def test_regression_is_at_the_minimum(penalty: float) -> None:
-    """The gradient is 0 there; scikit-learn has the same problem with C = 1 / penalty."""
+def test_regression_is_scikit_learns(penalty: float) -> None:
     features, labels = drawn(300)
     layer = torch.nn.Linear(8, 4)
     probe.fit(layer, *map(torch.from_numpy, (features, labels)), penalty)
-    weight, bias = (each.detach().double().numpy() for each in layer.parameters())
-    logits = features @ weight.T + bias
-    odds = np.exp(logits - logits.max(1, keepdims=True))
-    error = odds / odds.sum(1, keepdims=True) - np.eye(4)[labels]
-    assert abs(error.T @ features + penalty * weight).max() < 0.05
-    assert abs(error.sum(0)).max() < 0.05 < abs(features).sum() / 100
+    theirs = LogisticRegression(C=1 / penalty, tol=1e-6).fit(features, labels)
+    assert layer.weight.detach().numpy() == pytest.approx(theirs.coef_, abs=0.01)
 
 
 def test_penalty_is_chosen_without_the_queries() -> None:
@@ -63,20 +52,17 @@ def test_penalty_is_chosen_without_the_queries() -> None:
 
 def test_command(folder: Path, image_root: Path, tmp_path: Path) -> None:
     """The features of a run, of both splits."""
-    files = []
-    for split in ("train", "val"):
-        words = [str(newest(folder)), str(image_root / split), "--features", "train.device=cpu"]
-        done = run_python(predict.__file__, *words)
-        (tmp_path / split).write_text(done.stdout)
-        files.append(tmp_path / split)
-    done = run_command([sys.executable, probe.__file__, *map(str, files)])
+    files = tmp_path / "train", tmp_path / "val"
+    for file in files:
+        words = [str(newest(folder)), str(image_root / file.name), "--features", "train.device=cpu"]
+        file.write_text(run_python(predict.__file__, *words).stdout)
+    done = run_python(probe.__file__, *map(str, files))
     assert done.returncode == 0, done.stderr
     first, *scores = done.stdout.splitlines()
     assert first == "36 training, 15 validation images, 3 classes"
-    assert [line.split()[0] for line in scores] == ["top1", "top1"]
-    assert all(float(line.split()[1]) > 60 for line in scores), done.stdout
+    assert all(float(re.findall(r"^top1 (.*) %  ", line)[0]) > 50 for line in scores), scores
+    assert len(scores) == 2
     wrong = {
-        "": "give lines of predict.py --features",
         '{"path": "checks/a.jpg"}\n': "give lines of predict.py --features",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
         json_text({"path": "dots/a.jpg", "features": [0]}): "has 1 features, .* has 128; use one",

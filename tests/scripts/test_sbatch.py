@@ -32,18 +32,12 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
         (tools / name).chmod(0o755)
     folder = tmp_path / "run"
     words = command(image_root, folder, "loader.workers=0", "train.epochs=40")[2:]
-    variables = {
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "SLURM_JOB_ID": "4711",
-        "SLURM_CPUS_PER_TASK": "12",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_GPUS_ON_NODE": "2",
-        "OMP_NUM_THREADS": "1",
-        "STARTED": str(tmp_path / "started"),
-        "REQUEUED": str(tmp_path / "requeued"),
-    }
+    of_slurm = {"JOB_ID": 4711, "CPUS_PER_TASK": 12, "JOB_NUM_NODES": 1}
+    of_slurm |= {"JOB_NODELIST": "localhost", "GPUS_ON_NODE": 2}
+    variables = {f"SLURM_{name}": str(value) for name, value in of_slurm.items()}
+    variables |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    variables |= {name: str(tmp_path / name.lower()) for name in ("STARTED", "REQUEUED")}
+    variables["OMP_NUM_THREADS"] = "1"
     job = ["bash", "scripts/train.sbatch", *words]
     with Started(job, variables, stdout=PIPE) as first:
         wait_for("three steps", lambda: logged_steps(folder) >= 3, first)

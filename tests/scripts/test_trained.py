@@ -63,26 +63,14 @@ def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) ->
     assert found.check_size(48) > found.check_size(32) > 0
 
 
-NO_NAME = "is no checkpoint of this .*; give model.name=NAME"
-
-
-@pytest.mark.parametrize(
-    ("content", "overrides", "message"),
-    [
-        (
-            lambda w: {"arch": "x", "state_dict": w},
-            [],
-            rf"{NO_NAME} \(the file says x, which is tim",
-        ),
-        (lambda w: w, ["model.name=vit_s16"], ".*=vit_s16: it has no head.weight, head.bias"),
-    ],
-)
-def test_files_that_are_refused(
-    tmp_path: Path, weights: Weights, content: Any, overrides: list[str], message: str
-) -> None:
-    torch.save(content(weights), tmp_path / "file.pth")
-    with pytest.raises(UserError, match=rf"^{tmp_path}/file\.pth: {message}"):
-        open_trained(tmp_path / "file.pth", overrides).build(CPU)
+def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
+    path = tmp_path / "file.pth"
+    torch.save({"arch": "x", "state_dict": weights}, path)
+    no_name = r"is no checkpoint of this .*; give model.name=NAME \(the file says x, which is tim"
+    no_head = r"does not fit model.name=vit_s16: it has no head.weight, head.bias"
+    for words, message in (([], no_name), (["model.name=vit_s16"], no_head)):
+        with pytest.raises(UserError, match=rf"^{path}: {message}"):
+            open_trained(path, words)
 
 
 def test_no_safetensors(tmp_path: Path) -> None:

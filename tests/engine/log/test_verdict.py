@@ -23,22 +23,10 @@ from tests.engine.plans import ALONE, WAITED, compute
 from tests.equal.record import stored
 from tests.pipeline.loaders import opened
 
-RUNS_WELL = StepTimes(
-    rate=6600,
-    step_rate=6700,
-    data_wait=0.004,
-    late=0.001,
-    copy=0.03,
-    copy_ms=1.2,
-    steps=1,
-    seconds=256 / 6600,
-    cpu_ms=1.8,
-    core_ms=0.1,
-    decoder="region",
-    workers=15,
-    on_gpu=True,
-    name="rank 0 on node0",
-)
+STEP: dict[str, Any] = {"rate": 6600, "step_rate": 6700, "steps": 1, "seconds": 256 / 6600}
+STEP |= {"data_wait": 0.004, "late": 0.001, "copy": 0.03, "copy_ms": 1.2, "cpu_ms": 1.8}
+STEP |= {"core_ms": 0.1, "decoder": "region", "workers": 15, "name": "rank 0 on node0"}
+RUNS_WELL = StepTimes(**STEP, on_gpu=True)
 WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
 NOT_ALONE = {"step_rate": 0}
 CPU = {"on_gpu": False, **NOT_ALONE}
