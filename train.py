@@ -104,11 +104,11 @@ def train(config: Config) -> dict[str, Any]:
         # A signal to one rank ends the loop before the same step on all ranks.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
-            values = train_on_batch(batch)  # forward, loss, backward, clip, update, average
+            values = train_on_batch(batch)  # forward, loss, backward, exchange, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
-            check_loss(row)  # the newest row: raises if its loss was not finite
+            check_loss(row)  # the newest row: raises if training has diverged
             if due.validate:
                 validate(state, schedule, compute, feed, world, log, stop)
             if due.save:
@@ -151,7 +151,9 @@ def train_step(
     clip_norm: float | None = None,
     micro_batches: int = 1,
 ) -> Values:
-    """Forward, loss, backward, exchange, clip, update, average. Nothing here waits for the device.
+    """Forward, loss, backward, exchange, clip, update, average.
+
+    Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
 
     Args:
         network: the model, or DDP around it if there are several nodes.
@@ -159,12 +161,10 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
-        micro_batches: number of micro-batches, whose gradients are averaged. The ranks exchange
-            gradients once per step.
+        micro_batches: number of them; their gradients are averaged, and exchanged once per step.
 
     Returns:
-        Named values to log, "loss" among them. Return one more, and it appears on the console, in
-        metrics.jsonl, in TensorBoard and in the report.
+        Named values to log, "loss" among them. One more appears in all logs and in the report.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
@@ -225,8 +225,8 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Not compiled: the CPU decodes the validation images, which usually takes longer.
 
     Returns:
-        Named values for each row, [B, ...]. Those of float [B] are averaged over the split, unless
-        an entry of METRICS in engine/metrics.py takes all of their rows, as of `confidence`.
+        Named values [B, ...] for each row. Float values [B] are averaged over the split, except
+        `confidence`, `score` and inputs of a metric in METRICS (engine/metrics.py) or log.values.
     """
     return class_values(network(batch["image"]).float(), batch["label"])
 
@@ -234,8 +234,8 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
 def predictions(outputs: Tensor) -> Values:
     """Return what scripts/predict.py prints about each image, from the network's outputs.
 
-    Of `probability`, float [B, classes], it prints the most probable classes; of other names, [B]
-    as a number, [B, n] as a list, and integers [B, H, W] as a mask.
+    It prints the most probable classes of `probability`, float [B, classes], and other values: [B]
+    prints as a number, [B, n] as a list, integers [B, H, W] as a mask.
     """
     return {"probability": outputs.float().softmax(1)}
 
@@ -278,7 +278,7 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
     with log.pause():
         log.tracker.flush()  # so that a kill leaves no gap in the curves
         run.save(state)
-        gc.collect(1)  # objects that are still alive are not examined again
+        gc.collect(1)  # newer objects only; Python 3.14 may also examine some older ones
 
 
 def resolve_config(config: Config, world: World) -> Config:
@@ -297,7 +297,7 @@ def build_parts(
 ) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
     """Find the images and the checkpoint to resume, and build what the training needs. Collective.
 
-    Raises UserError for nearly all that the user must change; nothing has been created.
+    Raises UserError for nearly all that the user must change, before a run directory is made.
     """
     check_log(config, world)
     stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume

@@ -341,12 +341,12 @@ def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str
 def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
-    Such as `cifar10,optim.lr=0.3,data.root=photos`. Of the default recipe, which says nothing about
-    own images, the model is named. Typed keys, in which runs are to differ, come before keys that a
-    group sets, and those of the input are last. Of a path, the name has the last part; the run's
-    identity tells two folders of one name apart. Characters that are unsafe in a file name are
-    replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands have
-    the same name only for the same training.
+    Such as `cifar10,optim.lr=0.3,data.root=photos`. With the default recipe, which says nothing
+    about own images, it begins with the model. Typed keys, in which runs are to differ, come before
+    keys that a group sets, and those of the input are last. A path is shortened to its last part;
+    the run's identity tells two folders of one name apart. Characters that are unsafe in a file
+    name are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two
+    commands have the same name only for the same training.
     """
     values = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights

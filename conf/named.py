@@ -1,4 +1,4 @@
-"""The one door by which a value of the config reaches code that this program does not import.
+"""Import the code that a config names as module:name; nothing else does.
 
     python train.py model.name=experiments.networks:tiny
 

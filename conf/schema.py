@@ -305,9 +305,9 @@ class ModelConfig:
     channels_last: Any = key("auto", NOTHING, AUTO | BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", NOTHING, COMPILE)
-    """torch.compile mode: auto is off on a CPU or for up to 2,000 steps, tuned for a run of hours,
-    else default; tuned searches the block sizes of every kernel, which takes minutes once;
-    recompute needs less memory, because the backward pass computes activations again"""
+    """torch.compile mode: auto is off on a CPU or for up to 2,000 steps, tuned for a run of more
+    than an hour of an H200, else default; tuned searches the block sizes of every kernel, which
+    takes minutes once; recompute computes activations again in the backward pass, to save memory"""
 
 
 @dataclass
@@ -331,7 +331,7 @@ class OptimConfig:
     eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_EPS)
     """nearly all but sgd: term added to the denominator"""
     weight_decay: float = key(1e-4, RESULT, number(0), when=all_but("optim", "rprop"))
-    """weight decay"""
+    """strength of weight decay: an L2 penalty for sgd, decoupled for adamw; see decay_norms"""
     decay_norms: bool = key(True, RESULT, BOOL)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
@@ -342,7 +342,7 @@ class OptimConfig:
 @dataclass
 class ScheduleConfig:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
-    """learning rate schedule"""
+    """learning rate after warm-up: constant, drops (step) or falls to final_lr (linear, cosine)"""
     warmup_epochs: float = key(0.0, RESULT, number(0, MAX_EPOCHS))
     """epochs of linear warm-up from zero; if over half of a typed train.epochs, a tenth of it"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
@@ -385,7 +385,7 @@ class TrainConfig:
     {cat: 1, dog: 3} by the weight of its class, which is 1 if it is not named; sampled draws images
     with replacement, each class with the same probability, and the loss has no weights"""
     label_smoothing: float = key(0.0, RESULT, FRACTION)
-    """label smoothing"""
+    """share of the target that is spread over all classes; validation has none"""
     ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""

@@ -1,7 +1,7 @@
 """Checkpoints that survive a kill at any instant.
 
-A checkpoint is `step-<8 digits>.pt`, a zip file of torch.save, whose CRC-32 sums detect damage.
-`best.pt` is a hard link to the best one. engine/files.py writes them.
+A checkpoint is `step-<8 digits or more>.pt`, a zip file of torch.save, whose CRC-32 sums detect
+damage. `best.pt` is a hard link to the best one. engine/files.py writes them.
 """
 
 import copy

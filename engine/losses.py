@@ -95,10 +95,10 @@ def cross_entropy(
 def bce(
     logits: Tensor, targets: Tensor, *, label_smoothing: float, bce_threshold: float | None
 ) -> Tensor:
-    """Binary cross-entropy of every class, as of "ResNet strikes back" (arXiv 2110.00476).
+    """Binary cross-entropy of every class, as in "ResNet strikes back" (arXiv 2110.00476).
 
-    The mean over classes and images, as timm's --bce-loss. Smoothing, also of mixed targets, comes
-    before the threshold.
+    The mean over classes and images, as in timm's --bce-loss. Smoothing, also of mixed targets,
+    comes before the threshold.
     """
     classes = logits.shape[1]
     if targets.ndim == 1:
@@ -113,4 +113,4 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
     "bce": bce,
 }
-"""Name -> function of logits and targets, as of `Criterion`, and of keys of `train`."""
+"""Name -> function with the arguments of `Criterion` and keys of `train`."""

@@ -23,17 +23,17 @@ Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, flo
 
 @dataclass(frozen=True)
 class Metric:
-    """How a named value is shown and, if it is no mean over the images, computed."""
+    """How a named value is shown and, if it is not a mean over the images, computed."""
 
     form: str = ".4g"  # how Python formats it
     unit: str = ""  # what follows the number
     lower: bool = False  # whether a lower value is better
     console: bool = True  # whether the console shows it; by default, unless its name has a slash
-    # For what is no mean over the images: called once per validation with the rows of the whole
-    # split, in its order, on the CPU
+    # For a value that is not a mean over the images: called once per validation with the
+    # rows of the whole split, in its order, on the CPU
     compute: Callable[..., float] | None = None
-    # The names of the rows that `compute` takes; without them, the value is left out. A row that is
-    # not in METRICS itself is not averaged.
+    # The names of the rows that `compute` takes; without them, the value is left out. An input
+    # of `compute` that is not in METRICS itself is not averaged.
     rows: tuple[str, ...] = ()
 
 
@@ -83,7 +83,7 @@ def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
 
 
 def metric_of(name: str) -> Metric:
-    """Return the entry of a value, or the default. With a slash, one per layer, it is not shown."""
+    """Return the entry of a value. By default, a name with a slash is not shown on the console."""
     return METRICS.get(name, Metric(console="/" not in name))
 
 

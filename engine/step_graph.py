@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 STEPS_BEFORE_CAPTURE = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
 STEPS_BEFORE_CAPTURE_DDP = 12
-# Of a start on CUDA: each of these steps may compile, choose kernels or be captured. The first step
-# on any device may wait for workers.
+# After a start on CUDA, each of these first steps may compile, choose kernels or be captured. The
+# first step on any device may wait for workers.
 FIRST_STEPS = STEPS_BEFORE_CAPTURE_DDP + 1
 # A graph keeps the memory of a whole step. A validation needs another quarter of it.
 VALIDATION_SHARE = 0.25

@@ -16,16 +16,16 @@ from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-Which of them are averaged over the split says `train.validation_values`."""
+`engine.metrics.averaged` selects those that are averaged over the split."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
 
 class Validation(NamedTuple):
-    """What all samples have shown about one network, on every rank."""
+    """The result of one network on the whole split; the same on every rank."""
 
     images: int  # number of samples
-    means: dict[str, float]  # of each floating value over these
+    means: dict[str, float]  # of the values that `averaged` selects
     rows: Rows  # on the CPU
 
     def names(self) -> list[str]:

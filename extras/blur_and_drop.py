@@ -45,7 +45,7 @@ class BlurredConv(nn.Conv2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """float [B, C, H, W] -> as of the plain convolution."""
+        """float [B, C, H, W] -> an output like that of the plain convolution."""
         # [1 2 1] is [1 1] applied twice. torch.compile fuses average pooling, but not a depthwise
         # convolution.
         once = F.avg_pool2d(F.pad(input, (1, 1, 1, 1)), 2, stride=1)

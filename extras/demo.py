@@ -182,7 +182,7 @@ def demo(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int
 
 
 class DemoDataset(FolderDataset):
-    """A split of the demo dataset. Its samples are known before `prepare` draws its files.
+    """A split of the demo dataset. Its samples are known before `create_files` draws its files.
 
     Raises UserError if data.root holds other files, or there is no such split.
     """

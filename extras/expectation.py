@@ -149,7 +149,7 @@ def half_width(std: float, runs: int, sigmas: float) -> float:
     below with a probability of 0.13 %.
     """
     freedom = runs - 1
-    # Of Student's t distribution: with t = sqrt(freedom) * tan(a), the density is proportional to
+    # Student's t distribution: with t = sqrt(freedom) * tan(a), the density is proportional to
     # cos(a) ** (freedom - 1).
     angles = (np.arange(100_000) + 0.5) * (math.pi / 2 / 100_000)
     shares = np.cumsum(np.cos(angles) ** (freedom - 1))

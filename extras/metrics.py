@@ -1,10 +1,10 @@
-"""Values of a validation that are no means over its images: functions of all its rows.
+"""Values of a validation that are not means over its images: functions of all its rows.
 
 By default, conf/config.yaml names them: log.values=[extras.metrics:METRICS]. Then train.best_by
 takes macro_precision, macro_f1, -ece and, of two classes, auc; scripts/evaluate.py prints them.
 
 All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
-below 0, as of logits that are NaN, is wrong and counts for no class. Means over classes are over
+below 0, as for logits that are NaN, is wrong and counts for no class. Means over classes are over
 those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
 """
 

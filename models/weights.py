@@ -69,7 +69,7 @@ def read_file(path: Path, *, origin: str) -> Any:
 def weights_in(content: Any, *, origin: str) -> Weights:
     """Return the state_dict in the content of a file, with the keys of the plain model.
 
-    It is the content itself, or under one of CONTAINERS. Of a checkpoint of this project, it is the
+    It is the content itself, or under one of CONTAINERS. In a checkpoint of this project, it is the
     moving average if there is one, which is what a validation measures. Raises UserError if there
     is no state_dict.
     """

@@ -31,7 +31,7 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 
 
 def available() -> list[str]:
-    """All names that `build` accepts, except those of timm."""
+    """All names that `build` accepts, except those of timm and `module:name`."""
     from torchvision import models as vision
 
     two_outputs = {"googlenet", "inception_v3"}

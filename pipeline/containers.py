@@ -122,11 +122,10 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_list(path: str, given: str) -> dict[bytes, list[bytes]]:
-    """Read a CSV file with one image per line: path and label. A first line that is no file, such
-    as `path,label` or `image,class`, is a header.
+    """Read a CSV file with one image per line: path and label.
 
-    Returns class name -> sorted paths, absolute or relative to the file's folder; the classes are
-    sorted too.
+    A first line that is no file, such as `path,label` or `image,class`, is a header. Returns class
+    name -> sorted paths, absolute or relative to the file's folder; the classes are sorted too.
     """
     classes: dict[bytes, list[bytes]] = {}
     for line, cells in csv_rows(path):

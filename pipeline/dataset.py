@@ -63,7 +63,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self, epoch: int, index: int) -> Mapping[str, Any]:
-        """Return a sample as of epoch `epoch`: an array or a number for each of `fields`."""
+        """Return a sample as it is in epoch `epoch`: an array or a number for each of `fields`."""
 
     @abstractmethod
     def name(self, index: int) -> str:

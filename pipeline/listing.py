@@ -1,4 +1,4 @@
-"""What in a folder or a tar file is an image, and what is left out: one rule for all programs."""
+"""Which files of a folder or tar file are images, which are left out: one rule for all programs."""
 
 import os
 from collections import Counter

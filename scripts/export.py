@@ -84,8 +84,8 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 CPU = torch.device("cpu")
 CARD = Path(__file__).parent / "lib" / "model_card.md"
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
-# Of the largest logit. onnxruntime differed by up to 8e-7 of it for ResNet, ViT, Swin and
-# MobileNetV3; pt2 by 0.
+# Allowed difference, relative to the largest logit. onnxruntime differed by up to 8e-7 for ResNet,
+# ViT, Swin and MobileNetV3; pt2 by 0.
 BOUND = 1e-4
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")

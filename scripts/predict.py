@@ -9,9 +9,9 @@ standard input, one path per line. The images get the validation transforms of t
 loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
-batch by batch: of `probability`, the most probable classes. Masks are written to PNG files in
---out, whose paths are printed. --features adds the input of the model's last layer, a list of
-numbers, for example for a search for similar images.
+batch by batch; of `probability`, it prints the most probable classes. Masks are written to PNG
+files in --out, whose paths are printed. --features adds the input of the model's last layer, a list
+of numbers, for example for a search for similar images.
 
 A file that is missing or cannot be read is reported on stderr with the reason, and the others are
 predicted; then the exit status is 1.

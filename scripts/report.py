@@ -73,7 +73,7 @@ class Run:
     status: str = "not finished"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
-    # Of metrics.jsonl, by split, in ascending order of their steps
+    # The rows of metrics.jsonl by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
@@ -226,7 +226,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
 def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
     """Return the finite points of a key, float64 [points, 4]: x, y, and minimum and maximum there.
 
-    Of a long curve, they are the means of BUCKETS neighbourhoods.
+    A long curve is shortened to the means of BUCKETS neighbourhoods.
     """
     rows = run.rows.get(split, run.rows["val"])
     name = f"reference_{key}" if split == "reference" else key

@@ -1,4 +1,4 @@
-"""What `log.observers` names: objects that are told what a run does, and that it does not need."""
+"""Optional objects that observe a run; `log.observers` names them."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -34,7 +34,7 @@ class Observer:
     def validated(self, row: Mapping[str, Any], rows: Any) -> Mapping[str, Any] | None:
         """Observe a validation; what is returned is added to its row.
 
-        `rows`: what `validation_values` gave for every sample, as of engine.validation.Rows.
+        `rows`: what `validation_values` gave for every sample; see engine.validation.Rows.
         """
 
     def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -52,7 +52,7 @@ class Observer:
     ) -> Mapping[str, Any] | None:
         """Write files about what scripts/evaluate.py found; return additions to evaluation.json.
 
-        `rows`: as of `validated`; a label is a position in `classes`.
+        `rows`: see `validated`; a label is a position in `classes`.
         """
 
 

@@ -160,7 +160,7 @@ class RunLog(ExitStack):
     ) -> None:
         """Report a validation: the values that have these names in its row.
 
-        `rows`: of all samples, on rank 0.
+        `rows`: those of all samples.
         """
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}

@@ -19,7 +19,7 @@ SHOWN_IMAGES = 16  # of the first batch
 def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return an image of a dataset, [..., H, W, C] of any dtype, as uint8 [H, W, 3].
 
-    Of several frames, the first; of channels that are not RGB, the first as grey.
+    Uses the first of several frames; shows the first channel as grey if the image is not RGB.
     """
     pixels = pixels.reshape(-1, *pixels.shape[-3:])[0] * (255 / Field(pixels.dtype).highest)
     if pixels.shape[-1] != 3:

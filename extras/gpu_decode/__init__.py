@@ -101,7 +101,7 @@ class EngineDataset(DatasetWrapper):
         self.workers, self.demand = 1, math.inf
         self.engine: GpuDecoder | None = None
         self._decodes_all = False  # this process makes pixels, whatever the mode
-        # Of the rows that a worker fills: the memory of the files, its free bytes, how many files
+        # For the rows that a worker fills: the memory of the files, its free bytes, how many files
         # may follow, and when the worker began to make the next image.
         self._files: np.ndarray | None = None
         self._free, self._due, self._began = range(0), 0, 0.0

@@ -18,7 +18,7 @@ class Stated(NamedTuple):
     values: dict[str, Any]
     # Names of the classes, in the order of the logits; empty if they are not stated
     classes: tuple[str, ...]
-    # Of an exported file; the shape of an image on the device is (..., C, S, S)
+    # Stated by an exported file only; the shape of an image on the device is (..., C, S, S)
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
 

@@ -46,7 +46,7 @@ class Trained:
     averaged: bool  # whether `weights` is the moving average of a run
     num_classes: int  # of the run; of other files, from the shape of the head
     classes: tuple[str, ...]  # their names, in the order of the logits; empty if unknown
-    # Of a training image on the device, (..., C, S, S); parameters of some models depend on S
+    # Shape of a training image on the device, (..., C, S, S); parameters of some models depend on S
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # what a checkpoint of this project holds, except the weights; or empty
 

@@ -24,7 +24,7 @@ LABELS = f"{SOLUTION}, {DEVKIT} or {ANNOTATIONS}"
 VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG|images/val_\d+\.JPEG")
 # The names of classes, in the names of files: n01440764_10026.JPEG
 WNID = re.compile(r"(?<![A-Za-z0-9])n\d{8}(?![0-9])")
-# Of the first validation images of ILSVRC2012, in all published lists of labels.
+# The classes of the first validation images of ILSVRC2012, in all published lists of labels.
 FIRST_LABELS = ["n01751748", "n09193705", "n02105855", "n04263257", "n03125729"]
 
 
