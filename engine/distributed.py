@@ -150,7 +150,7 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 def sync_gradients(network: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Enable or disable the exchange of gradients in the backward passes of the `with` block.
 
-    As DDP's `no_sync`, but for any network. Within a block in which it is not enabled, it stays so.
+    Like DDP's `no_sync`, for any network. It stays disabled within a block that disables it.
     """
     before = getattr(network, SYNC, True)
     setattr(network, SYNC, before and enabled)

@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Not an integer in general: the last batch of an epoch is filled from the next epoch."""
+        """Often not an integer, because the next epoch fills the last batch of an epoch."""
         return self.images / self.batch_size
 
     @property

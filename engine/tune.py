@@ -262,7 +262,7 @@ class Tuner:
         return self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
 
     def most_workers(self, mode: str) -> int:
-        """As `max_workers`, and more if workers wait for storage: they leave their core to others.
+        """Like `max_workers`, or more if workers wait for storage: they leave their core to others.
 
         With several ranks, a core is kept for the thread that waits for the device's decoder: all
         of them wait for a rank that lacks a core.

@@ -88,7 +88,7 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
 def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iterator[Batch]:
     """Yield this rank's batches of the validation split until its end or a signal. Collective.
 
-    In as many micro-batches as in training: a whole batch may not fit into the GPU's memory.
+    They are split as in training, because a whole batch may not fit into the GPU's memory.
     """
     batches = feed.val.batches(0, feed.val_batches)
     for _ in range(stop.world.max(feed.val_batches)):

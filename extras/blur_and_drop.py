@@ -41,7 +41,7 @@ def resnet(
 class BlurredConv(nn.Conv2d):
     """A strided convolution whose input is blurred: [1 2 1] x [1 2 1] / 16, zeros around it.
 
-    Against aliasing (arXiv 1904.11486). The function is that of FFCV's BlurPoolConv2d.
+    It reduces aliasing (arXiv 1904.11486), and computes the same as FFCV's BlurPoolConv2d.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ def lamb(model: nn.Module, config: OptimConfig, **args: Any) -> "Lamb":
 class Lamb(torch.optim.Optimizer):
     """AdamW whose update of each tensor is scaled to the norm of the tensor.
 
-    As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
-    without weight decay (norms and biases) are not scaled. All of it runs on the device of the
-    parameters, also if `lr` is a tensor.
+    Like timm's Lamb with its default options, except that optim.clip_norm clips the gradients.
+    Groups without weight decay (norms and biases) are not scaled. All of it runs on the device of
+    the parameters, also if `lr` is a tensor.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
 
 
 def _label_to_mix(dataset: Dataset) -> str:
-    """Return the only field that is no image: a class number, or floating numbers."""
+    """Return the only field that is not an image: a class number, or floating numbers."""
     fields = dataset.fields.items()
     others = [name for name, field in fields if not field.image and not field.partial]
     field = dataset.fields[others[0]] if len(others) == 1 else None

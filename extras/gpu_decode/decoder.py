@@ -38,7 +38,7 @@ class Engines:
     HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
     RGB_INTERLEAVED = 5  # NVJPEG_OUTPUT_RGBI
     # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle
-    # H200, 2,200 while training steps queue their kernels. Without it 15,500 and 14,400.
+    # H200, 2,200 while training steps queue their kernels. Without it, they are 15,500 and 14,400.
     NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -91,8 +91,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         assert mean_now is not None and variance_now is not None and momentum is not None
         count = input.numel() // input.shape[1]
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
-        # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
-        # mean has changed. Not a corner, which depends on the zero padding of the convolution.
+        # The running mean would not do: torch.compile recomputes `x` in the backward pass, after it
+        # has changed. A corner would depend on the zero padding of the convolution.
         near = whole[0, :, input.shape[2] // 2, input.shape[3] // 2].detach()
         x = whole - near[:, None, None]
         mean = x.mean((0, 2, 3))

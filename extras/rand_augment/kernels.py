@@ -18,7 +18,7 @@ from extras.rand_augment import NAMES
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
 # The first number of a row. All operations that are not among the next five have tables.
-# As `on_gpu.MOVED`, which imports this file: three for all that move pixels.
+# The same as `on_gpu.MOVED`, which imports this file: three for all that move pixels.
 NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
 BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
 BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)
