@@ -102,7 +102,7 @@ class Prefetcher:
             if not ready:
                 return
             if not ready[0][1].done():
-                self.loader.pool.receive()
+                self.loader.pool.receive()  # meanwhile, workers get tasks
                 continue
             self._current, upload = ready.popleft()
             batch, events = upload.result()
