@@ -122,10 +122,7 @@ class Prefetcher:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the time in the `with` block, e.g. of a validation, out of the timing.
-
-        The consumer is done with its batch.
-        """
+        """Keep the `with` block out of the timing; the consumer is done with its batch."""
         self.end_step()
         yield
         self.clock.skip()
