@@ -20,19 +20,10 @@ from extras.expectation import GOOD_SIGMAS, MIN_STD, Expectation, half_width
 from scripts import report
 from tests.engine.plans import schedule
 
-FACTS = {
-    "top1": 76.1,
-    "std": 0.1,
-    "runs": 20,
-    "status": "published",
-    "source": "torchvision IMAGENET1K_V1",
-    "classes": 1000,
-    "train_images": 1_281_167,
-    "val_images": 50_000,
-    "format": "JPEG",
-    "hardware": "one GPU",
-    "time": "a night",
-}
+FACTS: dict[str, Any] = {"top1": 76.1, "std": 0.1, "runs": 20}
+FACTS |= {"status": "published", "source": "torchvision IMAGENET1K_V1", "format": "JPEG"}
+FACTS |= {"classes": 1000, "train_images": 1_281_167, "val_images": 50_000}
+FACTS |= {"hardware": "one GPU", "time": "a night"}
 CURVE = {"runs": 20, "top1": [20.0, 40.0, 60.0], "std": [4.0, 2.0, 0.1]}
 STEPS = 10  # per epoch; 3 epochs
 
@@ -54,9 +45,8 @@ def expectation(
     lines: list[str] = []
     tracker = SimpleNamespace(print=lines.append, lines=lines)
     planned = replace(schedule(10 * STEPS, 10, 3), fitted_batch=fitted)
-    log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker)
+    log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker, state=state)
     log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
-    log.state = state
     return Expectation(log)
 
 
@@ -75,27 +65,22 @@ def row(epoch: float, top1: float = 0.0) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("top1", "runs", "spread", "difference", "verdict", "line"),
+    ("top1", "runs", "judged", "line"),
     [
-        (76.234, 20, 0.2145, 0.134, "within", "within 76.1 +/- 0.21 "),
-        (76.5, 20, 0.2145, 0.4, "above", "0.4 above 76.1 +/- 0.21 "),
-        (76.4, 5, 0.3041, 0.3, "within", "within 76.1 +/- 0.3 "),
-        (76.0, None, None, -0.1, None, "-0.1 against 76.1 "),
+        (76.234, 20, (0.2145, 0.134, "within"), "within 76.1 +/- 0.21 "),
+        (76.5, 20, (0.2145, 0.4, "above"), "0.4 above 76.1 +/- 0.21 "),
+        (76.4, 5, (0.3041, 0.3, "within"), "within 76.1 +/- 0.3 "),
+        (76.0, None, (None, -0.1, None), "-0.1 against 76.1 "),
     ],
 )
 def test_the_summary_at_the_end(
-    top1: float,
-    runs: int | None,
-    spread: float | None,
-    difference: float,
-    verdict: str | None,
-    line: str,
+    top1: float, runs: int | None, judged: tuple[Any, ...], line: str
 ) -> None:
     """It has the facts without the curve. A run that stops earlier is not compared."""
-    unknown = "" if verdict else ", spread unknown"
+    unknown = "" if runs else ", spread unknown"
     line = f"recipe    top1 {top1:.2f} %: {line}(published, torchvision IMAGENET1K_V1{unknown})"
-    judged = {"value": "top1", "spread": spread, "difference": difference, "verdict": verdict}
-    expected = {"expectation": {**FACTS, "runs": runs, **judged, "line": line}}
+    found = dict(zip(("spread", "difference", "verdict"), judged, strict=True))
+    expected = {"expectation": {**FACTS, "runs": runs, "value": "top1", **found, "line": line}}
     last = row(3, top1)
     assert expectation(runs=runs, last=last).finish({}) == expected
     assert expectation("train.best_by=macro_f1", runs=runs, last=last).finish({}) == expected

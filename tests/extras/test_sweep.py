@@ -129,34 +129,24 @@ ConfigStore.instance().store(group="hydra/sweeper", name="backwards", node=node)
 """
 
 
-class Desk:
-    """A folder in which a script runs sweeps over train.seed with given outcomes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
-
-    def start(self, outcomes: list[Any], *more: str) -> Started:
-        (self.folder / "started").write_text("")
-        (self.folder / "outcomes").write_text(json.dumps(outcomes))
-        words = ["train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more]
-        variables, command = {"PYTHONPATH": str(self.folder)}, [sys.executable, *words]
-        return Started(command, variables, cwd=self.folder, stdout=PIPE, stderr=STDOUT)
-
-    def run(self, outcomes: list[Any], *more: str) -> tuple[int, list[str], str]:
-        """Return the exit status of the sweep, the seeds that were started, and the output."""
-        with self.start(outcomes, *more) as process:
-            out = process.communicate()[0]
-        return process.returncode, (self.folder / "started").read_text().split(), out
+def start(folder: Path, outcomes: list[Any], *more: str) -> Started:
+    """Start a sweep over train.seed in a folder; its jobs have the given outcomes."""
+    (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
+    (folder / "started").write_text("")
+    (folder / "outcomes").write_text(json.dumps(outcomes))
+    command = [sys.executable, "train.py", "-m", FAKE, f"train.seed=range({len(outcomes)})", *more]
+    return Started(command, {"PYTHONPATH": str(folder)}, cwd=folder, stdout=PIPE, stderr=STDOUT)
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str], str]:
+    """Return the exit status of a sweep, the seeds that were started, and the output."""
+    with start(folder, outcomes, *more) as process:
+        out = process.communicate()[0]
+    return process.returncode, (folder / "started").read_text().split(), out
 
 
-def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
-    status, started, out = desk.run([0, 1, 0])
+def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
+    status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
     assert "\njob 2 of 3: data=fake train.seed=1: runs/" in out
     assert [line.split("  ") for line in out.splitlines()[-5:]] == [
@@ -166,41 +156,39 @@ def test_a_job_that_fails_does_not_stop_the_sweep(desk: Desk) -> None:
         ["no result", "train.seed=1"],
         [" 51.000", "mean of 2, standard deviation 1.414"],
     ]
-    runs = {path.name for path in (desk.folder / "runs").iterdir()}
+    runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert runs == {NAME, NAME.replace(",", ",train.seed=2,"), "sweep,train.seed"}
     own = {"train.py", "started", "outcomes", "runs"}
-    assert {path.name for path in desk.folder.iterdir()} == own
-    assert desk.run([0, 0, 0])[:2] == (0, ["1"])  # finished jobs are not started again
-
-
-def test_a_signal_ends_the_sweep(desk: Desk) -> None:
-    assert desk.run([-signal.SIGTERM, 0])[:2] == (143, ["0"])
+    assert {path.name for path in tmp_path.iterdir()} == own
+    # Finished jobs are not started again, and a signal to a job ends the sweep.
+    assert sweep(tmp_path, [0, -signal.SIGTERM, 0, 0])[:2] == (143, ["1"])
+    assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_signal_reaches_the_job(desk: Desk, number: int) -> None:
+def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
     """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
     if number == signal.SIGKILL:
         needs_linux()  # prctl
-    with desk.start(["wait", 0]) as process:
-        wait_for("the job can receive signals", (desk.folder / "job").exists, process)
+    with start(tmp_path, ["wait", 0]) as process:
+        wait_for("the job can receive signals", (tmp_path / "job").exists, process)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as Ctrl-C in a terminal
         else:
             process.send_signal(number)
         assert process.wait() == (128 + number if number != signal.SIGKILL else -number)
         wait_for("the job ends", lambda: not process.members())
-    assert (desk.folder / "saved").exists()
-    assert (desk.folder / "started").read_text() == "0\n"
+    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "started").read_text() == "0\n"
 
 
-def test_installed_plugins_run(desk: Desk) -> None:
+def test_installed_plugins_run(tmp_path: Path) -> None:
     """They get the overrides that vary, and the best score of each job, or that of a failed one."""
-    (desk.folder / "hydra_plugins").mkdir()
-    (desk.folder / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
-    status, started, _ = desk.run([1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
+    status, started, _ = sweep(tmp_path, [1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")
     assert (status, started) == (0, ["1", "0"])
-    assert (desk.folder / "values").read_text() == f"51.0 {WORST}"
-    assert (desk.folder / "arguments").read_text() == "++train.seed=range(2)"
+    assert (tmp_path / "values").read_text() == f"51.0 {WORST}"
+    assert (tmp_path / "arguments").read_text() == "++train.seed=range(2)"

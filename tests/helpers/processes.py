@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess
@@ -48,7 +47,9 @@ class Started(subprocess.Popen[str]):
 
         On Linux, whoever their parents are now.
         """
-        return marked(self.mark) if sys.platform == "linux" else family(self.pid)
+        if sys.platform == "linux":
+            return marked(self.mark)
+        return descendants(self.pid, session=True)
 
     def kill_all(self) -> None:
         kill_while(self.members)
@@ -172,23 +173,10 @@ def is_running(pid: int) -> bool:
     return found is not None and found.state not in "ZX"
 
 
-def descendants(pid: int) -> set[int]:
-    """Return the children of a process and their descendants."""
-    children = defaultdict(set)
-    for child, process in processes().items():
-        children[process.parent].add(child)
-    found: set[int] = set()
-    new = children[pid]
-    while new:
-        found |= new
-        new = {child for parent in new for child in children[parent]}
-    return found
-
-
-def family(pid: int) -> set[int]:
-    """Return the running ones of a process, the members of its session, and their descendants."""
+def descendants(pid: int, *, session: bool = False) -> set[int]:
+    """Return the running ones of a process, its session if `session`, and their descendants."""
     relatives = {
-        number: {process.parent, process.session}
+        number: {process.parent, process.session if session else process.parent}
         for number, process in processes().items()
         if process.state not in "ZX"
     }

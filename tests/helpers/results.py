@@ -11,12 +11,8 @@ from engine import checkpoint
 
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl for a split, without durations."""
-    everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k != "seconds"}
-        for row in everything
-        if row["split"] == split
-    ]
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: row[k] for k in row if k != "seconds"} for row in found if row["split"] == split]
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

@@ -1,6 +1,5 @@
 """The probes of features: compared with scikit-learn, and by their commands on small JPEG files."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from conf.schema import UserError
 from engine.files import json_text
 from scripts import predict, probe
+from tests.conftest import CLASSES
 from tests.helpers.processes import run_python
 from tests.helpers.results import newest
 
@@ -51,17 +51,22 @@ def test_penalty_is_chosen_without_the_queries() -> None:
 
 
 def test_command(folder: Path, image_root: Path, tmp_path: Path) -> None:
-    """The features of a run, of both splits."""
+    """The features of a run, of both splits: it prints what the functions above find."""
     files = tmp_path / "train", tmp_path / "val"
     for file in files:
         words = [str(newest(folder)), str(image_root / file.name), "--features", "train.device=cpu"]
         file.write_text(run_python(predict.__file__, *words).stdout)
-    done = run_python(probe.__file__, *map(str, files))
+    # The device and the number of threads, which change the bits, are those of this process.
+    done = run_python(probe.__file__, *files, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    first, *scores = done.stdout.splitlines()
-    assert first == "36 training, 15 validation images, 3 classes"
-    assert all(float(re.findall(r"^top1 (.*) %  ", line)[0]) > 50 for line in scores), scores
-    assert len(scores) == 2
+    (bank, folders), (queries, own) = map(probe.read_features, files)
+    labels, truth = (torch.tensor([*map(CLASSES.index, names)]) for names in (folders, own))
+    by_regression, penalty = probe.linear(bank, labels, queries)
+    expected = ["36 training, 15 validation images, 3 classes"]
+    by_votes = probe.nearest(bank, labels, queries)
+    for name, found in (("knn", by_votes), (f"linear, penalty {penalty:g}", by_regression)):
+        expected.append(f"top1 {(found == truth).sum() / 0.15:.2f} %  {name}")
+    assert done.stdout.splitlines() == expected
     wrong = {
         '{"path": "checks/a.jpg"}\n': "give lines of predict.py --features",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",

@@ -78,39 +78,32 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 
-STEM = dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
-
-
 def stem(**changes: Any) -> nn.Conv2d:
-    return nn.Conv2d(**(STEM | changes))
+    usual = dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
+    return nn.Conv2d(**(usual | changes))
 
 
 def pooling(**changes: Any) -> nn.MaxPool2d:
     return nn.MaxPool2d(**(dict(kernel_size=3, stride=2, padding=1) | changes))
 
 
-def subclass(kind: type[nn.Module]) -> Any:
-    """A layer that may have a forward pass of its own."""
-    return type(f"Other{kind.__name__}", (kind,), {})
+def subclass(layer: nn.Module) -> nn.Module:
+    """Give a layer a class that may have a forward pass of its own."""
+    layer.__class__ = type(f"Other{type(layer).__name__}", (type(layer),), {})
+    return layer
 
 
-STEMS: list[dict[str, Any]] = [
-    *(dict(kernel_size=3, padding=1), dict(stride=(2, 1)), dict(padding=0), dict(dilation=2)),
-    *(dict(bias=True), dict(groups=3), dict(in_channels=4), dict(padding_mode="reflect")),
-]
-POOLINGS: list[dict[str, Any]] = [
-    *(dict(kernel_size=2), dict(stride=3), dict(padding=0), dict(dilation=2)),
-    *(dict(return_indices=True), dict(ceil_mode=True)),
-]
-NORMS: list[dict[str, Any]] = [
-    *(dict(track_running_stats=False), dict(affine=False), dict(momentum=None)),
-]
+STEMS: dict[str, Any] = dict(kernel_size=3, stride=(2, 1), padding=0, dilation=2)
+STEMS |= dict(bias=True, groups=3, in_channels=4, padding_mode="reflect")
+POOLINGS: dict[str, Any] = dict(kernel_size=2, stride=3, padding=0, dilation=2)
+POOLINGS |= dict(return_indices=True, ceil_mode=True)
+NORMS: dict[str, Any] = dict(track_running_stats=False, affine=False, momentum=None)
 OTHERS = [
-    *(stem(**changes) for changes in STEMS),
-    *(pooling(**changes) for changes in POOLINGS),
-    *(nn.BatchNorm2d(6, **changes) for changes in NORMS),
-    *(subclass(nn.Conv2d)(**STEM), subclass(nn.MaxPool2d)(3, 2, 1)),
-    *(nn.SyncBatchNorm(6), subclass(nn.BatchNorm2d)(6)),
+    *(stem(**{name: value}) for name, value in STEMS.items()),
+    *(pooling(**{name: value}) for name, value in POOLINGS.items()),
+    *(nn.BatchNorm2d(6, **{name: value}) for name, value in NORMS.items()),
+    *map(subclass, (stem(), pooling(), nn.BatchNorm2d(6))),
+    nn.SyncBatchNorm(6),
 ]
 
 
@@ -154,9 +147,8 @@ def test_convolution_over_blocks_is_exact(
 ) -> None:
     """Odd sides use the plain layer."""
     torch.manual_seed(0)
-    plain = stem().double()
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
-    check(plain, images, bound=1e-12)
+    check(stem().double(), images, bound=1e-12)
 
 
 @pytest.fixture
