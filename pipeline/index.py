@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.schema import UserError, did_you_mean
 from pipeline import machine
 from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
 from pipeline.listing import EXTENSIONS, LeftOut, count_left_out, is_image, walk, why_left_out
@@ -158,11 +158,13 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     files = find_storage(folder)
     if not files:
         parent = os.path.dirname(os.path.abspath(folder))
-        nearby = sorted(os.listdir(parent))[:5] if os.path.isdir(parent) else []
+        beside = os.listdir(parent) if os.path.isdir(parent) else []
+        names = sorted(name for name in beside if name[0] != ".")
         more = f", write {key}=FOLDER for another name, or data.val_fraction=0.1 to hold some out"
         raise UserError(
-            f"{key}={folder}: no such folder; {parent} holds {', '.join(nearby) or 'nothing'}: "
+            f"{key}={folder}: no such folder; {parent} holds {', '.join(names[:5]) or 'nothing'}: "
             f"correct data.root{more * (key != 'data.root')}"
+            f"{did_you_mean(os.path.basename(folder), names)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()

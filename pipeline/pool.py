@@ -297,10 +297,7 @@ class Loader:
         ]
 
     def load_in_process(self, batch: HostBatch) -> None:
-        """Load a batch again into its slot, in this process.
-
-        Raises LoaderError if an image cannot be read, and names it.
-        """
+        """Load a batch again into its slot, in this process. Raises LoaderError."""
         slot = batch.step % self.ring.slots
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 

@@ -102,7 +102,7 @@ class Prefetcher:
             if not ready:
                 return
             if not ready[0][1].done():
-                self.loader.pool.receive()
+                self.loader.pool.receive()  # meanwhile, workers get tasks
                 continue
             self._current, upload = ready.popleft()
             batch, events = upload.result()
@@ -122,10 +122,7 @@ class Prefetcher:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the time in the `with` block, e.g. of a validation, out of the timing.
-
-        The consumer is done with its batch.
-        """
+        """Keep the `with` block out of the timing; the consumer is done with its batch."""
         self.end_step()
         yield
         self.clock.skip()

@@ -31,7 +31,7 @@ from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
-CHECK = "run scripts/doctor.py --all to check every file"
+CHECK = "run scripts/doctor.py data.root=FOLDER --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of

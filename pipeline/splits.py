@@ -70,9 +70,10 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         train, val = map(index.rows, hold_out(index, part))
         return train, val
     if not os.path.isdir(root):
+        wrong = "is one file" if find_storage(root) else "no such folder"
         raise UserError(
-            f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*, or "
-            "be one tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
+            f"data.root={root}: {wrong}; it must hold train/<class>/* and val/<class>/*, or be one "
+            "tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
         )
     if not find_storage(val_split):  # perhaps one level higher or deeper
         places = [os.path.dirname(os.path.abspath(root)), *sorted(map(str, Path(root).iterdir()))]

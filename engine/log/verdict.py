@@ -59,7 +59,7 @@ class Verdict:
         rows, times = self.rows[period], None
         if sum(row.seconds for row in rows) >= SHORT[period]:
             times = mean_of(rows)._replace(
-                name=f"rank {self.world.rank} on {socket.gethostname()}",
+                name=f"rank {self.world.rank} on " * (self.world.size > 1) + socket.gethostname(),
                 step_rate=self.step_rate,
                 graph_refused=self.train_on_batch.disabled_reason or "",
                 slowdowns=slowdowns,

@@ -323,8 +323,8 @@ def test_unreadable_file_is_skipped_and_counted(
         Path(dataset.name(3)).write_bytes(b"")
         message = (
             r"^data\.max_bad_fraction=0\.0833333: 4 of 36 training images cannot be read, for "
-            rf"example {changeable}/\S+: UnidentifiedImageError: .*; run scripts/doctor.py --all "
-            "to check every file and replace the unreadable ones, or raise this limit$"
+            rf"example {changeable}/\S+: UnidentifiedImageError: .*; run scripts/doctor.py "
+            "data.root=FOLDER --all to check every file and replace the unreadable ones, or raise this"
         )
         with pytest.raises(LoaderError, match=message):
             drain(loader.batches(9, 18))
