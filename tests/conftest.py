@@ -168,13 +168,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that advances the clocks by 1000 seconds."""
-    jumped = [0.0]
-    seconds = time.perf_counter
-    monotonic = time.monotonic
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
-
-    def advance() -> None:
-        jumped[0] += 1000
-
-    return advance
+    jumps: list[int] = []
+    for real in (time.perf_counter, time.monotonic):
+        monkeypatch.setattr(time, real.__name__, lambda real=real: real() + sum(jumps))
+    return lambda: jumps.append(1000)

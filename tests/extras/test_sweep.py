@@ -113,15 +113,11 @@ from pathlib import Path
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 class Backwards(Sweeper):
-    def setup(self, *, hydra_context, task_function, config):
-        make = Plugins.instance().instantiate_launcher
-        self.launcher = make(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+    def setup(self, **given):
+        self.launcher = Plugins.instance().instantiate_launcher(**given)
     def sweep(self, arguments):
         Path("arguments").write_text(" ".join(arguments))
-        jobs = [["++train.seed=1"], ["++train.seed=0"]]
-        found = self.launcher.launch(jobs, initial_job_idx=0)
+        found = self.launcher.launch([["++train.seed=1"], ["++train.seed=0"]], initial_job_idx=0)
         Path("values").write_text(" ".join(str(each.return_value) for each in found))
 from hydra.core.config_store import ConfigStore
 node = {"_target_": "hydra_plugins.backwards.Backwards"}

@@ -2,7 +2,8 @@
 
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 
 
 @contextmanager
@@ -16,6 +17,4 @@ def soft_limit(kind: int, number: int) -> Iterator[None]:
         resource.setrlimit(kind, before)
 
 
-def file_size_limit(size: int) -> AbstractContextManager[None]:
-    """Files of this process cannot grow beyond `size` bytes in the `with` block."""
-    return soft_limit(resource.RLIMIT_FSIZE, size)
+file_size_limit = partial(soft_limit, resource.RLIMIT_FSIZE)  # the size in bytes of each file

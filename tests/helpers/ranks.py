@@ -93,9 +93,8 @@ class Job:
         """Wait for the process that has started the ranks; 128 + signal if one ended a rank."""
         if self._result is None:
             status = int(self._answer())
-            self._result = CompletedProcess(
-                self.command, status, self.read("out"), self.read("err")
-            )
+            outputs = self.read("out"), self.read("err")
+            self._result = CompletedProcess(self.command, status, *outputs)
         return self._result
 
     def kill(self) -> None:
@@ -116,16 +115,9 @@ def ranks_environment(number: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-    }
-    return [
-        {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(number)
-    ]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
 
 
 def run_rank(arguments: list[str], environment: dict[str, str], cwd: str, outputs: Path) -> int:

@@ -32,10 +32,9 @@ def make(folder: Path, *names: str | bytes) -> Path:
 
 def age(folder: Path) -> Path:
     """Set the mtime of every folder to an hour ago."""
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir():
-            info = path.stat()
-            os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns - 3600 * 10**9))
+    for path in filter(Path.is_dir, [folder, *folder.rglob("*")]):
+        info = path.stat()
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns - 3600 * 10**9))
     return folder
 
 

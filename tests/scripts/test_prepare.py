@@ -9,7 +9,7 @@ import shutil
 import struct
 import tarfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,16 @@ def tiny() -> Files:
 TINY_VAL = {f"val_{i}.JPEG": data for i, data in enumerate(FLAT.values())}
 
 
+def shards() -> Files:
+    """WebDataset shards whose labels are numbers; their keys contain the WordNet ids."""
+    parts: dict[str, dict[str, bytes | str]] = defaultdict(dict)
+    for path, data in RENAMED.items():
+        split, wnid, name = path.replace("val/", "validation/").split("/")
+        label = str(sorted(IDS.values()).index(wnid))
+        parts[f"imagenet-{split}-0.tar"] |= {name: data, name.replace("jpeg", "cls"): label}
+    return {shard: tar(files) for shard, files in parts.items()}
+
+
 def parquet(columns: dict[str, Any], *classes: str) -> bytes:
     """Return a file as Hugging Face writes it, with the names of the classes in its metadata."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -212,7 +222,8 @@ def numbered() -> Files:
     return {f"{name}.tar": shard for name in SHARDS}
 
 
-SHARDS = {f"data-{word}-{i}": word for word in ("train", "test") for i in range(2)}
+SPLITS = {"train": "train", "test": "val"}
+SHARDS = {f"data-{word}-{i}": split for word, split in SPLITS.items() for i in range(2)}
 
 
 def unnamed() -> Files:
@@ -246,22 +257,23 @@ FORMATS: dict[str, Format] = {
         {name: data for name, data in EXPECTED.items() if name.startswith("train")}
         | {f"val/{IDS[n]}/{name}": TINY_VAL[name] for n, name in zip(VAL, TINY_VAL, strict=True)},
     ),
+    "shards": (shards, RENAMED),
     "hugging face": (hugging_face, RENAMED),
     "CIFAR-10": CIFARS[10],
     "CIFAR-100": (lambda: {"cifar.tar.gz": tar(CIFARS[100][0](), "w:gz")}, CIFARS[100][1]),
     "numbers as labels": (
         numbered,
         {
-            f"{'val' if word == 'test' else 'train'}/{label:02d}/{name}_{label}.jpg": jpeg(label)
-            for name, word in SHARDS.items()
+            f"{split}/{label:02d}/{name}_{label}.jpg": jpeg(label)
+            for name, split in SHARDS.items()
             for label in (9, 10)
         },
     ),
     "parquet without names": (
         unnamed,
         {
-            f"{split}/{label}/{word}-00000-of-00001-{row:06d}_image.jpeg": jpeg(row)
-            for split, word in (("train", "plain_text_train"), ("val", "plain_text_test"))
+            f"{split}/{label}/plain_text_{word}-00000-of-00001-{row:06d}_image.jpeg": jpeg(row)
+            for word, split in SPLITS.items()
             for row, label in enumerate(("cat_dog", "tench", "tench", "cat_dog"))
         },
     ),
@@ -494,12 +506,6 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(
 # Smaller images.
 
 
-def opened(data: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(data))
-    image.load()
-    return image
-
-
 @pytest.mark.parametrize(
     ("kind", "mode", "size"),
     [
@@ -514,7 +520,8 @@ def test_a_smaller_image(kind: str, mode: str, size: tuple[int, int]) -> None:
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation: viewers rotate by 90 degrees
     data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)
-    made, short = opened(prepare.reencoded(data, "n01/n01_1.JPEG", 96)), min(96, *size)
+    made = Image.open(io.BytesIO(prepare.reencoded(data, "n01/n01_1.JPEG", 96)))
+    short = min(96, *size)
     assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", short)
     assert max(made.size) == pytest.approx(short * max(size) / min(size), abs=1)
     assert (made.width < made.height) == (size[0] < size[1])
@@ -522,8 +529,8 @@ def test_a_smaller_image(kind: str, mode: str, size: tuple[int, int]) -> None:
     assert [layer[1:3] for layer in made.layer] == [(2, 2), (1, 1), (1, 1)]  # type: ignore[attr-defined]  # 4:2:0
     exact = decode.open_picture(data, "pillow").pillow()
     exact = exact.resize(made.size, Image.Resampling.BILINEAR)  # Pillow's is antialiased
-    at_90 = opened(encoded(exact.convert("RGB"), quality=90, subsampling="4:2:0"))
-    difference = np.asarray(made, np.float64) - np.asarray(at_90)
+    at_90 = io.BytesIO(encoded(exact.convert("RGB"), quality=90, subsampling="4:2:0"))
+    difference = np.asarray(made, np.float64) - np.asarray(Image.open(at_90))
     assert (difference**2).mean() < 6  # levels; a PSNR of 40 dB
     assert prepare.reencoded(data, "a.png", 96) is data  # a file with another name is kept
     for name in ("a.jpg", "a.png"):  # also where the file would only be copied
@@ -536,8 +543,7 @@ def test_a_dataset_of_smaller_images(image_root: Path, tmp_path: Path, kind: str
     """Names, labels and the identity of the samples do not change; a small image is a link."""
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0
-    before = written(image_root)
-    after = written(to)
+    before, after = written(image_root), written(to)
     assert after == {name: prepare.reencoded(data, name, 96) for name, data in before.items()}
     report = report_of(to)
     kept = sum(after[name] == before[name] for name in before)
