@@ -111,7 +111,7 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
     words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
-    assert evaluate_script.evaluate_all(evaluate_script.arguments(words)) == 0
+    assert evaluate_script.evaluate_one(evaluate_script.arguments(words)) == 0
     names = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png", "evaluation.json"}
     names |= {"per_class.csv", "confusion.csv", "worst.csv"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
