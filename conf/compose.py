@@ -90,7 +90,7 @@ def from_words(
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(file), f"{file}: ")
     _set(tree, decided or {}, "decided: ")
-    planned = _flat(tree)
+    planned = dotted(tree)
     swept = _set_typed(tree, typed)
     config = _checked(tree, typed, runnable=runnable)
     config.typed, config.recipe = list(words), file.stem
@@ -232,8 +232,8 @@ def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
         if group in GROUPS and group != "recipe":
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
-            _set(tree, _dotted({group: read_yaml(file)}), f"{file}: ")
-    grouped = _flat(tree)
+            _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
+    grouped = dotted(tree)
     keys = [(name, value) for name, value in typed if name not in GROUPS]
     _set(tree, dict(keys))
     return {name for name, value in keys if grouped[name] != value}
@@ -254,23 +254,20 @@ def _recipe(file: Path) -> dict[str, Any]:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
             raise UserError(f"{file}: {reason}; correct it") from None
-    return _dotted(cast(dict[str, Any], OmegaConf.to_container(composed)))
+    return dotted(composed)
 
 
-def _dotted(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return section -> key -> value as dotted key -> value."""
-    dotted: dict[str, Any] = {}
+def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return section -> key -> value as dotted key -> value; interpolations as written."""
+    if isinstance(content, DictConfig):
+        content = cast(dict[str, Any], OmegaConf.to_container(content))
+    keys: dict[str, Any] = {}
     for section, values in content.items():
         if isinstance(values, dict) and section not in NOT_KEYS:
-            dotted |= {f"{section}.{key}": value for key, value in values.items()}
+            keys |= {f"{section}.{key}": value for key, value in values.items()}
         elif section not in NOT_KEYS:  # a mistake
-            dotted[section] = values
-    return dotted
-
-
-def _flat(tree: DictConfig) -> dict[str, Any]:
-    """Dotted key -> value, for every key; interpolations as written."""
-    return _dotted(cast(dict[str, Any], OmegaConf.to_container(tree)))
+            keys[section] = values
+    return keys
 
 
 def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
@@ -279,7 +276,7 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    words, values, left_out = dict(typed), _flat(tree), set[str]()
+    words, values, left_out = dict(typed), dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
@@ -370,7 +367,7 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
 
 BASE_YAML = read_yaml(FOLDER / "config.yaml")
 DEFAULT_RECIPE: str = next(each["recipe"] for each in BASE_YAML["defaults"] if "recipe" in each)
-DEFAULT_NAMES = names_in(list(_dotted(BASE_YAML).values()))  # of code that a fork may lack
+DEFAULT_NAMES = names_in(list(dotted(BASE_YAML).values()))  # of code that a fork may lack
 MULTIRUN = str(BASE_YAML.get("multirun"))  # the program behind -m
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
-_set(DEFAULTS, _dotted(BASE_YAML), "conf/config.yaml: ")
+_set(DEFAULTS, dotted(BASE_YAML), "conf/config.yaml: ")

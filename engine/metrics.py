@@ -105,9 +105,8 @@ class BestBy:
         best_by = cls(text.removeprefix("-"), text.startswith("-"))
         metric = METRICS.get(best_by.name)
         if metric is not None and metric.lower != best_by.lower:
-            better, remedy = ("lower", "-") if metric.lower else ("higher", "")
-            remedy += best_by.name
-            raise UserError(f"train.best_by={text}: {better} values are better; give {remedy}")
+            better, give = ("lower", "give -") if metric.lower else ("higher", "give ")
+            raise UserError(f"train.best_by={text}: {better} is better; {give}{best_by.name}")
         return best_by
 
     def check(self, names: Sequence[str]) -> None:

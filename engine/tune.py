@@ -65,7 +65,7 @@ RESERVE = 1.4
 # The beginnings of what a run's identity has about the speed of its step and its images.
 MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
 
-Tried = dict[int, StepTimes]  # number of workers -> of some steps, in order
+Tried = dict[int, StepTimes]  # number of workers -> times of some steps, in order
 Trials = dict[str, Tried]  # by mode of the dataset
 
 
@@ -137,7 +137,7 @@ class Tuner:
     """Measures all ranks at once. Each figure is that of the slowest rank."""
 
     feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
-    train_on_batch: Callable[[Batch], object]  # really; the caller restores the state
+    train_on_batch: Callable[[Batch], object]  # a real step; the caller restores the state
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded

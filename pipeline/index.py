@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conf.schema import UserError, did_you_mean
-from pipeline import machine
+from pipeline import listing, machine
 from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
 from pipeline.listing import EXTENSIONS, LeftOut, count_left_out, is_image, walk, why_left_out
 from pipeline.shared import SharedArray
@@ -41,7 +41,6 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 # each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
-SPLITS = set(b"train training val valid validation test testing".split())  # no names of classes
 LOOSE = "in no class folder"  # why an image is left out
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
@@ -226,12 +225,12 @@ def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, lis
     with ThreadPoolExecutor(THREADS) as pool:
         listings = list(pool.map(partial(_list_class, base, others), names))
     classes = {name: images for name, (images, _) in zip(names, listings, strict=True)}
-    for name, images in classes.items():
-        folder = f"{given}: class folder {os.fsdecode(name)}"
+    for name, images in zip(map(os.fsdecode, classes), classes.values(), strict=True):
+        folder = f"{given}: class folder {name}"
         if not images:
             kinds = b", ".join(EXTENSIONS[:4]).decode()
             raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
-        if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
+        if name.lower() in listing.SPLITS and all(path.count(b"/") > 1 for path in images):
             raise UserError(f"{folder} holds folders of images only, as a split; move it away")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
     return classes, [base, *chain.from_iterable(folders for _, folders in listings)]
@@ -244,9 +243,11 @@ def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes],
     for folder, _, names in walk(os.path.join(base, name), others):
         folders.append(folder)
         below = os.path.relpath(folder, base)
-        images += [os.path.join(below, each) for each in names if is_image(each)]
-        rest = [each for each in names if not is_image(each)]
-        others |= {os.path.join(folder, each): why_left_out(each) for each in rest}
+        for file in names:
+            if is_image(file):
+                images.append(os.path.join(below, file))
+            else:
+                others[os.path.join(folder, file)] = why_left_out(file)
     return sorted(images), folders
 
 

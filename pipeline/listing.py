@@ -11,6 +11,9 @@ EXTENSIONS = tuple(
 )
 # Folders that macOS, Synology, QNAP, Windows and ext4 create next to the folders of a user.
 SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split())
+# Words in the names of files and folders -> the split that they name.
+SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
 
 

@@ -94,7 +94,7 @@ class Worker:
 class Pool(contextlib.AbstractContextManager["Pool"]):
     """Workers for the rings of training and validation, for the whole run.
 
-    It starts no thread: replies are handled inside `submit`, `done`, `wait` and `activate`, so that
+    It starts no thread: replies are handled when the training process calls a method, so that
     nothing competes with the training loop for the GIL. Until `activate` starts workers, tasks run
     in this process. A worker is kept until the end of the `with` block, which kills all of them: an
     idle one costs memory only, and ten new ones take seconds to start.

@@ -65,7 +65,7 @@ import re
 import shlex
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -329,13 +329,14 @@ def run(options: argparse.Namespace) -> int:
     trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")
-    trained.config.model.channels_last = False
+    model = replace(trained.config.model, channels_last=False)
+    trained = replace(trained, config=replace(trained.config, model=model))
     name = trained.name if trained.stored else trained.path.stem
     out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
     if out.exists() and (options.to == "hub" or out.samefile(trained.path)):
         raise UserError(f"--out {out}: is there already; give another name")
-    if options.to == "hub" and not (model := trained.config.model.name).startswith("timm/"):
-        raise UserError(f"--to hub: timm has no model.name={model}; give --to safetensors")
+    if options.to == "hub" and not model.name.startswith("timm/"):
+        raise UserError(f"--to hub: timm has no model.name={model.name}; give --to safetensors")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:

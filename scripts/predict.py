@@ -186,7 +186,8 @@ class Predictor:
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 taken = f"the model takes {self.channels} of {self.dtype}"
-                raise ValueError(f"{pixels.shape[-1]} channels of {pixels.dtype}, {taken}")
+                text = f"has {pixels.shape[-1]} channels of {pixels.dtype}, {taken}"
+                raise decode.UnreadableError(text)
             pixels = np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
             return Result(path, {IMAGE: pixels})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...

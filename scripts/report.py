@@ -5,10 +5,10 @@
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
 Reads config.yaml, metrics.jsonl, summary.json and verdict.json of each run directory. Files may be
-missing: a run may be in progress, killed, or of another version. A folder of runs
-stands for its runs. The report is one self-contained file. Without --out it is report.html
-in the given folder, or for several folders in the current one. Every numeric key of metrics.jsonl
-gets a chart, including metrics that a fork adds, unless it is always 0.
+missing: a run may be in progress, killed, or of another version. A folder of runs stands for its
+runs. The report is one self-contained file. Without --out it is report.html in the given folder, or
+for several folders in the current one. Every numeric key of metrics.jsonl gets a chart, including
+metrics that a fork adds, unless it is always 0.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -50,7 +50,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 
 from conf import cli
-from conf.compose import read_yaml
+from conf.compose import dotted, read_yaml
 from conf.schema import UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
@@ -132,8 +132,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     if run.config_text:
-        sections = read_yaml(folder / "config.yaml").items()
-        run.config = {f"{name}.{key}": v for name, keys in sections for key, v in keys.items()}
+        run.config = dotted(read_yaml(folder / "config.yaml"))
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))

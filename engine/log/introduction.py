@@ -89,8 +89,8 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
     if "optim.name" in config.changed and not typed_keys(config.typed) & {"optim", "optim.lr"}:
-        found = f"optim.lr={config.optim.lr:g} and optim.weight_decay={config.optim.weight_decay:g}"
-        notes.append(f"{found} are not for {config.optim.name}; type both, such as optim.lr=0.001")
+        lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
+        notes.append(f"{lr} is that of another optimiser than {name}; type it, too, such as 0.001")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."

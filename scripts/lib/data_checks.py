@@ -24,7 +24,7 @@ LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
 # Files that training accepts, but that are better converted once, are a warning above this part.
 MAX_ODD = 0.01
-SLOW = "slow to decode: progressive, CMYK or over 25 megapixels"
+SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
 MISNAMED = "of another format than their ending says"
 TURNED = "rotated by their EXIF data"
 CURES = {

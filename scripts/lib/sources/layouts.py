@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from conf.schema import UserError
-from pipeline.listing import LeftOut, count_left_out, walk, why_left_out
+from pipeline.listing import SPLITS, LeftOut, count_left_out, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
@@ -22,9 +22,6 @@ WHAT = (
     "give ImageNet's official tar files, Kaggle's folder, Tiny ImageNet, CIFAR, Parquet files, "
     "WebDataset shards, or a folder with one folder per class; unpack a zip file"
 )
-# Words in the names of files and folders -> split.
-SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
-SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 OTHER = "other"  # split of images that are left out
 
 
