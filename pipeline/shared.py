@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import reduction
 from typing import Any
@@ -77,47 +77,42 @@ _locked: dict[int, int] = {}  # address -> bytes that `page_locked` has locked i
 
 
 @contextmanager
-def page_locked(arrays: Sequence[SharedArray]) -> Iterator[None]:
+def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[None]]:
     """Page-lock arrays in the `with` block, so that copies to a GPU are asynchronous.
 
-    It saves the copy into pinned memory that torch's DataLoader makes. If one array cannot be
-    page-locked, all of them remain ordinary memory, with a warning. No copy from them may be in
-    progress at the end of the block.
+    It saves the copy into pinned memory that torch's DataLoader makes. Locking takes a second, so a
+    thread does it while the block begins; what is not locked yet is copied as ordinary memory. The
+    block gets the Future of this thread. If an array cannot be page-locked, it and the rest remain
+    ordinary memory, with a warning. No copy from them may be in progress at the end of the block.
     """
-    # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the next
-    # kernel launch of the same thread.
+    # A thread is also needed because CUDA reports a failure to page-lock again, at the next kernel
+    # launch of the same thread.
     with ThreadPoolExecutor(1) as thread:
-        failed = thread.submit(_lock, arrays, torch.cuda.current_device()).result()
-    if failed:
-        logger.warning(
-            "%s, so the batch buffers are ordinary memory and copies to the GPU "
-            "are slower; raise ulimit -l or the memory limit",
-            failed,
-        )
-    try:
-        yield
-    finally:
-        _unlock(arrays)
+        locking = thread.submit(_lock, arrays, torch.cuda.current_device())
+        try:
+            yield locking
+        finally:
+            locking.result()
+            for shared in arrays:
+                address = shared.array.ctypes.data
+                if _locked.pop(address, None) is not None:
+                    torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _lock(arrays: Sequence[SharedArray], device: int) -> str:
-    """Page-lock all arrays, or none; return what failed."""
+def _lock(arrays: Sequence[SharedArray], device: int) -> None:
     torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
     for shared in arrays:
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(error) != 0:
-            _unlock(arrays)
-            return f"{size / 2**20:.1f} MiB cannot be page-locked ({error})"
+            logger.warning(
+                "%.1f MiB cannot be page-locked (%s), so batch buffers are ordinary memory and "
+                "copies to the GPU are slower; raise ulimit -l or the memory limit",
+                size / 2**20,
+                error,
+            )
+            return
         _locked[address] = size
-    return ""
-
-
-def _unlock(arrays: Sequence[SharedArray]) -> None:
-    for shared in arrays:
-        address = shared.array.ctypes.data
-        if _locked.pop(address, None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def page_locked_bytes() -> int:

@@ -68,10 +68,10 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("most", [9, 1])
-def test_all_buffers_or_none_are_page_locked(
+def test_page_locked_buffers_are_unlocked_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
 ) -> None:
-    """Each is unlocked once: a second time is an error that a later CUDA call would report."""
+    """A second time is an error that a later CUDA call would report."""
     locked: list[int] = []
 
     def register(pointer: int, size: int, flags: int) -> int:
@@ -85,11 +85,12 @@ def test_all_buffers_or_none_are_page_locked(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
-    with page_locked(arrays):
-        assert len(locked) == (2 if most == 9 else 0)
-        assert page_locked_bytes() == (8 * 9 + 7 * 8 if most == 9 else 0)
+    with page_locked(arrays) as locking:
+        locking.result()
+        assert len(locked) == min(most, 2)
+        assert page_locked_bytes() == (8 * 9 + 7 * 8 if most == 9 else 8 * 9)
     assert not locked and page_locked_bytes() == 0
-    warning = "0.0 MiB cannot be page-locked (2), so the batch buffers are "
+    warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
 
@@ -98,12 +99,14 @@ def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> N
     """Page-locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
-    with page_locked(arrays):
+    with page_locked(arrays) as locking:
+        locking.result()
         assert pixels[3].is_pinned() and labels.is_pinned()
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with page_locked(arrays):
+    with page_locked(arrays[::-1]) as locking:
+        locking.result()
         assert float(torch.ones(5, device="cuda").sum()) == 5
         assert not pixels.is_pinned()
         assert caplog.text.count("cannot be page-locked") == 1
