@@ -74,16 +74,11 @@ Typed = Sequence[tuple[str, Any]]
 """The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
-def from_words(
-    words: Sequence[str] = (), *, runnable: bool = True, decided: Values | None = None
-) -> Config:
+def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> Config:
     """Compose and check a config from the words of a command line.
 
+    `decided`: values that replace the recipe's; other values of the recipe may refer to them.
     Raises UserError for a key, group choice or value that is not allowed.
-
-    Args:
-        runnable: refuse a config without data.root, which has no default.
-        decided: values that replace the recipe's. Other values of the recipe may refer to them.
     """
     typed = read_words(words)
     file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
@@ -92,7 +87,7 @@ def from_words(
     _set(tree, decided or {}, "decided: ")
     planned = dotted(tree)
     swept = _set_typed(tree, typed)
-    config = _checked(tree, typed, runnable=runnable)
+    config = _checked(tree, typed)
     config.typed, config.recipe = list(words), file.stem
     config.expect = read_yaml(file).get("expect")
     config.changed = _changes(planned, tree, config)
@@ -120,7 +115,7 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
-    config = _checked(tree, typed, runnable=False)
+    config = _checked(tree, typed)
     config.typed = list(words)
     return config
 
@@ -270,7 +265,7 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
+def _checked(tree: DictConfig, typed: Typed) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
@@ -299,7 +294,7 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
     if "train.epochs" in words and "schedule.warmup_epochs" not in words and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
-    check(config, runnable=runnable)
+    check(config)
     for key in words:
         if key in FIELDS:
             _check_effect(key, config)

@@ -507,11 +507,8 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
     return other if name == "size" and node == size else node
 
 
-def check(config: Config, *, runnable: bool = True) -> None:
-    """Refuse values that the types accept but the program does not with a UserError.
-
-    `runnable`: also refuse a missing data.root.
-    """
+def check(config: Config) -> None:
+    """Refuse values that the types accept but the program does not with a UserError."""
     for name, value in config_values(config).items():
         allowed = FIELDS[name].metadata["check"]
         if not allowed.allows(value):
@@ -524,7 +521,11 @@ def check(config: Config, *, runnable: bool = True) -> None:
     if 0 < epochs <= warmup:
         given = f"schedule.warmup_epochs={show(warmup)}: not less than train.epochs={show(epochs)}"
         raise UserError(f"{given}; give schedule.warmup_epochs={epochs / 10:g}")
-    if runnable and config.data.source == "folder" and not config.data.root:
+
+
+def require_root(config: Config) -> None:
+    """Refuse to train without data.root, which has no default, with a UserError."""
+    if config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `make demo`, which draws its own"
