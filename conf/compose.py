@@ -31,7 +31,6 @@ from conf.schema import (
     FIELDS,
     FOLDER,
     GROUPS,
-    KEYS,
     NAMES,
     Config,
     RunConfig,
@@ -47,7 +46,7 @@ from conf.schema import (
     with_size,
 )
 
-SECTIONS = {name.split(".")[0] for name in KEYS}
+SECTIONS = {name.split(".")[0] for name in FIELDS}
 NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
 # Keys with a word as value, mostly a path.
 TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
@@ -70,8 +69,6 @@ NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
-Typed = Sequence[tuple[str, Any]]
-"""The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
 def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> Config:
@@ -81,7 +78,7 @@ def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> C
     Raises UserError for a key, group choice or value that is not allowed.
     """
     typed = read_words(words)
-    file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
+    file = typed.get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(file), f"{file}: ")
     _set(tree, decided or {}, "decided: ")
@@ -104,14 +101,14 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
     typed = read_words(words)
-    values = {name: stored[name] for name in KEYS if name in stored}
+    values = {name: stored[name] for name in FIELDS if name in stored}
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    for name, value in typed:
-        if name == "recipe":
-            raise UserError(f"recipe={value.stem}: the checkpoint holds the whole config; omit it")
-        values.pop(name, None)  # this version may refuse it
+    if file := typed.get("recipe"):
+        raise UserError(f"recipe={file.stem}: the checkpoint holds the whole config; omit it")
+    for name in values.keys() & typed.keys():
+        del values[name]  # this version may refuse it
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
@@ -154,13 +151,14 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
-def read_words(words: Iterable[str]) -> Typed:
+def read_words(words: Iterable[str]) -> dict[str, Any]:
     """Read the words of a command line; `+` and `++` before a key mean nothing.
 
     A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
+    Returns dotted key -> value, and group -> file of its choice; the last of equal ones counts.
     Raises UserError for a key, choice or value that no config allows.
     """
-    typed, tried = [], copy.deepcopy(DEFAULTS)
+    typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
     for text in words:
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
@@ -182,7 +180,7 @@ def read_words(words: Iterable[str]) -> Typed:
                 value = word if override.is_sweep_override() else override.value()
         if name not in GROUPS:
             _set(tried, {name: value})  # refuses a mistake before Hydra composes
-        typed.append((name, value))
+        typed[name] = value
     return typed
 
 
@@ -216,22 +214,22 @@ def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
 
 
-def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
+def _set_typed(tree: DictConfig, typed: Values) -> set[str]:
     """Set the typed groups in place, then the typed keys; return the keys with another value.
 
     A group of a section with a name (optim, schedule, model) also resets the keys that it does not
     set, because the values of a recipe for one optimiser are wrong for another. In other sections
     the values of the recipe stay: data=fake keeps the image size.
     """
-    for group, file in dict(typed).items():
+    for group, file in typed.items():
         if group in GROUPS and group != "recipe":
             if f"{group}.name" in FIELDS:
                 tree[group] = copy.deepcopy(DEFAULTS[group])
             _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = dotted(tree)
-    keys = [(name, value) for name, value in typed if name not in GROUPS]
-    _set(tree, dict(keys))
-    return {name for name, value in keys if grouped[name] != value}
+    keys = {name: value for name, value in typed.items() if name in FIELDS}
+    _set(tree, keys)
+    return {name for name, value in keys.items() if grouped[name] != value}
 
 
 @cache
@@ -265,19 +263,19 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, typed: Typed) -> Config:
+def _checked(tree: DictConfig, typed: Values) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    words, values, left_out = dict(typed), dotted(tree), set[str]()
+    values, left_out = dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
         absent = {n for n in names_in(value) if not is_there(n)} if key in CODE_KEYS else set()
-        for name in sorted(absent if key in words else absent - DEFAULT_NAMES):
+        for name in sorted(absent if key in typed else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
             entries = value if isinstance(value, list) else []
@@ -291,13 +289,12 @@ def _checked(tree: DictConfig, typed: Typed) -> Config:
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
-    if "train.epochs" in words and "schedule.warmup_epochs" not in words and warmup > epochs / 2:
+    if "train.epochs" in typed and "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
     check(config)
-    for key in words:
-        if key in FIELDS:
-            _check_effect(key, config)
+    for key in FIELDS.keys() & typed.keys():
+        _check_effect(key, config)
     if left_out:
         names = ", ".join(sorted(left_out))
         config.notes += [f"left out, because it is not in this copy: {names}"]

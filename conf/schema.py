@@ -555,5 +555,4 @@ FIELDS = {
     if is_dataclass(section.type)
     for f in fields(section.type)
 }
-KEYS = list(FIELDS)
-NAMES = [*KEYS, *GROUPS]
+NAMES = [*FIELDS, *GROUPS]
