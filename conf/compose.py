@@ -36,13 +36,12 @@ from conf.schema import (
     RunConfig,
     UserError,
     check,
-    config_values,
     did_you_mean,
     group_names,
     last_name,
     result_keys,
     show,
-    unmet,
+    typed_keys,
     with_size,
 )
 
@@ -84,9 +83,8 @@ def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> C
     _set(tree, decided or {}, "decided: ")
     planned = dotted(tree)
     swept = _set_typed(tree, typed)
-    config = _checked(tree, typed)
-    config.typed, config.recipe = list(words), file.stem
-    config.expect = read_yaml(file).get("expect")
+    config = _checked(tree, words)
+    config.recipe, config.expect = file.stem, read_yaml(file).get("expect")
     config.changed = _changes(planned, tree, config)
     if config.run.name is None:
         tree.run.name = _run_name(file.stem, config, swept)
@@ -112,9 +110,7 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
-    config = _checked(tree, typed)
-    config.typed = list(words)
-    return config
+    return _checked(tree, words)
 
 
 def _choice_file(group: str, choice: str) -> Path:
@@ -263,13 +259,13 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, typed: Values) -> Config:
+def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    values, left_out = dotted(tree), set[str]()
+    typed, values, left_out = typed_keys(words), dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
@@ -288,27 +284,16 @@ def _checked(tree: DictConfig, typed: Values) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
+    config.typed = list(words)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "train.epochs" in typed and "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
     check(config)
-    for key in FIELDS.keys() & typed.keys():
-        _check_effect(key, config)
     if left_out:
         names = ", ".join(sorted(left_out))
         config.notes += [f"left out, because it is not in this copy: {names}"]
     return config
-
-
-def _check_effect(key: str, config: Config) -> None:
-    """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), unmet(config, key)
-    if when:
-        because = " and ".join(f"{other}={show(values[other])}" for other in when)
-        needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
-        shown = f"{key}={show(values[key])}"
-        raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
 
 
 def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:

@@ -508,11 +508,19 @@ def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
 
 
 def check(config: Config) -> None:
-    """Refuse values that the types accept but the program does not with a UserError."""
-    for name, value in config_values(config).items():
-        allowed = FIELDS[name].metadata["check"]
+    """Refuse values that the program does not accept, and typed keys without effect.
+
+    Raises UserError, which names the key that disables another one.
+    """
+    values, typed = config_values(config), typed_keys(config.typed)
+    for name, value in values.items():
+        allowed, shown = FIELDS[name].metadata["check"], f"{name}={show(value)}"
         if not allowed.allows(value):
-            raise UserError(f"{name}={show(value)}: not allowed; give {allowed.says}")
+            raise UserError(f"{shown}: not allowed; give {allowed.says}")
+        if name in typed and (when := unmet(config, name)):
+            others = " and ".join(f"{other}={show(values[other])}" for other in when)
+            needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
+            raise UserError(f"{shown}: has no effect with {others}; give {needed}, or leave it out")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
