@@ -58,7 +58,6 @@ def build(
         args: further arguments of the model's function.
     """
     options = dict(args or {})
-    given = f"model.args={show(options)}"
     create = _function(name, pretrained)
     if in_channels != RGB or "in_channels" in inspect.signature(create).parameters:
         options["in_channels"] = in_channels
@@ -82,8 +81,8 @@ def build(
         if not isinstance(error, AssertionError) and not args and in_channels == RGB:
             raise
         raise UserError(
-            f"model.name={name}: cannot be built for data.image_size={image_size} and {given} "
-            f"({reason}); change one of them"
+            f"model.name={name}: cannot be built for data.image_size={image_size} and "
+            f"model.args={show(dict(args or {}))} ({reason}); change one of them"
         ) from None
 
 
