@@ -182,12 +182,11 @@ def read_words(words: Iterable[str]) -> dict[str, Any]:
 
 def _advice(name: str) -> str:
     """Name the key or group that is meant by an unknown one, such as `lr` of another trainer."""
-    lasts: dict[str, list[str]] = {}
-    for known in NAMES:
-        lasts.setdefault(known.rpartition(".")[2], []).append(known)
+    lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    close = difflib.get_close_matches(word, lasts, 1, 0.7)
-    return f"did you mean {' or '.join(lasts[close[0]])}?" if close else "--help lists all keys"
+    close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
+    meant = [known for known, last in lasts.items() if last in close]
+    return f"did you mean {' or '.join(meant)}?" if meant else "--help lists all keys"
 
 
 def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
