@@ -155,11 +155,9 @@ def _is_entry(value: Any) -> bool:
     return ":" in str(next(iter(value), "") if isinstance(value, dict) else value)
 
 
-def last_name(path: Any) -> Any:
+def last_name(path: str | None) -> str | None:
     """Return the last part of a path, for the name of a run."""
-    if not path or not isinstance(path, str):
-        return path  # also a value that its check refuses later
-    return os.path.basename(os.path.abspath(os.path.expanduser(path)))
+    return path and os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
 def after_colon(name: str) -> str:
