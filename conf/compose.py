@@ -42,7 +42,6 @@ from conf.schema import (
     result_keys,
     show,
     typed_keys,
-    with_size,
 )
 
 SECTIONS = {name.split(".")[0] for name in FIELDS}
@@ -111,6 +110,15 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     _set(tree, values, "the checkpoint: ")
     _set_typed(tree, typed)
     return _checked(tree, words)
+
+
+def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
+    """Return transforms with `other` in place of every parameter `size` of this value."""
+    if isinstance(node, Mapping):
+        return {key: with_size(inner, size, other, key) for key, inner in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str):  # also OmegaConf's lists
+        return [with_size(inner, size, other, name) for inner in node]
+    return other if name == "size" and node == size else node
 
 
 def _choice_file(group: str, choice: str) -> Path:

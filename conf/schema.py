@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -494,15 +494,6 @@ def result_keys(config: Config) -> dict[str, Any]:
         for name, value in config_values(config).items()
         if FIELDS[name].metadata["affects"] == RESULT and not unmet(config, name)
     }
-
-
-def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
-    """Return transforms with `other` in place of every parameter `size` of this value."""
-    if isinstance(node, Mapping):
-        return {key: with_size(inner, size, other, key) for key, inner in node.items()}
-    if isinstance(node, Sequence) and not isinstance(node, str):  # also OmegaConf's lists
-        return [with_size(inner, size, other, name) for inner in node]
-    return other if name == "size" and node == size else node
 
 
 def check(config: Config) -> None:

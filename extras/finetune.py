@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import models
-from conf.compose import from_words
-from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
+from conf.compose import from_words, with_size
+from conf.schema import Config, UserError, config_values, show, typed_keys
 from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
