@@ -138,12 +138,6 @@ def span(high: float) -> Check:
     return Check(lambda values: pair.allows(values) and values[0] <= values[1], says)
 
 
-def _are_weights(value: Any) -> bool:
-    """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
-    numbers = value.values() if isinstance(value, dict) else [None]
-    return bool(value) and all(map(POSITIVE.allows, numbers))
-
-
 def _is_fold(value: Any) -> bool:
     """Whether this is the number of a fold and of all folds, such as 2/5."""
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value or "")
@@ -182,7 +176,10 @@ ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "names and values in braces, such as {drop_path_rate: 0.1}",
 )
-WEIGHTS = Check(_are_weights, "weights > 0 by class in braces, such as {cat: 1, dog: 3}")
+WEIGHTS = Check(  # a name such as 10 is read as a number
+    lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
+    "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
+)
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
