@@ -1,9 +1,8 @@
 """Compose a checked `Config` from layers.
 
 From low to high: the defaults of the schema and of conf/config.yaml; the groups and the recipe,
-which Hydra merges, or the values in a checkpoint; the values that the program decides; typed
-groups; typed keys. A mistake is one line with the word or the file, what is allowed and the nearest
-name.
+which Hydra merges; the values that the program decides, or those in a checkpoint; typed groups;
+typed keys. A mistake is one line with the word or the file, what is allowed and the nearest name.
 """
 
 import copy
@@ -72,21 +71,32 @@ Values = Mapping[str, Any]
 def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> Config:
     """Compose and check a config from the words of a command line.
 
+    A typed group of a section with a name (optim, schedule, model) also resets the keys that it
+    does not set, because the values of a recipe for one optimiser are wrong for another. In other
+    sections the values of the recipe stay: data=fake keeps the image size.
+
     `decided`: values that replace the recipe's; other values of the recipe may refer to them.
     Raises UserError for a key, group choice or value that is not allowed.
     """
     typed = read_words(words)
-    file = typed.get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
+    groups = {name: typed.pop(name) for name in GROUPS if name in typed}
+    recipe = groups.pop("recipe", None) or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
-    _set(tree, _recipe(file), f"{file}: ")
-    _set(tree, decided or {}, "decided: ")
+    _set(tree, _recipe(recipe), f"{recipe}: ")
+    _set(tree, decided or {}, "the checkpoint or the weights: ")
     planned = dotted(tree)
-    swept = _set_typed(tree, typed)
+    for group, file in groups.items():
+        if f"{group}.name" in FIELDS:
+            tree[group] = copy.deepcopy(DEFAULTS[group])
+        _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
+    grouped = dotted(tree)
+    _set(tree, typed)
     config = _checked(tree, words)
-    config.recipe, config.expect = file.stem, read_yaml(file).get("expect")
+    config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(planned, tree, config)
     if config.run.name is None:
-        tree.run.name = _run_name(file.stem, config, swept)
+        swept = {name for name, value in typed.items() if grouped[name] != value}
+        tree.run.name = _run_name(recipe.stem, config, swept)
         config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
     return config
 
@@ -106,10 +116,7 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
         raise UserError(f"recipe={file.stem}: the checkpoint holds the whole config; omit it")
     for name in values.keys() & typed.keys():
         del values[name]  # this version may refuse it
-    tree = copy.deepcopy(DEFAULTS)
-    _set(tree, values, "the checkpoint: ")
-    _set_typed(tree, typed)
-    return _checked(tree, words)
+    return from_words(words, decided=values)
 
 
 def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
@@ -215,24 +222,6 @@ def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
         several = "; `train.py -m` trains once for each of several values"
         more = several if isinstance(value, str) and "," in value else ""
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
-
-
-def _set_typed(tree: DictConfig, typed: Values) -> set[str]:
-    """Set the typed groups in place, then the typed keys; return the keys with another value.
-
-    A group of a section with a name (optim, schedule, model) also resets the keys that it does not
-    set, because the values of a recipe for one optimiser are wrong for another. In other sections
-    the values of the recipe stay: data=fake keeps the image size.
-    """
-    for group, file in typed.items():
-        if group in GROUPS and group != "recipe":
-            if f"{group}.name" in FIELDS:
-                tree[group] = copy.deepcopy(DEFAULTS[group])
-            _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
-    grouped = dotted(tree)
-    keys = {name: value for name, value in typed.items() if name in FIELDS}
-    _set(tree, keys)
-    return {name for name, value in keys.items() if grouped[name] != value}
 
 
 @cache
