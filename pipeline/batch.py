@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import UserError
+from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: the mixed form of `Mixing.label`
@@ -153,7 +154,7 @@ class DeviceSlot:
 
     def __post_init__(self) -> None:
         self.reused = self.format.device.type == "cuda"
-        self.consumed: Any = None  # the event after which the step no longer reads the batch
+        self.events = BatchEvents()  # of the batch; after `end`, the step no longer reads it
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def copy(self, name: str, value: Tensor) -> Tensor:

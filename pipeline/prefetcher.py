@@ -11,7 +11,7 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -22,8 +22,6 @@ from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.pool import Loader
-
-Uploaded = tuple[Batch, BatchEvents]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
         self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
         self.clock = StepClock(self.cuda)
-        self._current = self.slots[0]  # holds the consumer's batch
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
@@ -88,7 +85,7 @@ class Prefetcher:
             self._thread.submit(lambda: None).result()
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Future[Uploaded]]] = deque()
+        ready: deque[tuple[DeviceSlot, Future[Batch]]] = deque()
         count = 0
         self.clock.start()
         while True:
@@ -104,36 +101,21 @@ class Prefetcher:
             if not ready[0][1].done():
                 self.loader.pool.receive()  # meanwhile, workers get tasks
                 continue
-            self._current, upload = ready.popleft()
-            batch, events = upload.result()
+            slot, upload = ready.popleft()
+            batch = upload.result()
             if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
-            self.clock.begin_step(events)
+                torch.cuda.current_stream(self.format.device).wait_event(slot.events.copy_end)
+            self.clock.begin_step(slot.events)
             yield batch
-            self.end_step()
+            self.clock.end_step()
 
-    def _begin(self, host: HostBatch, slot: DeviceSlot) -> Future[Uploaded]:
+    def _begin(self, host: HostBatch, slot: DeviceSlot) -> Future[Batch]:
         """Fill a slot in the thread, or at once if there is none."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot)
-        uploaded: Future[Uploaded] = Future()
+        uploaded: Future[Batch] = Future()
         uploaded.set_result(self._enqueue(host, slot))
         return uploaded
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Keep the `with` block out of the timing; the consumer is done with its batch."""
-        self.end_step()
-        yield
-        self.clock.skip()
-
-    def end_step(self) -> None:
-        """Note that the consumer has launched all kernels that read its batch.
-
-        Taking the next batch does the same.
-        """
-        if (end := self.clock.end_step()) is not None:
-            self._current.consumed = end
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""
@@ -142,12 +124,13 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Uploaded:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Batch:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
-        events, dataset = BatchEvents(), self.loader.dataset
+        before, slot.events = slot.events, BatchEvents()
+        events, dataset = slot.events, self.loader.dataset
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
-            if self.side is not None and slot.consumed is not None:
-                self.side.wait_event(slot.consumed)
+            if self.side is not None and before.end is not None:
+                self.side.wait_event(before.end)
             events.copy_begin = self.clock.now()
             try:
                 fields = dataset.on_device(host.fields, slot)
@@ -165,4 +148,4 @@ class Prefetcher:
                 if self.mixing.label is not None:
                     fields[TARGET] = slot.copy(TARGET, targets)
             events.copy_end = self.clock.now()
-        return Batch(fields, samples, host.step), events
+        return Batch(fields, samples, host.step)

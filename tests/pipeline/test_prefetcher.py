@@ -94,7 +94,7 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
         for batch in prefetcher.batches(0, 4):
             clock.now += 0.1
             if batch.step == 1:
-                with prefetcher.pause():
+                with prefetcher.clock.pause():
                     clock.now += 1
         found = prefetcher.clock.step_times()
     assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
