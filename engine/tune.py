@@ -308,7 +308,6 @@ class Tuner:
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
         for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
-            batch.release(None)
             if batch.step == self.next_step:  # every worker has begun
                 loader.ring.replies.clear()
             elif time.perf_counter() - began > MEASURE_SECONDS / 2:

@@ -5,7 +5,7 @@ same names.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +109,6 @@ class Batch:
         self.samples.copy_(other.samples)
         for name, tensor in self.fields.items():
             tensor.copy_(other.fields[name])
-
-
-@dataclass(frozen=True)
-class HostBatch(Batch):
-    """One complete slot. Valid until `release` has been called and its event has completed."""
-
-    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 
 from conf.schema import RunError
 from pipeline import machine
-from pipeline.batch import HostBatch
+from pipeline.batch import Batch
 from pipeline.ring import (
     CHECK,
     EMPTY_ROW,
@@ -250,7 +249,7 @@ class Loader:
     pool: Pool
     number: int  # of the ring, in the pool
     samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
-    in_use: int  # unreleased batches that the consumer may have when it asks for another
+    in_use: int  # batches that the consumer may still read when it asks for another
 
     def __post_init__(self) -> None:
         self.ring = self.pool.rings[self.number]
@@ -260,7 +259,7 @@ class Loader:
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
-    def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
         for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(tasks)
@@ -273,12 +272,15 @@ class Loader:
             step, tasks = self._queue.popleft()
             self.pool.wait(tasks)
             slot = step % self.ring.slots
-            yield HostBatch(
+            yield Batch(
                 {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.memory.items()},
                 torch.from_numpy(self.ring.samples.array[slot]),
                 step,
-                partial(self._copied.__setitem__, slot),
             )
+
+    def keep_until(self, copied: Any, batch: Batch) -> None:
+        """Let no worker write into a batch before the event of the copy out of it has completed."""
+        self._copied[batch.step % self.ring.slots] = copied
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""
@@ -296,7 +298,7 @@ class Loader:
             for row in range(0, len(samples), TASK_ROWS)
         ]
 
-    def load_in_process(self, batch: HostBatch) -> None:
+    def load_in_process(self, batch: Batch) -> None:
         """Load a batch again into its slot, in this process. Raises LoaderError."""
         slot = batch.step % self.ring.slots
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from pipeline.batch import TARGET, Batch, DeviceSlot, HostBatch, ImageFormat
+from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
@@ -109,7 +109,7 @@ class Prefetcher:
             yield batch
             self.clock.end_step()
 
-    def _begin(self, host: HostBatch, slot: DeviceSlot) -> Future[Batch]:
+    def _begin(self, host: Batch, slot: DeviceSlot) -> Future[Batch]:
         """Fill a slot in the thread, or at once if there is none."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot)
@@ -124,7 +124,7 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Batch:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Batch:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
         before, slot.events = slot.events, BatchEvents()
         events, dataset = slot.events, self.loader.dataset
@@ -138,7 +138,8 @@ class Prefetcher:
                 self.loader.load_in_process(host)
                 fields = dataset.on_device(host.fields, slot)
             samples = slot.copy("", host.samples)  # no field has this name
-            host.release(self.clock.now() if self.cuda else None)
+            if self.cuda:
+                self.loader.keep_until(self.clock.now(), host)
             if self.mixing is not None:
                 images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)

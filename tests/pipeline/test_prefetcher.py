@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import build
-from pipeline.batch import Batch, DeviceSlot, Field, HostBatch, ImageFormat, channels_first
+from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
@@ -243,7 +243,7 @@ def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32, **option
 class LateCopies(Prefetcher):
     """Copies start late: the host and the consumer are as far ahead as allowed."""
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Any:
         with torch.cuda.stream(self.side):
             torch.cuda._sleep(10 * LAG_CYCLES)
         return super()._enqueue(host, slot)
@@ -292,7 +292,7 @@ class SlowThread(Prefetcher):
 
     busy = False
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Any:
         self.busy = True
         time.sleep(0.1)
         done = super()._enqueue(host, slot)
@@ -312,7 +312,7 @@ def test_next_iteration_waits_for_the_thread() -> None:
             next(batches)
         begin = prefetcher.loader.batches
 
-        def at_rest(*steps: int) -> Iterator[HostBatch]:
+        def at_rest(*steps: int) -> Iterator[Batch]:
             assert not prefetcher.busy
             return begin(*steps)
 

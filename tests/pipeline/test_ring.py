@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.augment import Compose
-from pipeline.batch import HostBatch
+from pipeline.batch import Batch
 from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
@@ -31,7 +30,7 @@ START_METHODS = [
 ]
 
 
-def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
+def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
     """Compare a batch with its samples, loaded here one by one."""
     for name, rows in loaded(dataset, samples).items():
         torch.testing.assert_close(batch.fields[name][: len(samples)], rows, rtol=0, atol=0)
@@ -41,11 +40,6 @@ def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None
 def begun(loader: Loader) -> list[Task]:
     """The tasks of all batches that have not been taken."""
     return [task for _, tasks in loader._queue for task in tasks]
-
-
-def drain(batches: Iterator[HostBatch]) -> None:
-    for batch in batches:
-        batch.release(None)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,6 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
         assert len(pool.workers) == workers
         for batch in loader.batches(0, 6):
             check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
             steps.append(batch.step)
             for number in numbers[batch.step : batch.step + 1]:
                 before = pool.pids
@@ -86,7 +79,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root: Path) -> None:
     dataset: Any = crops(image_root / "train", Stuck)
     with open_loader(dataset, slots=4) as loader:
         dataset.stop_at(*loader.samples(1)[5])
-        next(loader.batches(0, 100)).release(None)
+        next(loader.batches(0, 100))
         wait_for("a worker stops in slot 1", dataset.stopped)
         tasks = begun(loader)
         Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
@@ -166,7 +159,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
-        unread: list[HostBatch] = []
+        unread: list[Batch] = []
         events: list[Event] = []
         places = set()
         for batch in loader.batches(0, 20):
@@ -182,7 +175,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
                 wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 events.append(Event())
-                unread.pop(0).release(events[-1])
+                loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
 
 
@@ -200,7 +193,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
         dataset.stop_at(*sample)
         batches, path = loader.batches(0, 12), dataset.name(sample[1])
-        next(batches).release(None)
+        next(batches)
         wait_for("the worker stops", dataset.stopped)
         message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
@@ -209,7 +202,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
         else:
             loader.pool.timeout_seconds = 0.5
         with pytest.raises(LoaderError, match=message):
-            drain(batches)
+            list(batches)
     assert not is_running(pid)
 
 
@@ -292,7 +285,7 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
         open_loader(dataset, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=message),
     ):
-        drain(loader.batches(0, 9))
+        list(loader.batches(0, 9))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -313,7 +306,6 @@ def test_unreadable_file_is_skipped_and_counted(
             ]
             check(batch, dataset, np.array(replaced))
             assert batch.samples.tolist() == [list(pair) for pair in replaced]
-            batch.release(None)
         skipped = [each for reply in loader.ring.replies for each in reply.skipped]
         assert loader.pool.unreadable == bad
         assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
@@ -327,7 +319,7 @@ def test_unreadable_file_is_skipped_and_counted(
             "data.root=FOLDER --all to check every file and replace the unreadable ones, or raise"
         )
         with pytest.raises(LoaderError, match=message):
-            drain(loader.batches(9, 18))
+            list(loader.batches(9, 18))
 
 
 def buggy(picture: Picture, rng: random.Random) -> Picture:
@@ -346,7 +338,7 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
         open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
     ):
-        drain(loader.batches(0, 4))
+        list(loader.batches(0, 4))
     assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
     assert trace.startswith("Traceback ") and trace.splitlines()[-1].startswith("OSError")
