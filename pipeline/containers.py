@@ -10,7 +10,8 @@ import posixpath
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import cache
+from typing import BinaryIO
 
 from conf.schema import UserError
 from pipeline.listing import is_image
@@ -36,50 +37,44 @@ class Folder:
             return file.read()
 
 
-class Container:
-    """A tar file. Each process opens it once, when it reads the first member.
+@dataclass(frozen=True)
+class Container(Folder):
+    """A tar file."""
 
-    Threads and forked processes may share it, because `pread` uses no file position. `stamp`: the
-    mtime (ns) and the size (bytes) of the file when its members were listed.
-    """
-
-    def __init__(self, path: str, stamp: tuple[int, int]) -> None:
-        self.path = path
-        self.stamp = stamp
-        self._file: BinaryIO | None = None
+    stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
 
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        file = self._file
-        if file is None:
-            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
-            info = os.fstat(file.fileno())
-            if (info.st_mtime_ns, info.st_size) != self.stamp:  # other images may be there
-                raise OSError(f"{self.path} has changed since the start; start again")
-            self._file = file  # of two threads, one may replace the other's, which is then closed
+        file = _opened(self)
         try:
             data = os.pread(file.fileno(), length, start)
         except OSError:
-            self._file = None  # a stale handle (ESTALE) stays stale: the next call opens the file
+            _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
             raise
         if len(data) != length:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an open file means nothing in another process
-        return Container, (self.path, self.stamp)
 
+@cache
+def _opened(tar: Container) -> BinaryIO:
+    """Open a tar file, once in each process.
 
-class DamagedError(ValueError):
-    """A tar file is damaged or of a kind that cannot be read; says where."""
+    Threads and forked processes may share it, because `pread` uses no file position.
+    """
+    file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
+    info = os.fstat(file.fileno())
+    if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
+        raise OSError(f"{tar.path} has changed since the start; start again")
+    return file
 
 
 def tar_members(file: BinaryIO, start: int = 0) -> Members:
     """List the regular files in the tar file at byte `start` of a file.
 
-    Raises DamagedError if it is damaged or holds a link, and OSError if it cannot be read.
+    Raises tarfile.ReadError if it is damaged or holds a link, and OSError if it cannot be read.
     """
     members: Members = {}
     at = file.seek(start)
@@ -100,7 +95,7 @@ def tar_members(file: BinaryIO, start: int = 0) -> Members:
     except OSError:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
-        raise DamagedError(f"cannot be read at byte {at:,}: {error}") from None
+        raise tarfile.ReadError(f"cannot be read at byte {at:,}: {error}") from None
     return members
 
 

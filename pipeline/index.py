@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import posixpath
+import tarfile
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +27,7 @@ import numpy as np
 
 from conf.schema import UserError, did_you_mean
 from pipeline import listing, machine
-from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
+from pipeline.containers import Container, Folder, Members, read_list, tar_members
 from pipeline.listing import EXTENSIONS, LeftOut, count_left_out, is_image, walk, why_left_out
 from pipeline.shared import SharedArray
 
@@ -55,7 +56,7 @@ class Index:
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
-    sources: Sequence[Folder | Container]  # what holds the images
+    sources: Sequence[Folder]  # what holds the images
     left_out: str  # what else is in the split and not read, in one line; or ""
     paths: SharedArray  # bytes [samples]: path below the source
     labels: SharedArray  # int64 [samples]
@@ -90,7 +91,7 @@ class Index:
         """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
         return self.place(i)[0].where(self.name(i))
 
-    def place(self, i: int) -> tuple[Folder | Container, int, int]:
+    def place(self, i: int) -> tuple[Folder, int, int]:
         """Return what holds an image, and offset and length in bytes if it is a tar file."""
         source, start, length = self.places.array[i].tolist()
         return self.sources[source], start, length
@@ -181,7 +182,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             logger.info("%s=%s: since the last scan, %s", key, root, changes)
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    sources: Sequence[Folder | Container]
+    sources: Sequence[Folder]
     if scan.places.any():  # offsets in tar files
         machine.raise_file_limit()  # each worker keeps all tar files open
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
@@ -279,7 +280,7 @@ def _members_of(given: str, path: str) -> Members:
     try:
         with open(path, "rb") as file:
             return tar_members(file)
-    except DamagedError as error:
+    except tarfile.ReadError as error:
         raise UserError(
             f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
             "again, or pack it again without compression and links (tar --dereference "

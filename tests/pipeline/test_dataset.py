@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import containers
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
@@ -105,9 +106,10 @@ def test_stale_container_is_opened_anew(
         return pread(fd, length, start)
 
     monkeypatch.setattr(os, "pread", fails)
-    first = dataset.index.sources[0]._file  # type: ignore[union-attr]
+    tar: Any = dataset.index.sources[0]
+    first = containers._opened(tar)
     assert dataset.read(0) == good
-    assert dataset.index.sources[0]._file is not first  # type: ignore[union-attr]
+    assert containers._opened(tar) is not first
 
 
 def test_table_of_imagenet() -> None:
