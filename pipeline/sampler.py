@@ -12,10 +12,8 @@ its images several times, each time with another augmentation. Where classes are
 also has as many, and those of a rare class several times.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import cycle
 
 import numpy as np
 
@@ -90,8 +88,3 @@ class ValSampler:
         """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
         indices = self._mine[step * self._share : (step + 1) * self._share]
         return np.stack([np.zeros_like(indices), indices], axis=1)
-
-
-def scattered(count: int) -> Iterator[int]:
-    """Yield all positions in a random order, again and again, to measure on all of a dataset."""
-    return cycle(np.random.default_rng(0).permutation(count).tolist())
