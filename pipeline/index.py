@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -89,27 +89,24 @@ class Index:
 
     def path(self, i: int) -> str:
         """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
-        return self.place(i)[0].where(self.name(i))
-
-    def place(self, i: int) -> tuple[Folder, int, int]:
-        """Return what holds an image, and offset and length in bytes if it is a tar file."""
-        source, start, length = self.places.array[i].tolist()
-        return self.sources[source], start, length
+        return self.sources[self.places.array[i, 0]].where(self.name(i))
 
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
-        source, *place = self.place(i)
+        source, start, length = self.places.array[i].tolist()
+        read = partial(self.sources[source].read, self.name(i), start, length)
         for pause in PAUSES:
             try:
-                return source.read(self.name(i), *place)
+                return read()
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
             time.sleep(pause)
-        return source.read(self.name(i), *place)
+        return read()
 
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
+    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
+    def digest(self) -> str:
+        """The SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"".join(paths))

@@ -151,7 +151,7 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
 def size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
-    length = index.place(row)[2]  # in a tar file
+    length = int(index.places.array[row, 2])  # in a tar file
     with suppress(OSError):
         return length or os.stat(index.path(row)).st_size
     return 0
