@@ -56,9 +56,9 @@ class Reply(NamedTuple):
     """The result of a task. A worker replies to its tasks in their order."""
 
     rows: int = 0
-    seconds: float = 0.0  # wall time
     cpu_seconds: float = 0.0
-    core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
+    storage_seconds: float = 0.0  # neither computing nor waiting for a core
+    core_seconds: float = 0.0  # runnable without a core
     skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
     error: str = ""  # why the task failed
     trace: str = ""  # of an error that is not about a file
@@ -95,10 +95,10 @@ class Ring:
         replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
         images = max(1, sum(reply.rows for reply in replies))
         cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
+        storage_ms = 1e3 * sum(reply.storage_seconds for reply in replies) / images
         core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
-        all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
-        storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
-        return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
+        # The clocks of the thread and of the kernel may differ slightly.
+        return {"cpu_ms": cpu_ms, "storage_ms": max(0.0, storage_ms), "core_ms": core_ms}
 
 
 def run_task(
@@ -137,9 +137,9 @@ def run_task(
             return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
         ring.samples.array[task.slot, row] = epoch, candidate  # last: the row is complete
         skipped += unreadable
-    seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
-    return Reply(len(task.samples), seconds, computing, waiting, skipped)
+    storage = time.perf_counter() - started - computing - waiting
+    return Reply(len(task.samples), computing, storage, waiting, skipped)
 
 
 def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: connection.Connection) -> None:
@@ -181,8 +181,7 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
         while True:
             tasks = tasks[1:] or [pipe.recv()]  # `run_task` may have received the next one
             pipe.send(reply := run_task(tasks, rings, pipe if reads_ahead else None))
-            storage = reply.seconds - reply.cpu_seconds - reply.core_seconds
-            excess = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
+            excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
             mean_excess += (excess - mean_excess) / 10
             reads_ahead = reads_ahead or mean_excess > WAIT_SECONDS
 
