@@ -26,7 +26,6 @@ MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-TASKS_AHEAD = 3  # per worker: measured on an H200
 
 
 class RankInfo(Protocol):
@@ -132,17 +131,14 @@ def open_feed(
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
     depth = 4 if share <= 2048 else 2  # batches kept ready on the device
-    slots = slots_needed(share, most, TASKS_AHEAD, depth)
+    in_use = depth + 1
+    slots = slots_needed(share, most, in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
-    pool = Pool(
-        rings,
-        tasks_ahead=TASKS_AHEAD,
-        timeout_seconds=loader.timeout_seconds,
-        start_method=loader.start_method,
-    )
-    train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
-    val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
+    start_method, timeout_seconds = loader.start_method, loader.timeout_seconds
+    pool = Pool(rings, start_method=start_method, timeout_seconds=timeout_seconds)
+    train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
+    val_loader = Loader(pool, 1, val_sampler.samples, in_use=in_use)
     train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
     val = Prefetcher(val_loader, images, depth=depth)
     feed = Feed(config, datasets, pool, train, val, len(val_sampler), modes, cores, most, measured)

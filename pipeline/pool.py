@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 # Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
+TASKS_AHEAD = 3  # sent to a worker before its replies to those before: measured on an H200
 PRELOAD = [worker_main.__module__]  # what the forkserver imports once for all workers
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
@@ -101,7 +102,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     rings: Sequence[Ring]
     _: KW_ONLY
-    tasks_ahead: int = 2  # sent to a worker before its replies to those before
     timeout_seconds: float = 120.0  # `wait` fails if no worker replies for this long
     start_method: str = "forkserver"
 
@@ -178,7 +178,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
             worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
-            if len(worker.tasks) >= self.tasks_ahead:
+            if len(worker.tasks) >= TASKS_AHEAD:
                 return
             worker.tasks.append(self.waiting.popleft())
             with contextlib.suppress(OSError):  # it has died, which `receive` finds out
@@ -304,7 +304,7 @@ class Loader:
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
-def slots_needed(batch_size: int, workers: int, tasks_ahead: int, prefetch_batches: int) -> int:
-    """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
-    in_progress = -(-workers * tasks_ahead * min(TASK_ROWS, batch_size) // batch_size)
-    return max(1, in_progress) + 1 + prefetch_batches + 1
+def slots_needed(batch_size: int, workers: int, in_use: int) -> int:
+    """Slots that keep every worker busy while `in_use` batches are being copied."""
+    in_progress = -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)
+    return max(1, in_progress) + 1 + in_use

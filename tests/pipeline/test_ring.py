@@ -117,7 +117,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
-    with Pool([ring], tasks_ahead=3, start_method="fork") as pool:
+    with Pool([ring], start_method="fork") as pool:
         pool.activate(1)
         pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
