@@ -126,18 +126,16 @@ class Resize(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sides = [self.size] if isinstance(self.size, int) else self.size
-        if sides is self.size and self.crop_ratio != 1:
+        if not isinstance(self.size, int) and self.crop_ratio != 1:
             raise ValueError(f"size={self.size}: give [height, width] without crop_ratio")
-        self.sides = [round(side / self.crop_ratio) for side in sides]
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
-        if len(self.sides) == 2:
-            size = self.sides[1], self.sides[0]
-        else:
-            short, side = min(width, height), self.sides[0]
+        if isinstance(self.size, int):
+            short, side = min(width, height), round(self.size / self.crop_ratio)
             size = int(side * width / short), int(side * height / short)
+        else:
+            size = self.size[1], self.size[0]
         return picture.resized(size, interpolation=self.interpolation)
 
 

@@ -97,11 +97,10 @@ class Batch:
 
     def split(self, count: int) -> "list[Batch]":
         """Views of `count` equal parts, in order."""
-        columns = [tensor.chunk(count) for tensor in self.fields.values()]
-        chunks = zip(self.samples.chunk(count), *columns, strict=True)
+        parts = {name: tensor.chunk(count) for name, tensor in self.fields.items()}
         return [
-            Batch(dict(zip(self.fields, tensors, strict=True)), samples, self.step)
-            for samples, *tensors in chunks
+            Batch({name: part[i] for name, part in parts.items()}, samples, self.step)
+            for i, samples in enumerate(self.samples.chunk(count))
         ]
 
     def copy_(self, other: "Batch") -> None:
