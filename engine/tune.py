@@ -39,7 +39,7 @@ from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.machine import default_cache_dir
-from pipeline.pool import LoaderError
+from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 

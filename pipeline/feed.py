@@ -16,9 +16,8 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.pool import Loader, Pool, slots_needed
 from pipeline.prefetcher import Mixing, Prefetcher
-from pipeline.ring import Ring
+from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import page_locked
 

@@ -21,7 +21,7 @@ from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
-from pipeline.pool import Loader
+from pipeline.ring import Loader
 
 
 @dataclass(frozen=True)

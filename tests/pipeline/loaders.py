@@ -20,8 +20,7 @@ from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import Index, load_index
-from pipeline.pool import Loader, Pool
-from pipeline.ring import Ring
+from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import SharedArray, page_locked
 from tests.helpers.batches import on_device

@@ -16,7 +16,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.pool import LoaderError
+from pipeline.ring import LoaderError
 from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded
 

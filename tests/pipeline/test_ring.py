@@ -18,8 +18,7 @@ from pipeline.batch import Batch
 from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.pool import Loader, LoaderError, Pool
-from pipeline.ring import EMPTY_ROW, Ring, Task
+from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
@@ -211,8 +210,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 from pathlib import Path
-from pipeline.pool import Pool
-from pipeline.ring import Ring, Task
+from pipeline.ring import Pool, Ring, Task
 from tests.pipeline.loaders import Stuck, crops
 from tests.helpers.processes import descendants, is_running
 

@@ -19,7 +19,7 @@ from pipeline.batch import Batch
 from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from pipeline.pool import Pool
+from pipeline.ring import Pool
 from tests.conftest import Clock
 from tests.pipeline.loaders import opened
 
