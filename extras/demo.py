@@ -23,9 +23,8 @@ from PIL import Image
 from conf.schema import DataConfig, UserError
 from pipeline.augment import Compose
 from pipeline.build import Splits, options_of
-from pipeline.containers import Folder
 from pipeline.dataset import FolderDataset
-from pipeline.index import Index
+from pipeline.index import Folder, Index
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 

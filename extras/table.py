@@ -21,10 +21,10 @@ from conf.schema import DataConfig, UserError, show
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, Field, image_field
 from pipeline.build import Splits, options_of
-from pipeline.containers import Folder, csv_rows
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
-from pipeline.index import Index
+from pipeline.index import Folder, Index
+from pipeline.listing import csv_rows
 from pipeline.shared import SharedArray
 from pipeline.splits import held_out, hold_out
 

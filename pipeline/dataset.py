@@ -28,7 +28,8 @@ from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
 from pipeline.decode import Picture, UnreadableError, describe
-from pipeline.index import THREADS, Index
+from pipeline.index import Index
+from pipeline.listing import THREADS
 
 T = TypeVar("T")
 

@@ -16,10 +16,9 @@ from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.index import Index, load_index
+from pipeline.index import Folder, Index, load_index
 from pipeline.ring import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import SharedArray, page_locked

@@ -15,9 +15,9 @@ import torch
 
 from pipeline.augment import Compose
 from pipeline.batch import Batch
-from pipeline.containers import Folder
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
+from pipeline.index import Folder
 from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader

@@ -9,8 +9,7 @@ import pytest
 from conf.compose import from_words
 from conf.schema import Config, DataConfig
 from pipeline.build import build_datasets, build_val
-from pipeline.containers import Folder
-from pipeline.index import Index, load_index
+from pipeline.index import Folder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
 from tests.helpers.small_run import SMALL
 from tests.helpers.stored import as_tar, samples

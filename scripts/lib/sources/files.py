@@ -13,8 +13,7 @@ import numpy as np
 
 from conf.schema import UserError
 from pipeline import listing
-from pipeline.containers import tar_members
-from pipeline.listing import LeftOut, is_hidden, why_left_out
+from pipeline.listing import LeftOut, is_hidden, tar_members, why_left_out
 
 WHOLE = -1
 
