@@ -43,15 +43,12 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
+@dataclass(eq=False)
 class Compose:
-    """Apply transforms, the result of `build`, in order.
+    """Apply transforms in order."""
 
-    `image_size`: side of the resulting square images in pixels; 0 if it is not known.
-    """
-
-    def __init__(self, transforms: Sequence[Transform], image_size: int = 0) -> None:
-        self.transforms = list(transforms)
-        self.image_size = image_size
+    transforms: Sequence[Transform]  # the result of `build`
+    image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
