@@ -5,14 +5,14 @@ Its generator is a pure function of (seed, epoch, index), so the result depends 
 worker nor on restarts.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config. A dataclass of `parameter`s checks their values.
+as module:name in the config. `build` checks the `parameter`s of a dataclass.
 """
 
 import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -57,21 +57,12 @@ class Compose:
 
 
 def parameter(check: Check, default: Any = MISSING) -> Any:
-    """A parameter of a transform: its allowed values, and its default if it has one."""
+    """A parameter of a transform, which `build` checks; and its default if it has one."""
     return field(default=default, metadata={"check": check})
 
 
-@dataclass
-class Checked:
-    """Base of transforms with `parameter`s. Raises ValueError if a value is not allowed."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            one.metadata["check"].require(one.name, getattr(self, one.name))
-
-
 @dataclass(kw_only=True)
-class RandomResizedCrop(Checked):
+class RandomResizedCrop:
     """Scale a region of random area and aspect ratio to size x size (Inception, arXiv 1409.4842).
 
     With the interpolation `random`, each image draws one, as timm's
@@ -109,7 +100,7 @@ class RandomResizedCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class Resize(Checked):
+class Resize:
     """Scale the image so that its shorter side is `size / crop_ratio` pixels, or to a fixed size.
 
     [height, width] as the size scales both sides, whatever the image's aspect ratio.
@@ -122,8 +113,7 @@ class Resize(Checked):
     interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.size, int) and self.crop_ratio != 1:
+        if isinstance(self.size, list | tuple) and self.crop_ratio != 1:
             raise ValueError(f"size={self.size}: give [height, width] without crop_ratio")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -137,7 +127,7 @@ class Resize(Checked):
 
 
 @dataclass(kw_only=True)
-class CenterCrop(Checked):
+class CenterCrop:
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     size: int = parameter(PIXELS)
@@ -149,7 +139,7 @@ class CenterCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class RandomCrop(Checked):
+class RandomCrop:
     """Crop a random region of size x size pixels."""
 
     size: int = parameter(PIXELS)
@@ -168,7 +158,7 @@ class RandomCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class HorizontalFlip(Checked):
+class HorizontalFlip:
     """Flip left to right with probability p."""
 
     p: float = parameter(FRACTION, 0.5)
@@ -274,7 +264,11 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
                 f"{did_you_mean(name, table)}"
             )
         try:
-            transforms.append(make(**parameters))
+            transform = make(**parameters)
+            for one in fields(transform) if is_dataclass(transform) else ():
+                if "check" in one.metadata:
+                    one.metadata["check"].require(one.name, getattr(transform, one.name))
+            transforms.append(transform)
         except (TypeError, ValueError, IndexError) as error:
             takes = ""
             if isinstance(make, type):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import FRACTION, number, span, whole
-from pipeline.augment import Checked, parameter
+from pipeline.augment import parameter
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
@@ -62,7 +62,7 @@ BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
 
 
 @dataclass(kw_only=True)
-class Mixup(Checked):
+class Mixup:
     """Blend each image and its target with another one of the batch (arXiv 1710.09412)."""
 
     # The weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
@@ -78,7 +78,7 @@ class Mixup(Checked):
 
 
 @dataclass(kw_only=True)
-class Cutmix(Checked):
+class Cutmix:
     """Paste a random box of another image of the batch into each image (arXiv 1905.04899).
 
     The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
@@ -98,7 +98,7 @@ class Cutmix(Checked):
 
 
 @dataclass(kw_only=True)
-class MixupOrCutmix(Checked):
+class MixupOrCutmix:
     """Apply mixup or cutmix: one of them, with one weight or box, to each group of images.
 
     torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU: with p=1 and
@@ -130,7 +130,7 @@ class MixupOrCutmix(Checked):
 
 
 @dataclass(kw_only=True)
-class RandomErasing(Checked):
+class RandomErasing:
     """Set a random box of an image to the mean colour, as torchvision's RandomErasing.
 
     Source: arXiv 1708.04896.
