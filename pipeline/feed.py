@@ -12,11 +12,11 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import augment, machine
 from pipeline.batch import ImageFormat
-from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
+from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.prefetcher import Mixing, Prefetcher
+from pipeline.prefetcher import Prefetcher
 from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import page_locked

@@ -9,53 +9,18 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import torch
-from torch import Tensor
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
-from pipeline.batch_augment import BatchTransform, batch_part
+from pipeline.batch_augment import Mixing
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.ring import Loader
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
-
-    transforms: list[BatchTransform]
-    num_classes: int
-    seed: int
-    rank: int = 0
-    world_size: int = 1
-    # The field to mix: class numbers, or floating numbers. None: the transforms change images only.
-    label: str | None = "label"
-
-    def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
-        if self.label is None:
-            return torch.zeros(len(next(iter(fields.values()))), 0)
-        label = fields[self.label]
-        if label.is_floating_point():
-            return label.float()
-        return torch.nn.functional.one_hot(label, self.num_classes).to(torch.float32)
-
-    def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Transform float32 [B, ..., C, H, W], and targets if there are any.
-
-        All images of a step get the same draws.
-        """
-        total = len(images) * self.world_size
-        part = batch_part(self.seed, step, total=total, rank=self.rank, world_size=self.world_size)
-        pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
-        for transform in self.transforms:
-            pixels, mixed = transform(pixels, mixed, part)
-        return pixels.reshape(images.shape), mixed.view(targets.shape)
 
 
 @dataclass(eq=False)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipeline.augment import build
 from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS
+from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.prefetcher import Mixing, Prefetcher
+from pipeline.prefetcher import Prefetcher
 from pipeline.ring import slots_needed
 from tests.conftest import Clock
 from tests.helpers.batches import without_waiting
