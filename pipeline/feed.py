@@ -129,8 +129,7 @@ def open_feed(
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
-    depth = 4 if share <= 2048 else 2  # batches kept ready on the device
-    in_use = depth + 1
+    in_use = 5 if share <= 2048 else 3  # batches on the device: the step's, and those kept ready
     slots = slots_needed(share, most, in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
@@ -138,8 +137,8 @@ def open_feed(
     pool = Pool(rings, start_method=start_method, timeout_seconds=timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
     val_loader = Loader(pool, 1, val_sampler.samples, in_use=in_use)
-    train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
-    val = Prefetcher(val_loader, images, depth=depth)
+    train = Prefetcher(train_loader, images, mixing)
+    val = Prefetcher(val_loader, images)
     feed = Feed(config, datasets, pool, train, val, len(val_sampler), modes, cores, most, measured)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
     pinned = page_locked(buffers) if train.cuda else nullcontext()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -27,10 +27,8 @@ from pipeline.ring import Loader
 class Prefetcher:
     """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead."""
 
-    loader: Loader  # created with `in_use` >= `depth` + 1
+    loader: Loader
     format: ImageFormat
-    _: KW_ONLY
-    depth: int  # batches kept ready
     mixing: Mixing | None = None  # batch transforms for training; None for validation
 
     def __post_init__(self) -> None:
@@ -40,7 +38,8 @@ class Prefetcher:
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         # `Dataset.on_device` may block the host for as long as a step takes.
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
-        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
+        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.loader.in_use)]
+        self.depth = self.loader.in_use - 1  # batches kept ready; one more is the consumer's
         self.clock = StepClock(self.cuda)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:

@@ -56,7 +56,7 @@ def open_prefetcher(
     slots = slots_needed(options["local_batch_size"], options["workers"], depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
-        prefetcher = kind(loader, format, depth=depth, mixing=mixing if mixed_by else None)
+        prefetcher = kind(loader, format, mixing if mixed_by else None)
         try:
             yield prefetcher
         finally:
