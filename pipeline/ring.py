@@ -121,25 +121,22 @@ class Ring:
 # In a worker.
 
 
-def run_task(
-    tasks: list[Task], rings: Sequence[Ring], pipe: connection.Connection | None = None
-) -> Reply:
-    """Fill the rows of the first task. The reply reports an exception; the worker goes on.
+def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
+    """Fill the rows of a task. The reply reports an exception; the worker goes on.
 
     With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
 
-    `pipe`: to read several samples at a time, at the end of the task also those of the next one,
-    which is added to `tasks` as soon as the pipe has it; None to read one after the other.
+    `following`: the samples of this task and of those after it, to read several at a time.
     """
-    task, ring = tasks[0], rings[tasks[0].ring]
+    ring = rings[task.ring]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     dataset, skips, skipped = ring.dataset, ring.max_bad_fraction is not None, []
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     for done, (epoch, index) in enumerate(task.samples.tolist()):
-        if pipe is not None:
-            _read_ahead(ring, tasks, done, pipe)
+        if following:
+            dataset.read_ahead(following[done : done + READ_AHEAD])
         row, unreadable = task.row + done, []
         others = dataset.replacements(index) if skips else []
         for candidate in chain([index], islice(others, MAX_TRIED)):
@@ -160,15 +157,6 @@ def run_task(
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
     storage = time.perf_counter() - started - computing - waiting
     return Reply(len(task.samples), computing, storage, waiting, skipped)
-
-
-def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: connection.Connection) -> None:
-    """Begin to read the next files of the first task, near its end also those of the next one."""
-    task = tasks[0]
-    if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
-        tasks.append(pipe.recv())
-    following = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
-    ring.dataset.read_ahead(following[done : done + READ_AHEAD, 1].tolist())
 
 
 def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[str, Any]) -> None:
@@ -199,8 +187,11 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         reads_ahead, mean_excess, tasks = False, 0.0, list[Task]()
         while True:
-            tasks = tasks[1:] or [pipe.recv()]  # `run_task` may have received the next one
-            pipe.send(reply := run_task(tasks, rings, pipe if reads_ahead else None))
+            while not tasks or pipe.poll():
+                tasks.append(pipe.recv())
+            same = [task.samples for task in tasks if task.ring == tasks[0].ring]
+            following = np.concatenate(same)[:, 1].tolist() if reads_ahead else []
+            pipe.send(reply := run_task(tasks.pop(0), rings, following))
             excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
             mean_excess += (excess - mean_excess) / 10
             reads_ahead = reads_ahead or mean_excess > WAIT_SECONDS
@@ -333,7 +324,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     def run(self, task: Task) -> None:
         """Run a task in this process. Raises LoaderError if it failed."""
-        self._finish(task, run_task([task], self.rings))
+        self._finish(task, run_task(task, self.rings))
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
