@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,7 @@ class TorchvisionTransform:
 
     def __init__(self, name: str, **parameters: Any) -> None:
         self.name, self.parameters = name, parameters
-        self._transform  # noqa: B018 - refuses wrong parameters now
+        _v2_transform(self)  # refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
@@ -185,18 +185,15 @@ class TorchvisionTransform:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which also seeds the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
-            pixels = self._transform(pixels).permute(1, 2, 0)
+            pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
         return Picture(pixels.numpy(), moved=True)
 
-    @cached_property
-    def _transform(self) -> Any:
-        from torchvision.transforms import v2
 
-        return getattr(v2, self.name)(**self.parameters)
+@cache  # no attribute: to unpickle it, each worker would import torchvision at its start
+def _v2_transform(made: TorchvisionTransform) -> Any:
+    from torchvision.transforms import v2
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the v2 transform: unpickling it would import torchvision when a worker starts.
-        return {"name": self.name, "parameters": self.parameters}
+    return getattr(v2, made.name)(**made.parameters)
 
 
 def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
