@@ -101,11 +101,8 @@ class Ring:
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
+        self.buffers = [*self.memory.values(), self.samples]
         self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
-
-    @property
-    def buffers(self) -> list[SharedArray]:
-        return [*self.memory.values(), self.samples]
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
