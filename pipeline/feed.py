@@ -165,21 +165,15 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
-    label = None
+    label, fields = None, datasets.train.fields
     if not all(isinstance(transform, RandomErasing) for transform in transforms):
-        label = _label_to_mix(datasets.train)
+        # The only field that is not an image: a class number, or floating numbers.
+        others = [name for name, field in fields.items() if not field.image and not field.partial]
+        label = others[0] if len(others) == 1 else None
+        if label is None or (fields[label].shape and np.dtype(fields[label].dtype).kind != "f"):
+            raise UserError(
+                "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
+                f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
+            )
     classes, seed = len(datasets.classes), config.train.seed
     return Mixing(transforms, classes, seed, world.rank, world.size, label)
-
-
-def _label_to_mix(dataset: Dataset) -> str:
-    """Return the only field that is not an image: a class number, or floating numbers."""
-    fields = dataset.fields.items()
-    others = [name for name, field in fields if not field.image and not field.partial]
-    field = dataset.fields[others[0]] if len(others) == 1 else None
-    if field is None or (field.shape and np.dtype(field.dtype).kind != "f"):
-        raise UserError(
-            "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
-            f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
-        )
-    return others[0]
