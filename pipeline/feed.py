@@ -18,7 +18,7 @@ from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.prefetcher import Prefetcher
 from pipeline.ring import Loader, Pool, Ring, slots_needed
-from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 
 MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
@@ -124,7 +124,7 @@ def open_feed(
     train_sampler = TrainSampler(
         num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **part
     )
-    val_sampler = ValSampler(num_samples=len(datasets.val), **part)
+    val_samples = val_batches(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
@@ -136,10 +136,10 @@ def open_feed(
     start_method, timeout_seconds = loader.start_method, loader.timeout_seconds
     pool = Pool(rings, start_method=start_method, timeout_seconds=timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
-    val_loader = Loader(pool, 1, val_sampler.samples, in_use=in_use)
+    val_loader = Loader(pool, 1, val_samples.__getitem__, in_use=in_use)
     train = Prefetcher(train_loader, images, mixing)
     val = Prefetcher(val_loader, images)
-    feed = Feed(config, datasets, pool, train, val, len(val_sampler), modes, cores, most, measured)
+    feed = Feed(config, datasets, pool, train, val, len(val_samples), modes, cores, most, measured)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
     pinned = page_locked(buffers) if train.cuda else nullcontext()
     with pinned, pool, closing(train), closing(val):
