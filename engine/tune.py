@@ -39,7 +39,7 @@ from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.machine import default_cache_dir
-from pipeline.pool import LoaderError
+from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,6 @@ class Tuner:
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
         for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
-            batch.release(None)
             if batch.step == self.next_step:  # every worker has begun
                 loader.ring.replies.clear()
             elif time.perf_counter() - began > MEASURE_SECONDS / 2:

@@ -124,9 +124,7 @@ def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
     batches = feed.train.loader.batches(0, FOREVER)
 
     def take() -> int:
-        batch = next(batches)
-        batch.release(None)
-        return len(batch.samples)
+        return len(next(batches).samples)
 
     warm_up(take, feed)
     note = f"{feed.pool.active} workers, batch {batch_size}"

@@ -122,7 +122,7 @@ class RunLog(ExitStack):
             self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
-            self.feed.train.end_step()
+            self.feed.train.clock.end_step()
             self._report()
         if due.epoch:
             self._judge_epoch()
@@ -130,7 +130,7 @@ class RunLog(ExitStack):
 
     def end_loop(self) -> dict[str, Any]:
         """Write a row of the steps since the last one, if there are any; return the newest row."""
-        self.feed.train.end_step()
+        self.feed.train.clock.end_step()
         if self.meter.steps:
             self.meter.send(self.state.step)
         self._report()
@@ -150,9 +150,9 @@ class RunLog(ExitStack):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step. Waits for the current step."""
-        self.feed.train.end_step()
+        self.feed.train.clock.end_step()
         self._pause_began = time.monotonic()
-        with self.feed.train.pause():
+        with self.feed.train.clock.pause():
             yield
 
     def validated(

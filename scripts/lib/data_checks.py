@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -14,7 +13,6 @@ from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.decode import describe
 from pipeline.index import Index
-from pipeline.sampler import scattered
 from scripts.lib.checks import Case, Examined, NotChecked, Row, fail, few, ok, warn
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.trained import sorted_as_text
@@ -56,7 +54,8 @@ def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
-        rows = sorted(islice(scattered(len(index)), min(len(index), case.sample or len(index))))
+        order = np.random.default_rng(0).permutation(len(index)).tolist()
+        rows = sorted(order[: case.sample or len(index)])
         look = partial(examine, index, decode.resolve("auto"))
         seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
         files = case.examined[name] = list(seen)
@@ -152,7 +151,7 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
 def size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
-    length = index.place(row)[2]  # in a tar file
+    length = int(index.places.array[row, 2])  # in a tar file
     with suppress(OSError):
         return length or os.stat(index.path(row)).st_size
     return 0
