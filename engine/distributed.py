@@ -14,7 +14,7 @@ import torch.distributed.nn.functional  # a later import would keep the group in
 from torch import Tensor, nn
 
 import models
-from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, described, show
+from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, described, show
 
 T = TypeVar("T")
 
@@ -41,15 +41,24 @@ class World:
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
+        result = self.on_all_ranks(lambda: function() if self.is_main else None)
+        return cast("T", self.all_gather(result)[0])
+
+    def on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; return the result of this one. Collective.
+
+        If one rank raises a UserError or a RunError, every rank raises it; if one cannot use a
+        file, every rank raises a UserError.
+        """
         result = error = None
-        if self.is_main:
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        result, error = self.all_gather((result, error))[0]
-        if error is not None:
-            raise error
+        try:
+            result = function()
+        except (UserError, RunError) as raised:
+            error = raised
+        except OSError as raised:
+            error = UserError(described(raised))
+        if first := next(filter(None, self.all_gather(error)), None):
+            raise first
         return cast("T", result)
 
     def all_gather(self, value: T) -> list[T]:
@@ -59,22 +68,6 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
-
-    def on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; return the result of this one. Collective.
-
-        If one rank raises a UserError or cannot use a file, every rank raises that UserError.
-        """
-        result = mistake = None
-        try:
-            result = function()
-        except UserError as error:
-            mistake = error
-        except OSError as error:
-            mistake = UserError(described(error))
-        if first := next(filter(None, self.all_gather(mistake)), None):
-            raise first
-        return cast("T", result)
 
     def require_same(self, values: dict[str, Any]) -> None:
         """Refuse the first value that differs between the ranks. Collective."""
