@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import gc
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.named import import_object, split_entry
-from conf.schema import Config
+from conf.schema import CHOOSE_SAMPLES, Config, config_values
 from engine.checkpoint import find_checkpoint
 from engine.compute import (
     Compute,
@@ -42,7 +43,7 @@ from engine.compute import (
     garbage_collection_paused,
     set_up_kernels,
 )
-from engine.distributed import World, average_gradients, join_world, share_config, sync_gradients
+from engine.distributed import World, average_gradients, join_world, sync_gradients
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
@@ -282,14 +283,19 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Let train.prepare change the config, and check that all ranks have the same one.
+    """Let train.prepare change the config; return it with rank 0's `run` keys. Collective.
 
-    Raises UserError if a key differs between the ranks, and what train.prepare raises.
+    ${now:} gives each rank a different time. Raises UserError if the kind of device differs between
+    the ranks, or another key than those that say where the samples are; and what train.prepare
+    raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
         config = import_object(name, "train.prepare")(config, world, **parameters)
-    return share_config(config, world)
+    config = replace(config, run=world.on_rank_0(lambda: config.run))
+    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
+    world.require_same({**same, "train.device": world.device.type})
+    return config
 
 
 def build_parts(

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ import torch.distributed.nn.functional  # a later import would keep the group in
 from torch import Tensor, nn
 
 import models
-from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, described, show
+from conf.schema import RunError, UserError, described, show
 
 T = TypeVar("T")
 
@@ -197,18 +197,6 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
             f"{need} rank(s); start fewer, let each rank see all GPUs, or give train.device=cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def share_config(config: Config, world: World) -> Config:
-    """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time.
-
-    Raises UserError if the kind of device differs between the ranks, or another key than those that
-    say where the samples are. Collective.
-    """
-    config = replace(config, run=world.on_rank_0(lambda: config.run))
-    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
-    world.require_same({**same, "train.device": world.device.type})
-    return config
 
 
 @contextmanager
