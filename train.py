@@ -47,7 +47,6 @@ from engine.distributed import World, average_gradients, join_world, sync_gradie
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
-from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
 from engine.metrics import BestBy, Values, class_means, class_values
@@ -94,8 +93,8 @@ def train(config: Config) -> dict[str, Any]:
         step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         # What was measured is part of the run: a resumed run keeps it.
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(compute, feed, train_on_batch, world, step_rate)
-        log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
+        log = RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate)
+        enter(log)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from engine.checkpoint import file_name
+from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
@@ -23,17 +24,17 @@ from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import Tracker
-from engine.log.verdict import Verdict
+from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
 from engine.metrics import BestBy, add_values
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
-from engine.step_graph import FIRST_STEPS
+from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
 from pipeline.batch import Batch
-from pipeline.build import Datasets
 from pipeline.clock import StepTimes, mean_of
+from pipeline.feed import Feed
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
@@ -48,23 +49,25 @@ def check_log(config: Config, world: World) -> None:
 class RunLog(ExitStack):
     """Reports a run while the loop trains, from the first step to the last."""
 
-    datasets: Datasets
     schedule: Schedule
+    compute: Compute
+    feed: Feed
+    train_on_batch: StepGraph
     run: Run
     state: TrainState
     tracker: Tracker
-    verdict: Verdict  # judges the speed
+    step_rate: float  # images/s of this rank's step, measured before the first; 0 if not
 
     def __post_init__(self) -> None:
         super().__init__()
         self.world, self.config = self.run.world, self.run.config
-        self.feed, self.compute = self.verdict.feed, self.verdict.compute
+        self.datasets = self.feed.datasets
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
-        # The rows that tell the speed of the run, and whether they are of the first steps of this
-        # start, and of the first epoch, which reads cold files: later rows replace such ones.
-        self._times: list[StepTimes] = []
-        self._preliminary = True, True
+        # The times of each row, and whether it is of the first steps of this start, which compile,
+        # and of the first epoch, which reads cold files.
+        self._times: list[tuple[StepTimes, tuple[bool, bool]]] = []
+        self._judged = 0  # how many of these rows are of epochs that were judged
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step, self._entered = self.state.step, 0.0  # time.monotonic()
@@ -138,7 +141,8 @@ class RunLog(ExitStack):
 
     def _judge_epoch(self) -> None:
         with self.pause():
-            lines = self.verdict.sentences("epoch", slowdowns=self.monitor.slowdowns())
+            lines = self._verdict(self._judged, SHORT_EPOCH)
+            self._judged = len(self._times)
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 cause, before = lines[0].partition(":")[0], self._cause
                 if cause != before:  # else the epochs of a long run repeat it
@@ -146,6 +150,16 @@ class RunLog(ExitStack):
                 self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
+
+    def _verdict(self, first: int, shortest: float) -> list[str]:
+        """Judge the rows from the first one on, without those of steps that compile. Collective."""
+        rows = [times for times, (starting, _) in self._times[first:] if not starting]
+        others = {
+            "step_rate": self.step_rate,
+            "graph_refused": self.train_on_batch.disabled_reason or "",
+            "slowdowns": self.monitor.slowdowns(),
+        }
+        return judge(rows, shortest, self.world, self.compute, self.feed, **others)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -180,11 +194,7 @@ class RunLog(ExitStack):
         assert times is not None, "every step of an interval has been ended"
         starting = skip >= interval.steps
         cold = before * schedule.batch_size < schedule.images
-        if (starting, cold) != self._preliminary:
-            self._preliminary, self._times = (starting, cold), []
-        self._times.append(times)
-        if not starting:
-            self.verdict.add(times)
+        self._times.append((times, (starting, cold)))
         row = train_row(interval, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
@@ -205,7 +215,10 @@ class RunLog(ExitStack):
         run = self.run
         run.wait()
         stop.poll()
-        rate = mean_of(self._times).rate if self._times else 0.0
+        # Later rows tell more about the speed than those of the first steps and epoch.
+        settled = [times for times, kind in self._times if kind == self._times[-1][1]]
+        rate = mean_of(settled).rate if settled else 0.0
+        few = f"none: less than {SHORT_RUN:g} s of steps after the first ones, too few to judge"
         unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
@@ -216,7 +229,7 @@ class RunLog(ExitStack):
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
-            "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
+            "verdict": self._verdict(0, SHORT_RUN) or [few],
             "unreadable_images": len(set[int]().union(*unreadable)),
         }
         summary |= self._tell(lambda observer: observer.finish(summary))
