@@ -19,13 +19,12 @@ from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
-from engine.log.meter import Meter, train_row
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
-from engine.log.tracker import Tracker
+from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
-from engine.metrics import BestBy, add_values
+from engine.metrics import BestBy, Meter, add_values
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
@@ -186,20 +185,21 @@ class RunLog(ExitStack):
         interval = self.meter.read()
         if interval is None:
             return
+        step, steps, values = interval
         schedule, pool = self.schedule, self.feed.pool
-        before = interval.step - interval.steps
+        before = step - steps
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
-        times = self.feed.step_times(interval.steps, skip=skip)
+        times = self.feed.step_times(steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
-        starting = skip >= interval.steps
+        starting = skip >= steps
         cold = before * schedule.batch_size < schedule.images
         self._times.append((times, (starting, cold)))
-        row = train_row(interval, times, schedule, self.compute)
+        row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         epochs = self.config.train.epochs
-        self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
+        self.tracker.print(train_line(row, values, self.best_by, epochs))
         self.row, self._line_due = row, math.inf
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -238,6 +238,28 @@ class RunLog(ExitStack):
         resumes = self.config.checkpoint.resume == "auto"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
+
+
+def train_row(
+    step: int, values: dict[str, float], times: StepTimes, schedule: Schedule, compute: Compute
+) -> dict[str, Any]:
+    """Return the log row up to a step, without the figures of the GPU and the memory."""
+    rate = times.rate * schedule.ranks
+    row = {
+        "step": step,
+        "epoch": schedule.epoch(step),
+        "split": "train",
+        **values,
+        "lr": schedule.lr(step - 1),
+        "images_per_second": rate,
+        **{name: getattr(times, name.removesuffix("_fraction")) for name in TIME},
+        "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
+    }
+    if schedule.ranks == 1:
+        del row["ranks_wait_fraction"]
+    if peak := compute.peak_rate():
+        row["mfu"] = rate / (peak * schedule.ranks)
+    return row
 
 
 def results(state: TrainState, schedule: Schedule) -> dict[str, Any]:
