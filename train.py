@@ -170,11 +170,11 @@ def train_step(
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
-        with sync_gradients(network, enabled=number == micro_batches):
-            loss, values = loss_fn(network, micro_batch)
-            state.scaler.scale(loss / micro_batches).backward()
+        sync_gradients(network, enabled=state.exchanges and number == micro_batches)
+        loss, values = loss_fn(network, micro_batch)
+        state.scaler.scale(loss / micro_batches).backward()
         logged.append({"loss": loss.detach(), **values})
-    average_gradients(network)
+    average_gradients(network, exchange=state.exchanges)
     # Without fp16, the scaler only calls the optimiser.
     state.scaler.unscale_(state.optimizer)
     if clip_norm is not None:
