@@ -212,9 +212,11 @@ class RunLog(ExitStack):
         `started`: time.monotonic() when the program began. A signal may still arrive during that
         checkpoint. Raises CheckpointError if it could not be written.
         """
-        run = self.run
+        run, state, by = self.run, self.state, self.best_by.name
         run.wait()
         stop.poll()
+        values = {key: value for key, value in state.last.items() if key not in ("step", "epoch")}
+        best_step = int(state.best.get("step", 0))
         # Later rows tell more about the speed than those of the first steps and epoch.
         settled = [times for times, kind in self._times if kind == self._times[-1][1]]
         rate = mean_of(settled).rate if settled else 0.0
@@ -223,7 +225,16 @@ class RunLog(ExitStack):
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
-            **results(self.state, self.schedule),
+            "step": state.step,
+            "epoch": round(self.schedule.epoch(state.step), 4),
+            **values,
+            "values": [name for name in values if not name.endswith("_raw")],
+            "best_by": self.config.train.best_by,
+            f"best_{by}": state.best.get(by),
+            "best_epoch": round(self.schedule.epoch(best_step), 4) if best_step else None,
+            "best_checkpoint": file_name(best_step) if best_step else None,
+            "history": state.history,
+            "params_sha256": params_sha256(state.model),
             "seconds": time.monotonic() - started,
             "seconds_to_first_step": self._entered - started,
             "images_per_second": rate * self.world.size,
@@ -260,22 +271,3 @@ def train_row(
     if peak := compute.peak_rate():
         row["mfu"] = rate / (peak * schedule.ranks)
     return row
-
-
-def results(state: TrainState, schedule: Schedule) -> dict[str, Any]:
-    """Return what summary.json says about the result of a run."""
-    by = BestBy.of(schedule.config.train.best_by)
-    last, best_step = state.last, int(state.best.get("step", 0))
-    values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
-    return {
-        "step": state.step,
-        "epoch": round(schedule.epoch(state.step), 4),
-        **values,
-        "values": [name for name in values if not name.endswith("_raw")],
-        "best_by": schedule.config.train.best_by,
-        f"best_{by.name}": state.best.get(by.name),
-        "best_epoch": round(schedule.epoch(best_step), 4) if best_step else None,
-        "best_checkpoint": file_name(best_step) if best_step else None,
-        "history": state.history,
-        "params_sha256": params_sha256(state.model),
-    }
