@@ -93,8 +93,7 @@ def train(config: Config) -> dict[str, Any]:
         step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         # What was measured is part of the run: a resumed run keeps it.
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        log = RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate)
-        enter(log)
+        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
