@@ -201,7 +201,11 @@ def _advice(name: str) -> str:
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
     meant = [known for known, last in lasts.items() if last in close]
-    return f"did you mean {' or '.join(meant)}?" if meant else "--help lists all keys"
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    section = name.partition(".")[0]
+    keys = [last for known, last in lasts.items() if known.startswith(f"{section}.")]
+    return f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
 
 
 def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
