@@ -128,8 +128,8 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: image side in pixels, for which the positions are stored. For other sizes they
             are computed at each call.
-        patch_embed: for `width` channels; the image side must be a multiple of its patch side.
-        width: number of channels, a multiple of 4 * heads.
+        patch_embed: its channels, a multiple of 4 * heads, are those of the blocks; the image side
+            must be a multiple of its patch side.
         depth: number of blocks.
         hidden: number of channels inside the MLP.
     """
@@ -142,13 +142,12 @@ class VisionTransformer(nn.Module):
         num_classes: int,
         image_size: int,
         patch_embed: PatchEmbed,
-        width: int,
         depth: int,
         heads: int,
         hidden: int,
     ) -> None:
         super().__init__()
-        self.grid = image_size // patch_embed.patch
+        self.grid, width = image_size // patch_embed.patch, patch_embed.proj.out_channels
         self.patch_embed = patch_embed
         self.register_buffer("positions", positions(self.grid, self.grid, width), persistent=False)
         self.blocks = nn.ModuleList([Block(width, heads, hidden) for _ in range(depth)])
@@ -178,7 +177,6 @@ def vit_s16(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Modul
         num_classes=num_classes,
         image_size=image_size,
         patch_embed=PatchEmbed(in_channels, 16, 384),
-        width=384,
         depth=12,
         heads=6,
         hidden=1536,

@@ -43,7 +43,6 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
         num_classes=num_classes,
         image_size=image_size,
         patch_embed=PatchEmbed(3, 8, 48),
-        width=48,
         depth=2,
         heads=4,
         hidden=96,

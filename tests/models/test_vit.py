@@ -17,7 +17,7 @@ def short_vit(num_classes: int, image_size: int) -> nn.Module:
 
 
 def small(image_size: int = 32) -> VisionTransformer:
-    sizes = {"num_classes": 5, "width": 16, "depth": 2, "heads": 2, "hidden": 24}
+    sizes = {"num_classes": 5, "depth": 2, "heads": 2, "hidden": 24}
     return VisionTransformer(image_size=image_size, patch_embed=PatchEmbed(3, 8, 16), **sizes)
 
 

@@ -145,7 +145,7 @@ def test_the_accuracy_on_a_card(trained: Trained) -> None:
 def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None:
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""
     torch.manual_seed(0)
-    sizes = {"num_classes": 5, "image_size": 32, "width": 32, "depth": 2, "heads": 2, "hidden": 64}
+    sizes = {"num_classes": 5, "image_size": 32, "depth": 2, "heads": 2, "hidden": 64}
     model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes).eval()
     nn.init.normal_(model.head.weight)
     job = job_for(trained, to, inside=True)
