@@ -143,8 +143,10 @@ class RandomCrop:
     """Crop a random region of size x size pixels."""
 
     size: int = parameter(PIXELS)
-    # width of the black border that is added on every side first, in pixels
+    # width of the border that is added on every side first, in pixels
     padding: int = parameter(whole(0, LARGEST), 0)
+    # what the border shows: constant is black, reflect the image, mirrored at its edge
+    padding_mode: str = parameter(one_of("constant", "reflect"), "constant")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.size, self.padding, picture.size
@@ -154,7 +156,8 @@ class RandomCrop:
             )
         left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
         top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
-        return picture.cropped((left, top, left + size, top + size))
+        fill = None if self.padding_mode == "reflect" else 0
+        return picture.cropped((left, top, left + size, top + size), fill=fill)
 
 
 @dataclass(kw_only=True)
@@ -224,7 +227,7 @@ def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray
             target = (target - (left, top)) * step.size / (right - left, bottom - top)
             target = target * (-1, 1) + (new_width, 0) if step.mirrored else target
             continue
-        target = crop(target, step.box, fill)
+        target = crop(target, step.box, None if step.fill is None else fill)
         height, width = target.shape[:2]
         rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
         columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)

@@ -1,5 +1,6 @@
 """Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
+import io
 import pickle
 import random
 from pathlib import Path
@@ -51,10 +52,23 @@ def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int
 # Pixels.
 
 
-def test_center_crop_pads_a_small_image_with_black() -> None:
-    small = np.asarray(PHOTO.resize((20, 30)))
-    pixels = made(one("center_crop", size=40), PHOTO.resize((20, 30)))
-    np.testing.assert_array_equal(pixels, np.pad(small, ((5, 5), (10, 10), (0, 0))))
+@pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
+def test_borders_are_torchvisions(padding_mode: str) -> None:
+    """Also of a file that is not decoded yet, and wider than the image."""
+    from torchvision.transforms.v2 import functional
+
+    data = encoded(PHOTO.resize((20, 15)))
+    image = Image.open(io.BytesIO(data))
+    for padding in (4, 45):
+        crop = one("random_crop", size=13, padding=padding, padding_mode=padding_mode)
+        padded = functional.pad(image, [padding], padding_mode=padding_mode)
+        for seed in range(30):
+            drawn = crop(open_picture(data, "pillow"), random.Random(seed))
+            left, top, *_ = (edge + padding for edge in drawn.geometry[0].box)
+            theirs = functional.crop(padded, top, left, 13, 13)
+            np.testing.assert_array_equal(drawn.pixels(), theirs)
+    theirs = functional.center_crop(image, [40])
+    np.testing.assert_array_equal(made(one("center_crop", size=40), image), theirs)
 
 
 def test_an_image_smaller_than_the_crop_is_refused() -> None:
@@ -122,6 +136,7 @@ MASK = np.random.default_rng(5).integers(1, 3, (7, 8)).repeat(20, 0).repeat(20, 
 IMAGE = np.stack([MASK * 100] * 3, axis=-1).astype(np.uint8)
 FLIP: Any = "horizontal_flip"
 CROP: Any = {"random_crop": {"size": 150, "padding": 40}}
+REFLECTED: Any = {"random_crop": {"size": 150, "padding": 40, "padding_mode": "reflect"}}
 
 
 def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
@@ -139,7 +154,9 @@ def own_pixels(picture: Picture) -> float:
     return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0: cropped, then filled
 
 
-@pytest.mark.parametrize("entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP]])
+@pytest.mark.parametrize(
+    "entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP], [FLIP, REFLECTED]]
+)
 def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
     for seed in range(8):
         picture = moved(entries, seed)
