@@ -62,6 +62,7 @@ def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
     assert crop["size"] == values["data.val_size"] == 48
     assert values["augment.val"] == [{"resize": {"size": 48}}, {"center_crop": {"size": 48}}]
     assert decided(36, weights, "optim=adamw")["optim.lr"] == 1e-3
+    assert decided(36, weights, "recipe=finetune_vit", "loader.batch_size=1024")["optim.lr"] == 2e-3
     with pytest.raises(UserError, match=r"^model\.weights is missing: fine-tuning starts from "):
         decided(36)
 
