@@ -39,14 +39,8 @@ RECIPE = [
 
 
 def golden_model(num_classes: int, image_size: int) -> nn.Module:
-    return VisionTransformer(
-        num_classes=num_classes,
-        image_size=image_size,
-        patch_embed=PatchEmbed(3, 8, 48),
-        depth=2,
-        heads=4,
-        hidden=96,
-    )
+    sizes = {"num_classes": num_classes, "image_size": image_size, "depth": 2, "heads": 4}
+    return VisionTransformer(patch_embed=PatchEmbed(3, 8, 48), hidden=96, **sizes)
 
 
 @pytest.mark.usefixtures("own_logging")

@@ -14,9 +14,8 @@ from tests.helpers.libraries import timm_module
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
     """Parameter name -> factor of its learning rate, with and without weight decay."""
-    config = OptimConfig(
-        f"extras.layer_decay:{kind}", {"layer_decay": layer_decay}, decay_norms=False
-    )
+    args = {"layer_decay": layer_decay}
+    config = OptimConfig(f"extras.layer_decay:{kind}", args, decay_norms=False)
     optimizer = build_optimizer(model, config)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 1e-4}
     of = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}

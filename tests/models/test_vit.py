@@ -45,14 +45,9 @@ def test_blocks_compute_the_same_as_torch() -> None:
         theirs = nn.TransformerEncoderLayer(
             16, 2, 24, 0.0, nn.GELU("tanh"), layer_norm_eps=1e-6, batch_first=True, norm_first=True
         ).eval()
-        names = {
-            "self_attn.in_proj_": "attn.qkv.",
-            "self_attn.out_proj.": "attn.proj.",
-            "linear1.": "mlp.fc1.",
-            "linear2.": "mlp.fc2.",
-            "norm1.": "norm1.",
-            "norm2.": "norm2.",
-        }
+        names = {"self_attn.in_proj_": "attn.qkv.", "self_attn.out_proj.": "attn.proj."}
+        names |= {"linear1.": "mlp.fc1.", "linear2.": "mlp.fc2."}
+        names |= {norm: norm for norm in ("norm1.", "norm2.")}
         ours = block.state_dict()
         theirs.load_state_dict(
             {a + part: ours[b + part] for a, b in names.items() for part in ("weight", "bias")}

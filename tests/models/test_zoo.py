@@ -34,11 +34,7 @@ def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("resnet_tiny", 308_650),
-        ("vit_s16", 21_593_482),
-        ("swin_t", 27_527_044),
-    ],
+    [("resnet_tiny", 308_650), ("vit_s16", 21_593_482), ("swin_t", 27_527_044)],
 )
 def test_names_and_sizes(name: str, count: int) -> None:
     assert name in models.available()
@@ -64,9 +60,7 @@ def test_zero_init_residual_makes_each_block_the_identity() -> None:
     assert zero == {key for key in state if re.search(r"layer.*bn2\.weight", key)}
 
 
-def test_published_weights_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy refuses every connection."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -237,9 +231,8 @@ def test_a_part_of_a_module() -> None:
     """layer1 is not layer10, and a parameter alone does not put its module into eval mode."""
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
     models.freeze(model, ["layer1.weight"])
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
-        "layer1.weight"
-    ]
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["layer1.weight"]
     assert model["layer1"].training
 
 
