@@ -78,8 +78,7 @@ import models
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.decode import describe
-from scripts.lib.checks import few
-from scripts.lib.trained import Trained, exit_status, open_trained
+from scripts.lib.trained import Trained, exit_status, few, open_trained
 
 CPU = torch.device("cpu")
 CARD = Path(__file__).parent / "lib" / "model_card.md"

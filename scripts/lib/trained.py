@@ -6,7 +6,7 @@ files, the overrides name the model; torchvision and timm state the preprocessin
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -216,6 +216,12 @@ def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
 def sorted_as_text(names: Sequence[str]) -> bool:
     """Whether the names of classes are numbers in another order than theirs, such as 1, 10, 2."""
     return all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int)
+
+
+def few(names: Iterable[Any], count: int = 5) -> str:
+    names = [str(name) for name in names]
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def sizes_in(

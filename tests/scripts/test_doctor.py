@@ -15,8 +15,7 @@ from PIL import Image
 from conf.compose import from_words
 from pipeline import decode, machine
 from scripts import doctor, prepare
-from scripts.lib import checks, data_checks, machine_checks
-from scripts.lib.checks import Case, Row
+from scripts.doctor import Case, Row
 from tests.conftest import CLASSES
 from tests.helpers.ranks import Ranks
 from tests.helpers.small_run import SMALL
@@ -140,9 +139,9 @@ ODD = {
 def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> None:
     (root / "train" / "dots" / "odd.jpg").write_bytes(ODD[kind])
     case = case_of(root)
-    for check in (data_checks.data, data_checks.readable):
+    for check in (doctor.data, doctor.readable):
         assert {row.status for row in check(case)} == {"ok"}
-    row = only(row for row in data_checks.odd_files(case) if row.status == "warn")
+    row = only(row for row in doctor.odd_files(case) if row.status == "warn")
     assert row.found.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
     if kind == "turned":
         case.config.data.exif_orientation = True
@@ -150,8 +149,8 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
         case.examined["train"] += case.examined["val"] * 10
     if "prepare.py" in row.do:  # it helps
         mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
-        assert not [*data_checks.oddities(decode.open_image(mended), "odd.jpg")]
-    assert {row.status for row in data_checks.odd_files(case)} == {"ok"}
+        assert not [*doctor.oddities(decode.open_image(mended), "odd.jpg")]
+    assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
 def test_duplicates_across_splits(root: Path) -> None:
@@ -178,19 +177,19 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
     for path in (root / "train").rglob("*.jpg"):
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
-    list(data_checks.data(case)), list(data_checks.readable(case))
-    row = only(data_checks.colours(case))
+    list(doctor.data(case)), list(doctor.readable(case))
+    row = only(doctor.colours(case))
     assert row.status == "warn"
     assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.found
     case.config.data.mean = [0.5, 0.1, 0.25]
     for green, status in ((0.1, "ok"), (0.01, "warn")):
         case.config.data.std = [0.5, green, 0.25]
-        assert only(data_checks.colours(case)).status == status
+        assert only(doctor.colours(case)).status == status
     for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
         Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
-    list(data_checks.readable(case))
-    with pytest.raises(checks.NotChecked, match="16-bit"):
-        list(data_checks.colours(case))
+    list(doctor.readable(case))
+    with pytest.raises(doctor.NotChecked, match="16-bit"):
+        list(doctor.colours(case))
 
 
 # The machine.
@@ -208,8 +207,8 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     number = case.config.checkpoint.keep + 2
     for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
-        row, shared = machine_checks.disk(case)
+        row, shared = doctor.disk(case)
         assert row.status == status and f"{number} checkpoints of at most " in row.found
         assert shared.status == "warn" and shared.do.endswith("--ipc=host")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert next(machine_checks.disk(case)).found.endswith(": cannot be written")
+    assert next(doctor.disk(case)).found.endswith(": cannot be written")
