@@ -36,9 +36,11 @@ from itertools import islice
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+import models
 import train
 from conf.schema import Config, RunError, UserError
-from engine.compute import Compute, choose_compute
+from engine.checkpoint import find_checkpoint
+from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.introduction import setup_notes
 from engine.losses import build_criterion, class_weights
@@ -50,6 +52,7 @@ from pipeline.decode import describe
 from pipeline.index import Index
 from pipeline.sampler import scattered
 from scripts.lib.progress import in_threads, with_progress
+from scripts.lib.published import published
 from scripts.lib.trained import exit_status, few, sorted_as_text
 
 SAMPLE = 2000  # files of each split
@@ -300,6 +303,11 @@ def plan(case: Case) -> Iterator[Row]:
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
+    if (weights := config.model.weights) and weights != "pretrained":
+        model = build_model(config, datasets)
+        models.load_weights(model, find_checkpoint(weights), datasets.classes)
+    elif weights and published(config.model.name, Path(weights)) is None:
+        build_model(config, datasets, pretrained=True)  # refuses it, without a download
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield ok(
         f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "

@@ -201,6 +201,17 @@ def test_a_cpu_quota(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status == "warn" and "quota of 0.5 cores" in row.found and "--cpus" in row.do
 
 
+def test_weights_that_training_would_refuse(root: Path) -> None:
+    """Nothing is downloaded."""
+    refused = {"pretrained": "resnet_tiny has no published weights; give a file"}
+    refused["gone.pth"] = "cannot be read (No such file or directory); give a checkpoint"
+    for weights, reason in refused.items():
+        row = only(look(root, f"model.weights={weights}", sample=1)["plan"])
+        assert row.status == "fail" and row.found.startswith(f"model.weights={weights}: {reason}")
+    published = look(root, "model.weights=pretrained", "model.name=resnet18", sample=1)
+    assert "fail" not in {row.status for row in published["plan"]}
+
+
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
     case = case_of(tmp_path, ranks=2, compute=compute)
