@@ -24,6 +24,7 @@ if __name__ == "__main__":
     OPTIONS, CONFIG = parser.read_config()
 
 import hashlib
+import logging
 import os
 import shutil
 from collections import Counter
@@ -387,6 +388,9 @@ def lines(row: Row) -> Iterator[str]:
 
 
 def main() -> int:
+    # Each list of the files would warn of what `data` reports once.
+    notices = logging.getLogger("pipeline.index")
+    notices.addFilter(lambda record: "not read" not in record.getMessage())
     counts = Counter[str]()
     for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
