@@ -170,12 +170,15 @@ class Predictor:
     def run(self, paths: Iterable[str]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
 
-        At most BATCHES_AHEAD + 1 batches of images are in memory.
+        At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
+        places. Raises UserError: `train.predictions` does not fit the model.
         """
         ahead = BATCHES_AHEAD * self.batch_size
         loaded = in_threads(self.threads, self.load, enumerate(paths), ahead)
         while batch := list(islice(loaded, self.batch_size)):
-            yield self.results(batch)
+            images = [one.values[IMAGE] for one in batch if not one.reason]
+            found = iter(self.predicted(np.stack(images)) if images else ())
+            yield [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     def load(self, numbered: tuple[int, str]) -> Result:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
@@ -194,15 +197,6 @@ class Predictor:
         except Exception as error:
             reason = (isinstance(error, OSError) and error.strerror) or describe(error)
             return Result(path, reason=reason)
-
-    def results(self, batch: Sequence[Result]) -> list[Result]:
-        """Predict for a batch; unreadable files stay in their places.
-
-        Raises UserError: `train.predictions` does not fit the model.
-        """
-        images = [one.values[IMAGE] for one in batch if not one.reason]
-        found = iter(self.predicted(np.stack(images)) if images else ())
-        return [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     @torch.no_grad()
     def predicted(self, images: np.ndarray) -> list[dict[str, Any]]:
