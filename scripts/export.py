@@ -88,7 +88,6 @@ BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 BOUND = 1e-4
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
-TEXTS = ("classes", "preprocessing", "model")
 
 Predict = Callable[[Tensor], Tensor]
 """float32 [B, C, S, S], or uint8 [B, S, S, C] with --preprocessing -> float32 [B, classes]."""
@@ -101,14 +100,10 @@ class ExportError(RunError):
 class WithPreprocessing(nn.Module):
     """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes]."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, network: nn.Module, format: ImageFormat) -> None:
         super().__init__()
         self.network = network
-        self.register_buffer("scale", format.scale)
-        self.register_buffer("shift", format.shift)
+        self.scale, self.shift = nn.Buffer(format.scale), nn.Buffer(format.shift)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.movedim(-1, -3).float() * self.scale + self.shift)
@@ -167,8 +162,8 @@ class Job:
             "step": trained.step,
             "averaged_weights": trained.averaged,
         }
-        texts = list(trained.classes), preprocessing, model
-        return dict(zip(TEXTS, map(json.dumps, texts), strict=True))
+        texts = {"classes": trained.classes, "preprocessing": preprocessing, "model": model}
+        return {name: json.dumps(value) for name, value in texts.items()}
 
 
 def explicit(entry: Any) -> Any:
@@ -262,7 +257,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
             return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
     elif job.to == "pt2":
-        texts = dict.fromkeys(TEXTS, "")
+        texts = dict.fromkeys(job.texts(), "")
         predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
     elif job.to == "hub":
         import timm
@@ -271,7 +266,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
         predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     else:
         predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
-    return predict, {name: json.loads(texts[name]) for name in TEXTS}
+    return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
 @torch.no_grad()
