@@ -30,7 +30,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -85,7 +85,6 @@ class Row:
     found: str
     do: str = ""  # the remedy
     details: tuple[str, ...] = ()  # lines to list, mostly files
-    check: str = ""
 
 
 ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
@@ -355,8 +354,8 @@ CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {  # later ones use earlier
 }
 
 
-def check(case: Case) -> Iterator[Row]:
-    """Run all checks.
+def check(case: Case) -> Iterator[tuple[str, Row]]:
+    """Run all checks; yield the rows, each with the name of its check.
 
     An error that training would raise is a failure; a check that cannot run is only a warning.
     """
@@ -364,22 +363,22 @@ def check(case: Case) -> Iterator[Row]:
     for name, look in CHECKS.items():
         try:
             for row in look(case):
-                yield replace(row, check=name)
+                yield name, row
         except (UserError, RunError) as error:
-            yield fail(str(error), "training refuses to start", check=name)
+            yield name, fail(str(error), "training refuses to start")
         except NotChecked as reason:
             status = ok if case.datasets else warn
             if str(reason) not in told:
-                yield status(f"not checked: {reason}", check=name)
+                yield name, status(f"not checked: {reason}")
             told.add(str(reason))
         except Exception as error:
-            yield warn(f"check failed with an error: {describe(error)}", check=name)
+            yield name, warn(f"check failed with an error: {describe(error)}")
 
 
-def lines(row: Row) -> Iterator[str]:
+def lines(name: str, row: Row) -> Iterator[str]:
     """Format a row, and below it the remedy and the details, on a terminal up to NAMED."""
     width = max(map(len, CHECKS))
-    yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
+    yield f"{row.status:<4}  {name:<{width}}  {row.found}"
     most = NAMED if sys.stdout.isatty() else len(row.details)
     below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
     if len(row.details) > most:
@@ -392,9 +391,9 @@ def main() -> int:
     notices = logging.getLogger("pipeline.index")
     notices.addFilter(lambda record: "not read" not in record.getMessage())
     counts = Counter[str]()
-    for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
+    for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
-        print(*lines(row), sep="\n", flush=True)
+        print(*lines(name, row), sep="\n", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 

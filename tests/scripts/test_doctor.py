@@ -36,8 +36,8 @@ def case_of(root: Path, *overrides: str, **options: Any) -> Case:
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:
     found: Rows = {}
-    for row in doctor.check(case_of(root, *overrides, **options)):
-        found.setdefault(row.check, []).append(row)
+    for name, row in doctor.check(case_of(root, *overrides, **options)):
+        found.setdefault(name, []).append(row)
     return found
 
 
