@@ -214,19 +214,14 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     """Return the WORST classes by the mean of the runs: name, images, and the top-1 of each run.
 
-    None are returned if the runs have different classes.
+    The images are those of the first run. None are returned if the runs have different classes.
     """
-    first, *others = (run.classes for run in runs)
-    if any(first.keys() != other.keys() for other in others):
+    first = runs[0].classes
+    if any(run.classes.keys() != first.keys() for run in runs):
         return []
-
-    def row(key: str) -> list[str]:
-        names, images, top1 = zip(*(run.classes[key] for run in runs), strict=True)
-        counts = dict.fromkeys(f"{count:,}" for count in images)  # a run may have held out others
-        return [names[0], " / ".join(counts), *(f"{value:.1f}" for value in top1)]
-
-    means = {key: fmean(run.classes[key][2] for run in runs) for key in first}
-    return [row(key) for key in sorted(means, key=means.__getitem__)[:WORST]]
+    top1 = {key: [run.classes[key][2] for run in runs] for key in first}
+    worst = sorted(first, key=lambda key: fmean(top1[key]))[:WORST]
+    return [[first[k][0], f"{first[k][1]:,}", *(f"{x:.1f}" for x in top1[k])] for k in worst]
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
