@@ -93,10 +93,6 @@ Predict = Callable[[Tensor], Tensor]
 """float32 [B, C, S, S], or uint8 [B, S, S, C] with --preprocessing -> float32 [B, classes]."""
 
 
-class ExportError(RunError):
-    """The model cannot be exported, or the exported file differs from it."""
-
-
 class WithPreprocessing(nn.Module):
     """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes]."""
 
@@ -271,7 +267,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
 
 @torch.no_grad()
 def compare(job: Job, predict: Predict, model: nn.Module) -> str:
-    """Return the largest difference from eager mode on random images; ExportError above BOUND."""
+    """Return the largest difference from eager mode on random images; RunError above BOUND."""
     highest = job.format.highest
     levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
     levels *= highest + (highest > 1)
@@ -282,14 +278,14 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     difference, bound = (exported - eager).abs().amax(), BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
     if not difference <= bound:  # also if it is NaN
-        raise ExportError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
+        raise RunError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
     return f"compared with eager mode: {result}"
 
 
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference and what it takes.
 
-    Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
+    Raises UserError: the weights do not fit the model; RunError: a check has found a difference,
     or the model cannot be exported.
     """
     model = job.trained.build(CPU)
@@ -300,12 +296,12 @@ def export(job: Job, out: Path) -> None:
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             result = compare(job, predict, model)
-        except (OSError, UserError, ExportError):
+        except (OSError, UserError, RunError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
             name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
-            raise ExportError(text) from None
+            raise RunError(text) from None
         with open(job.file(temporary), "rb") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
