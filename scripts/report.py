@@ -212,16 +212,21 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the WORST classes by the mean of the runs: name, images, and the top-1 of each run.
+    """Return a head, and a row for each of the WORST classes, by the mean top-1 of the runs.
 
-    The images are those of the first run. None are returned if the runs have different classes.
+    It has the name, the images of the first run, and the top-1 of each run. Nothing is returned if
+    the runs have different classes.
     """
     first = runs[0].classes
-    if any(run.classes.keys() != first.keys() for run in runs):
+    if not first or any(run.classes.keys() != first.keys() for run in runs):
         return []
     top1 = {key: [run.classes[key][2] for run in runs] for key in first}
-    worst = sorted(first, key=lambda key: fmean(top1[key]))[:WORST]
-    return [[first[k][0], f"{first[k][1]:,}", *(f"{x:.1f}" for x in top1[k])] for k in worst]
+    columns = [f"run {i}" for i in range(1, len(runs) + 1)] if len(runs) > 1 else ["top1, %"]
+    table = [["class", "images", *columns]]
+    for key in sorted(first, key=lambda key: fmean(top1[key]))[:WORST]:
+        name, images, _ = first[key]
+        table.append([name, f"{images:,}", *(f"{value:.1f}" for value in top1[key])])
+    return table
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
