@@ -146,8 +146,7 @@ class Predictor:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         on_cpu = loader.decoder in decode.DECODERS
         self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
-        self.seed, self.top = config.train.seed, top
-        self.exif_orientation = data.exif_orientation
+        self.config, self.top = config, top
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = choose_precision(config.train.precision, device)
         # As engine.compute.set_up_kernels, without deterministic algorithms: choosing them imports
@@ -184,9 +183,9 @@ class Predictor:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
         number, path = numbered
         try:
-            content, turned = Path(path).read_bytes(), self.exif_orientation
+            content, turned = Path(path).read_bytes(), self.config.data.exif_orientation
             picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
-            pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
+            pixels = self.transform(picture, sample_rng(self.config.train.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 taken = f"the model takes {self.channels} of {self.dtype}"
                 text = f"has {pixels.shape[-1]} channels of {pixels.dtype}, {taken}"
