@@ -71,7 +71,6 @@ CURES = {
     SLOW: "scripts/prepare.py --side converts such JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
-GIB = 1 << 30
 NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
 
 
@@ -339,7 +338,7 @@ def disk(case: Case) -> Iterator[Row]:
         yield ok(text)
     if case.ranks > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        text = f"/dev/shm: {free / GIB:.2f} GiB free, which NCCL uses"
+        text = f"/dev/shm: {free / (1 << 30):.2f} GiB free, which NCCL uses"
         yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
 
 

@@ -71,9 +71,6 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
     for words, message in (([], no_name), (["model.name=vit_s16"], no_head)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
             open_trained(path, words)
-
-
-def test_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**7) + b"{}")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):
         open_trained(tmp_path / "model.safetensors", TINY)
