@@ -28,7 +28,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -342,14 +342,10 @@ def disk(case: Case) -> Iterator[Row]:
         yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
 
 
-CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {  # later ones use earlier results
-    "data": data,
-    "readable": readable,
-    "odd files": odd_files,
-    "duplicates": duplicates,
-    "colours": colours,
-    "plan": plan,
-    "disk": disk,
+# Name -> check; later ones use earlier results
+CHECKS = {
+    check.__name__.replace("_", " "): check
+    for check in (data, readable, odd_files, duplicates, colours, plan, disk)
 }
 
 
