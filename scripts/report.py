@@ -60,7 +60,6 @@ MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too unc
 UNKNOWN = "–"
 WORST = 20  # classes that are listed
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
-SECTIONS = ("Learning", "Training steps")  # of the charts
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
@@ -229,8 +228,8 @@ def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     return table
 
 
-def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    """Return the charts of each section: one for each numeric key, with a curve per run and split.
+def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a chart for each numeric key, with a curve per run and split.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
     KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe.
@@ -243,7 +242,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     drawn = [(run, split, str(i), i % 8) for i, run in enumerate(runs, 1) for split in SPLITS]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
-    by_section: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    found = []
     for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
@@ -251,9 +250,9 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
             if len(curve := curve_of(run, split, place, key))
         ]
         if any(curve[:, 1:].any() for _, curve in curves):
-            chart = {"title": key, "place": place, **draw(curves)}
-            by_section[SECTIONS[key not in learning]].append(chart)
-    return {section: drawn for section, drawn in by_section.items() if drawn}
+            section = "Learning" if key in learning else "Training steps"
+            found.append({"title": key, "section": section, "place": place, **draw(curves)})
+    return found
 
 
 def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
@@ -325,7 +324,7 @@ def build(runs: Sequence[Run]) -> str:
         runs=runs,
         best=max(runs, key=lambda run: run.best()[1]) if len(runs) > 1 else None,
         headlines=[*zip(*compared(rows), *differences(runs), strict=True)],
-        sections=charts(runs),
+        charts=charts(runs),
         classes=worst_classes(runs),
         width=WIDTH,
         height=HEIGHT,
