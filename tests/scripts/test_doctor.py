@@ -42,9 +42,8 @@ def look(root: Path, *overrides: str, **options: Any) -> Rows:
 
 
 def only(rows: Any) -> Any:
-    rows = list(rows)
-    assert len(rows) == 1, rows
-    return rows[0]
+    (row,) = rows
+    return row
 
 
 # The whole script.

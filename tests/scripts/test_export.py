@@ -21,11 +21,10 @@ from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import published
 from scripts.lib.trained import Trained, open_trained
-from tests.conftest import CLASSES, VAL_IMAGES
+from tests.conftest import CLASSES
 from tests.helpers.libraries import timm_module
 
 HERE = ["train.device=cpu", "loader.workers=0"]
-FILES = VAL_IMAGES * len(CLASSES)
 needs_onnx = pytest.mark.skipif(
     any(find_spec(name) is None for name in export.FORMATS["onnx"]), reason="needs onnxruntime"
 )
@@ -74,7 +73,7 @@ def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) ->
     assert texts["classes"] == list(CLASSES)
     stated = [{"resize": {"size": 32, "interpolation": "bilinear"}}, {"center_crop": {"size": 32}}]
     assert texts["preprocessing"]["transforms"] == stated
-    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(FILES)]))
+    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.format.normalised(images))
         assert eager.argmax(1).unique().numel() > 1
