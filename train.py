@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import gc
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.named import import_object, split_entry
-from conf.schema import Config
+from conf.schema import CHOOSE_SAMPLES, Config, config_values
 from engine.checkpoint import find_checkpoint
 from engine.compute import (
     Compute,
@@ -42,11 +43,10 @@ from engine.compute import (
     garbage_collection_paused,
     set_up_kernels,
 )
-from engine.distributed import World, average_gradients, join_world, share_config, sync_gradients
+from engine.distributed import World, average_gradients, join_world, sync_gradients
 from engine.log.introduction import introduce
 from engine.log.runlog import RunLog, check_log
 from engine.log.tracker import Tracker
-from engine.log.verdict import Verdict
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
 from engine.metrics import BestBy, Values, class_means, class_values
@@ -61,7 +61,7 @@ from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.pool import start_forkserver
+from pipeline.ring import start_forkserver
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def train(config: Config) -> dict[str, Any]:
         step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         # What was measured is part of the run: a resumed run keeps it.
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        verdict = Verdict(compute, feed, train_on_batch, world, step_rate)
-        log = enter(RunLog(datasets, schedule, run, state, tracker, verdict))
+        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
@@ -170,11 +169,11 @@ def train_step(
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
-        with sync_gradients(network, enabled=number == micro_batches):
-            loss, values = loss_fn(network, micro_batch)
-            state.scaler.scale(loss / micro_batches).backward()
+        sync_gradients(network, enabled=state.exchanges and number == micro_batches)
+        loss, values = loss_fn(network, micro_batch)
+        state.scaler.scale(loss / micro_batches).backward()
         logged.append({"loss": loss.detach(), **values})
-    average_gradients(network)
+    average_gradients(network, exchange=state.exchanges)
     # Without fp16, the scaler only calls the optimiser.
     state.scaler.unscale_(state.optimizer)
     if clip_norm is not None:
@@ -282,14 +281,19 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Let train.prepare change the config, and check that all ranks have the same one.
+    """Let train.prepare change the config; return it with rank 0's `run` keys. Collective.
 
-    Raises UserError if a key differs between the ranks, and what train.prepare raises.
+    ${now:} gives each rank a different time. Raises UserError if the kind of device differs between
+    the ranks, or another key than those that say where the samples are; and what train.prepare
+    raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
         config = import_object(name, "train.prepare")(config, world, **parameters)
-    return share_config(config, world)
+    config = replace(config, run=world.on_rank_0(lambda: config.run))
+    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
+    world.require_same({**same, "train.device": world.device.type})
+    return config
 
 
 def build_parts(

@@ -24,6 +24,7 @@ from conf.schema import (
     config_values,
     described,
     group_names,
+    require_root,
     sentences,
     show,
 )
@@ -54,11 +55,12 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             _show(help_text(script, (purpose or script).splitlines()[0]) + "\n")
         if options.multirun:
             sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
-        config = from_words(words, runnable=options.cfg is None)
+        config = from_words(words)
+        if options.cfg is not None:
+            _show(to_yaml(config, options.package))
+        require_root(config)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error), script)
-    if options.cfg is not None:
-        _show(to_yaml(config, options.package))
     return config
 
 

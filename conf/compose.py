@@ -1,9 +1,8 @@
 """Compose a checked `Config` from layers.
 
 From low to high: the defaults of the schema and of conf/config.yaml; the groups and the recipe,
-which Hydra merges, or the values in a checkpoint; the values that the program decides; typed
-groups; typed keys. A mistake is one line with the word or the file, what is allowed and the nearest
-name.
+which Hydra merges; the values that the program decides, or those in a checkpoint; typed groups;
+typed keys. A mistake is one line with the word or the file, what is allowed and the nearest name.
 """
 
 import copy
@@ -31,23 +30,20 @@ from conf.schema import (
     FIELDS,
     FOLDER,
     GROUPS,
-    KEYS,
     NAMES,
     Config,
     RunConfig,
     UserError,
     check,
-    config_values,
     did_you_mean,
     group_names,
     last_name,
     result_keys,
     show,
-    unmet,
-    with_size,
+    typed_keys,
 )
 
-SECTIONS = {name.split(".")[0] for name in KEYS}
+SECTIONS = {name.split(".")[0] for name in FIELDS}
 NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
 # Keys with a word as value, mostly a path.
 TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
@@ -70,34 +66,37 @@ NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
 Values = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
-Typed = Sequence[tuple[str, Any]]
-"""The words of a command line: dotted key and value, or group and the file of its choice."""
 
 
-def from_words(
-    words: Sequence[str] = (), *, runnable: bool = True, decided: Values | None = None
-) -> Config:
+def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> Config:
     """Compose and check a config from the words of a command line.
 
-    Raises UserError for a key, group choice or value that is not allowed.
+    A typed group of a section with a name (optim, schedule, model) also resets the keys that it
+    does not set, because the values of a recipe for one optimiser are wrong for another. In other
+    sections the values of the recipe stay: data=fake keeps the image size.
 
-    Args:
-        runnable: refuse a config without data.root, which has no default.
-        decided: values that replace the recipe's. Other values of the recipe may refer to them.
+    `decided`: values that replace the recipe's; other values of the recipe may refer to them.
+    Raises UserError for a key, group choice or value that is not allowed.
     """
     typed = read_words(words)
-    file = dict(typed).get("recipe") or _choice_file("recipe", DEFAULT_RECIPE)
+    groups = {name: typed.pop(name) for name in GROUPS if name in typed}
+    recipe = groups.pop("recipe", None) or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
-    _set(tree, _recipe(file), f"{file}: ")
-    _set(tree, decided or {}, "decided: ")
+    _set(tree, _recipe(recipe), f"{recipe}: ")
+    _set(tree, decided or {}, "the checkpoint or the weights: ")
     planned = dotted(tree)
-    swept = _set_typed(tree, typed)
-    config = _checked(tree, typed, runnable=runnable)
-    config.typed, config.recipe = list(words), file.stem
-    config.expect = read_yaml(file).get("expect")
+    for group, file in groups.items():
+        if f"{group}.name" in FIELDS:
+            tree[group] = copy.deepcopy(DEFAULTS[group])
+        _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
+    grouped = dotted(tree)
+    _set(tree, typed)
+    config = _checked(tree, words)
+    config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(planned, tree, config)
     if config.run.name is None:
-        tree.run.name = _run_name(file.stem, config, swept)
+        swept = {name for name, value in typed.items() if grouped[name] != value}
+        tree.run.name = _run_name(recipe.stem, config, swept)
         config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
     return config
 
@@ -109,20 +108,24 @@ def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
     typed = read_words(words)
-    values = {name: stored[name] for name in KEYS if name in stored}
+    values = {name: stored[name] for name in FIELDS if name in stored}
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    for name, value in typed:
-        if name == "recipe":
-            raise UserError(f"recipe={value.stem}: the checkpoint holds the whole config; omit it")
-        values.pop(name, None)  # this version may refuse it
-    tree = copy.deepcopy(DEFAULTS)
-    _set(tree, values, "the checkpoint: ")
-    _set_typed(tree, typed)
-    config = _checked(tree, typed, runnable=False)
-    config.typed = list(words)
-    return config
+    if file := typed.get("recipe"):
+        raise UserError(f"recipe={file.stem}: the checkpoint holds the whole config; omit it")
+    for name in values.keys() & typed.keys():
+        del values[name]  # this version may refuse it
+    return from_words(words, decided=values)
+
+
+def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
+    """Return transforms with `other` in place of every parameter `size` of this value."""
+    if isinstance(node, Mapping):
+        return {key: with_size(inner, size, other, key) for key, inner in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str):  # also OmegaConf's lists
+        return [with_size(inner, size, other, name) for inner in node]
+    return other if name == "size" and node == size else node
 
 
 def _choice_file(group: str, choice: str) -> Path:
@@ -159,13 +162,14 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
-def read_words(words: Iterable[str]) -> Typed:
+def read_words(words: Iterable[str]) -> dict[str, Any]:
     """Read the words of a command line; `+` and `++` before a key mean nothing.
 
     A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
+    Returns dotted key -> value, and group -> file of its choice; the last of equal ones counts.
     Raises UserError for a key, choice or value that no config allows.
     """
-    typed, tried = [], copy.deepcopy(DEFAULTS)
+    typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
     for text in words:
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
@@ -187,18 +191,21 @@ def read_words(words: Iterable[str]) -> Typed:
                 value = word if override.is_sweep_override() else override.value()
         if name not in GROUPS:
             _set(tried, {name: value})  # refuses a mistake before Hydra composes
-        typed.append((name, value))
+        typed[name] = value
     return typed
 
 
 def _advice(name: str) -> str:
     """Name the key or group that is meant by an unknown one, such as `lr` of another trainer."""
-    lasts: dict[str, list[str]] = {}
-    for known in NAMES:
-        lasts.setdefault(known.rpartition(".")[2], []).append(known)
+    lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    close = difflib.get_close_matches(word, lasts, 1, 0.7)
-    return f"did you mean {' or '.join(lasts[close[0]])}?" if close else "--help lists all keys"
+    close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
+    meant = [known for known, last in lasts.items() if last in close]
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    section = name.partition(".")[0]
+    keys = [last for known, last in lasts.items() if known.startswith(f"{section}.")]
+    return f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
 
 
 def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
@@ -219,24 +226,6 @@ def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
         several = "; `train.py -m` trains once for each of several values"
         more = several if isinstance(value, str) and "," in value else ""
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
-
-
-def _set_typed(tree: DictConfig, typed: Typed) -> set[str]:
-    """Set the typed groups in place, then the typed keys; return the keys with another value.
-
-    A group of a section with a name (optim, schedule, model) also resets the keys that it does not
-    set, because the values of a recipe for one optimiser are wrong for another. In other sections
-    the values of the recipe stay: data=fake keeps the image size.
-    """
-    for group, file in dict(typed).items():
-        if group in GROUPS and group != "recipe":
-            if f"{group}.name" in FIELDS:
-                tree[group] = copy.deepcopy(DEFAULTS[group])
-            _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
-    grouped = dotted(tree)
-    keys = [(name, value) for name, value in typed if name not in GROUPS]
-    _set(tree, dict(keys))
-    return {name for name, value in keys if grouped[name] != value}
 
 
 @cache
@@ -270,19 +259,19 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
+def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    words, values, left_out = dict(typed), dotted(tree), set[str]()
+    typed, values, left_out = typed_keys(words), dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
         absent = {n for n in names_in(value) if not is_there(n)} if key in CODE_KEYS else set()
-        for name in sorted(absent if key in words else absent - DEFAULT_NAMES):
+        for name in sorted(absent if key in typed else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
             entries = value if isinstance(value, list) else []
@@ -295,28 +284,16 @@ def _checked(tree: DictConfig, typed: Typed, *, runnable: bool) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
+    config.typed = list(words)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
-    if "train.epochs" in words and "schedule.warmup_epochs" not in words and warmup > epochs / 2:
+    if "train.epochs" in typed and "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
-    check(config, runnable=runnable)
-    for key in words:
-        if key in FIELDS:
-            _check_effect(key, config)
+    check(config)
     if left_out:
         names = ", ".join(sorted(left_out))
         config.notes += [f"left out, because it is not in this copy: {names}"]
     return config
-
-
-def _check_effect(key: str, config: Config) -> None:
-    """Refuse a typed key that has no effect in this config, and name the key that disables it."""
-    values, when = config_values(config), unmet(config, key)
-    if when:
-        because = " and ".join(f"{other}={show(values[other])}" for other in when)
-        needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
-        shown = f"{key}={show(values[key])}"
-        raise UserError(f"{shown}: has no effect with {because}; give {needed}, or leave it out")
 
 
 def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:

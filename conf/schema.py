@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -138,12 +138,6 @@ def span(high: float) -> Check:
     return Check(lambda values: pair.allows(values) and values[0] <= values[1], says)
 
 
-def _are_weights(value: Any) -> bool:
-    """Whether this maps names to positive numbers; a name such as 10 is read as a number."""
-    numbers = value.values() if isinstance(value, dict) else [None]
-    return bool(value) and all(map(POSITIVE.allows, numbers))
-
-
 def _is_fold(value: Any) -> bool:
     """Whether this is the number of a fold and of all folds, such as 2/5."""
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value or "")
@@ -155,11 +149,9 @@ def _is_entry(value: Any) -> bool:
     return ":" in str(next(iter(value), "") if isinstance(value, dict) else value)
 
 
-def last_name(path: Any) -> Any:
+def last_name(path: str | None) -> str | None:
     """Return the last part of a path, for the name of a run."""
-    if not path or not isinstance(path, str):
-        return path  # also a value that its check refuses later
-    return os.path.basename(os.path.abspath(os.path.expanduser(path)))
+    return path and os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
 def after_colon(name: str) -> str:
@@ -184,7 +176,10 @@ ARGS = Check(
     lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "names and values in braces, such as {drop_path_rate: 0.1}",
 )
-WEIGHTS = Check(_are_weights, "weights > 0 by class in braces, such as {cat: 1, dog: 3}")
+WEIGHTS = Check(  # a name such as 10 is read as a number
+    lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
+    "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
+)
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(
@@ -498,24 +493,20 @@ def result_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
-    """Return transforms with `other` in place of every parameter `size` of this value."""
-    if isinstance(node, Mapping):
-        return {key: with_size(inner, size, other, key) for key, inner in node.items()}
-    if isinstance(node, Sequence) and not isinstance(node, str):  # also OmegaConf's lists
-        return [with_size(inner, size, other, name) for inner in node]
-    return other if name == "size" and node == size else node
+def check(config: Config) -> None:
+    """Refuse values that the program does not accept, and typed keys without effect.
 
-
-def check(config: Config, *, runnable: bool = True) -> None:
-    """Refuse values that the types accept but the program does not with a UserError.
-
-    `runnable`: also refuse a missing data.root.
+    Raises UserError, which names the key that disables another one.
     """
-    for name, value in config_values(config).items():
-        allowed = FIELDS[name].metadata["check"]
+    values, typed = config_values(config), typed_keys(config.typed)
+    for name, value in values.items():
+        allowed, shown = FIELDS[name].metadata["check"], f"{name}={show(value)}"
         if not allowed.allows(value):
-            raise UserError(f"{name}={show(value)}: not allowed; give {allowed.says}")
+            raise UserError(f"{shown}: not allowed; give {allowed.says}")
+        if name in typed and (when := unmet(config, name)):
+            others = " and ".join(f"{other}={show(values[other])}" for other in when)
+            needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
+            raise UserError(f"{shown}: has no effect with {others}; give {needed}, or leave it out")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
@@ -524,7 +515,11 @@ def check(config: Config, *, runnable: bool = True) -> None:
     if 0 < epochs <= warmup:
         given = f"schedule.warmup_epochs={show(warmup)}: not less than train.epochs={show(epochs)}"
         raise UserError(f"{given}; give schedule.warmup_epochs={epochs / 10:g}")
-    if runnable and config.data.source == "folder" and not config.data.root:
+
+
+def require_root(config: Config) -> None:
+    """Refuse to train without data.root, which has no default, with a UserError."""
+    if config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `make demo`, which draws its own"
@@ -554,5 +549,4 @@ FIELDS = {
     if is_dataclass(section.type)
     for f in fields(section.type)
 }
-KEYS = list(FIELDS)
-NAMES = [*KEYS, *GROUPS]
+NAMES = [*FIELDS, *GROUPS]

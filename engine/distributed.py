@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -14,14 +14,13 @@ import torch.distributed.nn.functional  # a later import would keep the group in
 from torch import Tensor, nn
 
 import models
-from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, described, show
+from conf.schema import RunError, UserError, described, show
 
 T = TypeVar("T")
 
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
-SYNC = "require_backward_grad_sync"  # the attribute that `no_sync` sets for DDP
 
 
 @dataclass
@@ -41,15 +40,24 @@ class World:
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
+        result = self.on_all_ranks(lambda: function() if self.is_main else None)
+        return cast("T", self.all_gather(result)[0])
+
+    def on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; return the result of this one. Collective.
+
+        If one rank raises a UserError or a RunError, every rank raises it; if one cannot use a
+        file, every rank raises a UserError.
+        """
         result = error = None
-        if self.is_main:
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        result, error = self.all_gather((result, error))[0]
-        if error is not None:
-            raise error
+        try:
+            result = function()
+        except (UserError, RunError) as raised:
+            error = raised
+        except OSError as raised:
+            error = UserError(described(raised))
+        if first := next(filter(None, self.all_gather(error)), None):
+            raise first
         return cast("T", result)
 
     def all_gather(self, value: T) -> list[T]:
@@ -59,22 +67,6 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
-
-    def on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; return the result of this one. Collective.
-
-        If one rank raises a UserError or cannot use a file, every rank raises that UserError.
-        """
-        result = mistake = None
-        try:
-            result = function()
-        except UserError as error:
-            mistake = error
-        except OSError as error:
-            mistake = UserError(described(error))
-        if first := next(filter(None, self.all_gather(mistake)), None):
-            raise first
-        return cast("T", result)
 
     def require_same(self, values: dict[str, Any]) -> None:
         """Refuse the first value that differs between the ranks. Collective."""
@@ -146,26 +138,18 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
             tensor.detach().copy_(values)
 
 
-@contextmanager
-def sync_gradients(network: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Enable or disable the exchange of gradients in the backward passes of the `with` block.
-
-    Like DDP's `no_sync`, for any network. It stays disabled within a block that disables it.
-    """
-    before = getattr(network, SYNC, True)
-    setattr(network, SYNC, before and enabled)
-    try:
-        yield
-    finally:
-        setattr(network, SYNC, before)
+def sync_gradients(network: nn.Module, *, enabled: bool) -> None:
+    """Let DDP exchange the gradients of the next forward and backward pass, or not."""
+    network.require_backward_grad_sync = enabled  # type: ignore[assignment]
 
 
-def average_gradients(network: nn.Module) -> None:
+def average_gradients(network: nn.Module, *, exchange: bool = True) -> None:
     """Average the gradients of `World.wrap`'s network over all ranks, unless DDP has. Collective.
 
     Does not wait for a GPU. The gradients are copied into one tensor, averaged by a single
     all-reduce, and then replaced by views of this tensor. Four H200s on NVLink exchange ResNet-50's
-    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms.
+    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms. Without `exchange`, a rank
+    uses the same memory on its own.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
@@ -180,11 +164,9 @@ def average_gradients(network: nn.Module) -> None:
         views.append(flat.as_strided(gradient.size(), gradient.stride(), offset))
         offset += gradient.numel()
     torch._foreach_copy_(views, gradients)
-    if not getattr(network, SYNC, True):
-        pass  # `fit_memory` tries a step on one rank: the same memory, no exchange
-    elif flat.is_cuda:
+    if exchange and flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-    else:  # gloo has no average
+    elif exchange:  # gloo has no average
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
     for parameter, view in zip(parameters, views, strict=True):
@@ -204,18 +186,6 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
             f"{need} rank(s); start fewer, let each rank see all GPUs, or give train.device=cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def share_config(config: Config, world: World) -> Config:
-    """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time.
-
-    Raises UserError if the kind of device differs between the ranks, or another key than those that
-    say where the samples are. Collective.
-    """
-    config = replace(config, run=world.on_rank_0(lambda: config.run))
-    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
-    world.require_same({**same, "train.device": world.device.type})
-    return config
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.distributed import World, sync_gradients
+from engine.distributed import World
 from engine.schedule import Schedule, micro_batches
 from engine.state import TrainingError, TrainState, restored_on_exit
 from engine.step_graph import StepGraph
@@ -68,16 +68,15 @@ def fit_memory(
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
     """Take a step in `count` micro-batches on this rank alone and undo it; return if it fits."""
-    with (
-        suppress(torch.OutOfMemoryError),
-        restored_on_exit(state),
-        sync_gradients(train_on_batch.network, enabled=False),
-    ):
+    state.exchanges = fits = False
+    with suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, micro_batches=count)
-        return True
-    torch.cuda.empty_cache()  # blocks of the sizes that were too large
-    return False
+        fits = True
+    state.exchanges = True
+    if not fits:
+        torch.cuda.empty_cache()  # blocks of the sizes that were too large
+    return fits
 
 
 def explain_limit(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from conf.named import import_object
 from conf.schema import UserError, did_you_mean
+from engine.compute import longest_float
+from engine.distributed import World
 
 Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
 
@@ -166,3 +168,43 @@ def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
         values["score"] = (logits[:, 1] - logits[:, 0]).masked_fill(broken, math.nan)
     return values
+
+
+class Meter:
+    """Averages what `train_step` returns over the steps and ranks of a log row, on the device."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps = 0  # since the last `send`
+        self._names: list[str] = []
+        self._total = torch.empty(0)
+        # Step, number of steps, sums on the host, and the event that marks the end of their copy.
+        self._sent: tuple[int, int, Tensor, torch.cuda.Event | None] | None = None
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the values of a step, float [] on the device; the same names each time."""
+        step = torch.stack([value.detach() for value in values.values()])
+        step = step.to(longest_float(step.device))
+        self._total = self._total + step if self.steps else step
+        self._names = list(values)
+        self.steps += 1
+
+    def send(self, step: int) -> None:
+        """End an interval with step `step`: start the copy of its sums to the host."""
+        on_gpu = self.world.device.type == "cuda"
+        host = self.world.sum(self._total).to("cpu", non_blocking=on_gpu)  # page-locked
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._sent, self.steps = (step, self.steps, host, copied), 0
+
+    def read(self) -> tuple[int, int, dict[str, float]] | None:
+        """Return what was sent and not yet read, if anything: last step, number of steps, means.
+
+        Called one step after `send`, it does not wait: the copy is complete by then.
+        """
+        if self._sent is None:
+            return None
+        (step, steps, host, copied), self._sent = self._sent, None
+        if copied is not None:
+            copied.synchronize()
+        means = (host / (steps * self.world.size)).tolist()
+        return step, steps, dict(zip(self._names, means, strict=True))

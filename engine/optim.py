@@ -80,11 +80,12 @@ def of_class(
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
     groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # of timm's names
-    takes = {n: p.default for n, p in inspect.signature(kind).parameters.items() if n not in bound}
+    parameters = inspect.signature(kind).parameters
+    takes = {name: p.default for name, p in parameters.items() if name not in bound}
     for name in args.keys() - takes.keys():
         raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, takes)}")
     keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    moments = ("momentum", "nesterov") if "nesterov" in takes else ()
+    moments = ("momentum", "nesterov") if "nesterov" in parameters else ()
     keys |= {name: getattr(config, name) for name in ("weight_decay", *moments)}
     for name, value in [*keys.items()]:
         if takes.get(name) is None or np.shape(takes[name]) != np.shape(value):

@@ -11,7 +11,6 @@ import logging
 import os
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,7 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.resume names is not one or not of this run; CheckpointError for damaged ones.
         """
         given = self.config.checkpoint.resume
-        # An OSError becomes a UserError.
-        paths = self.world.on_all_ranks(lambda: self.world.on_rank_0(self._own_checkpoints))
+        paths = self.world.on_rank_0(self._own_checkpoints)
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
@@ -123,8 +121,7 @@ class Run(AbstractContextManager["Run"]):
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._stored = {}  # frees the memory
         self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
-        claim = partial(self._claim, state)
-        self.finished_summary = self.world.on_all_ranks(lambda: self.world.on_rank_0(claim))
+        self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""

@@ -39,9 +39,9 @@ def check_loss(row: Mapping[str, float]) -> None:
         raise diverged(f"fp16: the gradients are not finite at any loss scale, step {row['step']}")
 
 
-def tensors(*modules: nn.Module) -> list[Tensor]:
+def tensors(module: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers."""
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return [*module.parameters(), *module.buffers()]
 
 
 class MovingAverage(nn.Module):
@@ -100,12 +100,10 @@ class TrainState:
     # Differences from a run with this config: the checkpoint it started from, and the changes
     # accepted at a step
     history: list[str] = field(default_factory=list)
+    # Whether a step averages the gradients of all ranks: not the one that `fit_memory` tries
+    exchanges: bool = True
     # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of the model and its average."""
-        return tensors(self.model) if self.ema is None else tensors(self.model, self.ema)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -154,29 +152,18 @@ class TrainState:
 def restored_on_exit(state: TrainState) -> Iterator[None]:
     """Restore weights, buffers, optimiser, average and random state on exit, bit for bit.
 
-    Tensors are restored in place: compiled steps and CUDA graphs refer to their addresses.
+    Weights and buffers keep their addresses, to which compiled steps refer. The optimiser's state
+    moves: a CUDA graph has to be captured again.
     """
-    optimizer = state.optimizer
-    moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-    live = state.tensors()
-    live += [v for values in moments.values() for v in values.values() if isinstance(v, Tensor)]
-    kept = [tensor.detach().clone() for tensor in live]
-    options = [dict(group) for group in optimizer.param_groups]
-    scale = state.scaler.state_dict()
+    before = copy.deepcopy(state.state_dict())
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, value in zip(live, kept, strict=True):
-                    tensor.copy_(value)
-            optimizer.state.clear()
-            optimizer.state.update(moments)
-            for group, chosen in zip(optimizer.param_groups, options, strict=True):
-                group.clear()
-                group.update(chosen)
-            state.scaler.load_state_dict(scale)
+            state.load_state_dict(before)
+            # Its options, too, which `state` takes from the config: some of timm's count steps.
+            state.optimizer.load_state_dict(before["optimizer"])
             state.clear_gradients()
 
 

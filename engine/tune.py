@@ -17,7 +17,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.machine import default_cache_dir
-from pipeline.pool import LoaderError
+from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,6 @@ SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any cas
 RESERVE = 1.4
 # The beginnings of what a run's identity has about the speed of its step and its images.
 MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
-
-Tried = dict[int, StepTimes]  # number of workers -> times of some steps, in order
-Trials = dict[str, Tried]  # by mode of the dataset
 
 
 class StoppedError(RuntimeError):
@@ -144,7 +141,7 @@ class Tuner:
     probe: StepTimes = StepTimes()  # of one worker that decodes, while nothing takes its batches
     demand: float = 0.0  # images/s of the step
     deadline: float = math.inf  # in seconds of time.perf_counter()
-    trials: Trials = field(default_factory=dict)
+    trials: list[StepTimes] = field(default_factory=list)  # in their order
 
     def measure(self) -> dict[str, Any]:
         """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
@@ -156,31 +153,29 @@ class Tuner:
         self.deadline = began + LATE_SECONDS
         self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
         self.search()
-        mode, workers = best_setting(self.trials)
-        trial = self.trials[mode][workers]
+        trial = best_trial(self.trials)
+        mode, workers = trial.mode, trial.workers
         if self.world.size > 1 and mode == "cpu" and not slowed(trial):
             workers = max(workers, min(self.max_workers(mode), math.ceil(RESERVE * workers)))
         self.configure(mode, workers, self.demand)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
             self.demand = self.measure_step(resident, rounds=2)
-        return {
-            "mode": mode,
-            "workers": workers,
-            "step_rate": self.demand,
-            "seconds": time.perf_counter() - began,
-            "lines": self.lines(mode, workers, trial._replace(step_rate=self.demand)),
-        }
-
-    def lines(self, mode: str, workers: int, trial: StepTimes) -> list[str]:
-        """Return the result for a reader."""
         decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
-        return [
-            f"the step takes {trial.step_rate:,.0f} img/s on a batch that is on the device",
+        lines = [
+            f"the step takes {self.demand:,.0f} img/s on a batch that is on the device",
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
             f"{self.max_workers(mode)}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.data_wait:.1%} waiting",
         ]
+        seconds = time.perf_counter() - began
+        return {
+            "mode": mode,
+            "workers": workers,
+            "step_rate": self.demand,
+            "seconds": seconds,
+            "lines": lines,
+        }
 
     def search(self) -> None:
         """Try modes in the order in which they are likely to be enough; the first that is ends it.
@@ -206,18 +201,18 @@ class Tuner:
         dataset, per_worker = self.feed.datasets.train, self.probe.per_worker
         # Images/s that it decodes itself, known since `try_mode`.
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
-        top = max((t.rate for tried in self.trials.values() for t in tried.values()), default=0.0)
+        top = max((trial.rate for trial in self.trials), default=0.0)
         if top and min(self.demand, MISJUDGED * (device + most * per_worker)) <= PAYS * top:
             return
         if mode == "cpu":
             workers = min(most, math.ceil(MARGIN * self.demand / per_worker))
-        tried: Tried = {}
+        tried: dict[int, StepTimes] = {}  # by number of workers
         while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
             rate = min(self.demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             steps = max(MIN_STEPS, min(MAX_STEPS, steps))
             tried[workers] = trial = self.trial(mode, workers, steps)
-            self.trials[mode] = tried
+            self.trials.append(trial)
             behind = max(trial.rate for trial in tried.values()) < top
             waits = trial.data_wait > TOLERANCE
             if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
@@ -226,9 +221,9 @@ class Tuner:
 
     def has_time(self, mode: str) -> bool:
         """Whether another trial of a mode may begin; the first of each always may."""
-        number = sum(map(len, self.trials.values()))
         in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
-        return number < MAX_TRIALS and (in_time or mode not in self.trials)
+        is_first = all(trial.mode != mode for trial in self.trials)
+        return len(self.trials) < MAX_TRIALS and (in_time or is_first)
 
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
@@ -250,6 +245,7 @@ class Tuner:
         waiting = max(ranks, key=lambda rank: rank.data_wait)
         slow = min(ranks, key=lambda rank: rank.per_worker)
         return waiting._replace(
+            workers=workers,
             rate=min(rank.rate for rank in ranks),
             step_rate=self.demand,
             cpu_ms=slow.cpu_ms,
@@ -308,7 +304,6 @@ class Tuner:
         self.feed.set_mode("cpu")
         loader, began = self.feed.train.loader, time.perf_counter()
         for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
-            batch.release(None)
             if batch.step == self.next_step:  # every worker has begun
                 loader.ring.replies.clear()
             elif time.perf_counter() - began > MEASURE_SECONDS / 2:
@@ -347,32 +342,32 @@ def slowed(trial: StepTimes) -> bool:
     return trial.rate < SLOWED * trial.step_rate * (1 - trial.data_wait)
 
 
-def is_enough(trials: Trials) -> bool:
+def is_enough(trials: Sequence[StepTimes]) -> bool:
     """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
     return any(
-        trial.data_wait <= TOLERANCE
+        trial.mode == "cpu"
+        and trial.data_wait <= TOLERANCE
         and not slowed(trial)
-        and workers * trial.per_worker >= SPARE * trial.rate
-        for workers, trial in trials.get("cpu", {}).items()
+        and trial.workers * trial.per_worker >= SPARE * trial.rate
+        for trial in trials
     )
 
 
-def best_setting(trials: Trials) -> tuple[str, int]:
-    """Return the fastest mode, and the fewest workers that make it so.
+def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
+    """Return the trial of the fastest mode, with the fewest workers that make it so.
 
     The CPU mode if it is enough and as fast, because its pixels are exact.
     """
-    rates = {name: max(trial.rate for trial in tried.values()) for name, tried in trials.items()}
-    mode = max(rates, key=lambda name: rates[name])
-    if is_enough(trials) and rates["cpu"] * PAYS >= rates[mode]:
-        mode = "cpu"
-    tried = trials[mode]
-    if mode != "cpu":  # fewer workers would take more of the device
-        return mode, max(tried, key=lambda workers: tried[workers].rate)
-    return mode, min(n for n, trial in tried.items() if trial.rate * PAYS >= rates["cpu"])
+    fastest = max(trials, key=lambda trial: trial.rate)
+    exact = [trial for trial in trials if trial.mode == "cpu"]
+    top = max((trial.rate for trial in exact), default=0.0)
+    if fastest.mode != "cpu" and not (is_enough(trials) and top * PAYS >= fastest.rate):
+        return fastest  # fewer workers would take more of the device
+    as_fast = [trial for trial in exact if trial.rate * PAYS >= top]
+    return min(as_fast, key=lambda trial: trial.workers)
 
 
-def next_number(tried: Tried, demand: float, most: int) -> int:
+def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
     now, trial = next(reversed(tried.items()))
     if trial.data_wait > TOLERANCE:

@@ -81,7 +81,7 @@ def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> V
         for name, column in share.items():
             if name not in rows:
                 rows[name] = column.new_empty(int(images), *column.shape[1:])
-            rows[name][rank :: world.size] = column  # as pipeline.sampler.ValSampler deals them
+            rows[name][rank :: world.size] = column  # as pipeline.sampler.val_batches deals them
     return Validation(int(images), means, rows)
 
 

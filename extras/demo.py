@@ -22,10 +22,9 @@ from PIL import Image
 
 from conf.schema import DataConfig, UserError
 from pipeline.augment import Compose
-from pipeline.build import Splits, options_of
-from pipeline.containers import Folder
+from pipeline.build import Options, Splits
 from pipeline.dataset import FolderDataset
-from pipeline.index import Index
+from pipeline.index import Folder, Index
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
@@ -175,8 +174,7 @@ def _palette(rng: np.random.Generator) -> Plane:
     return np.array(colours, np.float32)[:, :, None, None]
 
 
-def demo(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    options = options_of(data, decoder, seed)
+def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     train_split = DemoDataset(data, data.train, train, **options)
     return train_split, DemoDataset(data, data.val, val, **options), train_split.index.classes
 

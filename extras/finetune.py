@@ -10,19 +10,15 @@ run's identity.
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import models
-from conf.compose import from_words
-from conf.schema import Config, UserError, config_values, show, typed_keys, with_size
+from conf.compose import Values, from_words, with_size
+from conf.schema import Config, UserError, config_values, show, typed_keys
 from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
 from pipeline.build import build_datasets
 from scripts.lib.published import exported, published, published_model, stored_name
-
-Settings = dict[str, Any]
-"""Dotted key -> value."""
 
 # The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
 # 20,000 images; but no image is seen more than MAX_EPOCHS times.
@@ -67,7 +63,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
     return replace(found, run=config.run, notes=notes)  # named after what is typed
 
 
-def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Settings:
+def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
@@ -82,7 +78,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Setti
     }
 
 
-def of_weights(config: Config, typed: set[str]) -> Settings:
+def of_weights(config: Config, typed: set[str]) -> Values:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
     path, content = Path(str(config.model.weights)), {}
     if config.model.weights != "pretrained":

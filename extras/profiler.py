@@ -43,7 +43,7 @@ class Profiler(Observer):
 
     def end_step(self, step: int) -> None:
         if self._profile is not None and step > self.last:
-            with self.log.feed.train.pause():
+            with self.log.feed.train.clock.pause():
                 self._write()
 
     def close(self) -> None:

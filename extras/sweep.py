@@ -30,7 +30,7 @@ from hydra.errors import HydraException
 
 from conf.compose import from_words, read_words, to_yaml
 from conf.named import ROOT
-from conf.schema import NAMES, Config, UserError, group_names
+from conf.schema import NAMES, Config, UserError, group_names, require_root
 from conf.start import handle_stops, stop_with_parent
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
@@ -46,8 +46,9 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
         raise UserError("-m: only train.py has sweeps; start this script once per value")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
-    sweep = Sweep(words, runnable=options.cfg is None)
+    sweep = Sweep(words)
     if options.cfg is None:
+        require_root(next(iter(sweep.jobs.values())))
         return sweep.run()
     print(*(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()), sep="", end="")
     if more := math.prod(map(len, sweep.columns)) - len(sweep.jobs):
@@ -62,7 +63,7 @@ class Sweep:
     its config; of the first MOST jobs, with another sweeper than Hydra's basic one of the first.
     """
 
-    def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
+    def __init__(self, words: Sequence[str]) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
         self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
         self.fixed, self.columns = list[str](), list[list[str]]()
@@ -79,7 +80,7 @@ class Sweep:
             raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
         read_words(itertools.chain(*self.columns))
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
-        self.jobs = {job: from_words([*self.fixed, *job], runnable=runnable) for job in jobs}
+        self.jobs = {job: from_words([*self.fixed, *job]) for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
             raise UserError(
                 "-m: some jobs have the same run directory; give each its own, for example "

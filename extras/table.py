@@ -20,20 +20,20 @@ import numpy as np
 from conf.schema import DataConfig, UserError, show
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, Field, image_field
-from pipeline.build import Splits, options_of
-from pipeline.containers import Folder, csv_rows
+from pipeline.build import Options, Splits
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
-from pipeline.index import Index
+from pipeline.index import Folder, Index
+from pipeline.listing import csv_rows
 from pipeline.shared import SharedArray
 from pipeline.splits import held_out, hold_out
 
 
-def table(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def table(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     if not data.root:
         files = "a folder with train.csv and val.csv, or with data.val_fraction one CSV file"
         raise UserError(f"data.root is missing: give {files}")
-    options, root = options_of(data, decoder, seed), Path(data.root).expanduser()
+    root = Path(data.root).expanduser()
     paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
     if part := held_out(data):
         if paths[1].exists():

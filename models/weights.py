@@ -99,18 +99,16 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     """
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin)
-    weights, named = weights_in(content, origin=origin), _classes_in(content, path)
+    weights = weights_in(content, origin=origin)
+    # The names of the classes that an exported file or a checkpoint states, as JSON.
+    if path.suffix == ".safetensors":
+        named = safetensors_metadata(path).get("classes", "[]")
+    else:
+        plan = content.get("plan")
+        named = json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [], default=str)
     if named not in ("[]", json.dumps(list(classes))):
         weights = {name: value for name, value in weights.items() if name not in head_of(model)}
     fit_weights(model, weights, origin=origin, new_head=True)
-
-
-def _classes_in(content: Any, path: Path) -> str:
-    """Return the names of the classes that a checkpoint or an exported file states, as JSON."""
-    if path.suffix == ".safetensors":
-        return safetensors_metadata(path).get("classes", "[]")
-    plan = content.get("plan")
-    return json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [], default=str)
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:

@@ -23,10 +23,7 @@ from models.weights import fit_weights, head_of
 RGB = 3  # input channels of every library's first convolution
 # Functions of (num_classes, image_size, **model.args), and in_channels if they are not RGB.
 OURS: dict[str, Callable[..., nn.Module]] = {
-    "resnet_tiny": resnet_tiny,
-    "resnet11_cifar": resnet11_cifar,
-    "resnet18_cifar": resnet18_cifar,
-    "vit_s16": vit_s16,
+    each.__name__: each for each in (resnet_tiny, resnet11_cifar, resnet18_cifar, vit_s16)
 }
 
 
@@ -61,12 +58,11 @@ def build(
         args: further arguments of the model's function.
     """
     options = dict(args or {})
-    given = f"model.args={show(options)}"
     create = _function(name, pretrained)
     if in_channels != RGB or "in_channels" in inspect.signature(create).parameters:
         options["in_channels"] = in_channels
     try:
-        model = create(num_classes, image_size, **options)
+        return create(num_classes, image_size, **options)
     except UserError:
         raise
     except Exception as error:  # whatever a constructor or a download raises
@@ -85,28 +81,27 @@ def build(
         if not isinstance(error, AssertionError) and not args and in_channels == RGB:
             raise
         raise UserError(
-            f"model.name={name}: cannot be built for data.image_size={image_size} and {given} "
-            f"({reason}); change one of them"
+            f"model.name={name}: cannot be built for data.image_size={image_size} and "
+            f"model.args={show(dict(args or {}))} ({reason}); change one of them"
         ) from None
-    return model
 
 
 def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
     """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
         return partial(_of_timm, name.removeprefix("timm/"), pretrained)
-    function: Callable[..., nn.Module] | None = OURS.get(name)
-    if is_name(name):
-        function = import_object(name, "model.name")
-    if function is not None and pretrained:
-        raise UserError(f"model.weights=pretrained: {name} has no published weights; give a file")
-    if function is None and name not in available():  # which imports torchvision
+    if name in OURS or is_name(name):
+        if pretrained:
+            wrong = f"{name} has no published weights; give a file"
+            raise UserError(f"model.weights=pretrained: {wrong}")
+        return OURS.get(name) or import_object(name, "model.name")
+    if name not in available():  # which imports torchvision
         hint = did_you_mean(name, available(), count=3) or ";"
         raise UserError(
             f"model.name={name}: no such model{hint} timm/<name> works if timm is installed; our "
             f"own are {', '.join(OURS)}"
         )
-    return function or partial(_of_torchvision, name, pretrained)
+    return partial(_of_torchvision, name, pretrained)
 
 
 def _of_torchvision(

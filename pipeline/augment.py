@@ -5,15 +5,15 @@ Its generator is a pure function of (seed, epoch, index), so the result depends 
 worker nor on restarts.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config. A dataclass of `parameter`s checks their values.
+as module:name in the config. `build` checks the `parameter`s of a dataclass.
 """
 
 import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property, partial
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -43,15 +43,12 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
+@dataclass(eq=False)
 class Compose:
-    """Apply transforms, the result of `build`, in order.
+    """Apply transforms in order."""
 
-    `image_size`: side of the resulting square images in pixels; 0 if it is not known.
-    """
-
-    def __init__(self, transforms: Sequence[Transform], image_size: int = 0) -> None:
-        self.transforms = list(transforms)
-        self.image_size = image_size
+    transforms: Sequence[Transform]  # the result of `build`
+    image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -60,21 +57,12 @@ class Compose:
 
 
 def parameter(check: Check, default: Any = MISSING) -> Any:
-    """A parameter of a transform: its allowed values, and its default if it has one."""
+    """A parameter of a transform, which `build` checks; and its default if it has one."""
     return field(default=default, metadata={"check": check})
 
 
-@dataclass
-class Checked:
-    """Base of transforms with `parameter`s. Raises ValueError if a value is not allowed."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            one.metadata["check"].require(one.name, getattr(self, one.name))
-
-
 @dataclass(kw_only=True)
-class RandomResizedCrop(Checked):
+class RandomResizedCrop:
     """Scale a region of random area and aspect ratio to size x size (Inception, arXiv 1409.4842).
 
     With the interpolation `random`, each image draws one, as timm's
@@ -112,7 +100,7 @@ class RandomResizedCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class Resize(Checked):
+class Resize:
     """Scale the image so that its shorter side is `size / crop_ratio` pixels, or to a fixed size.
 
     [height, width] as the size scales both sides, whatever the image's aspect ratio.
@@ -125,24 +113,21 @@ class Resize(Checked):
     interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        sides = [self.size] if isinstance(self.size, int) else self.size
-        if sides is self.size and self.crop_ratio != 1:
+        if isinstance(self.size, list | tuple) and self.crop_ratio != 1:
             raise ValueError(f"size={self.size}: give [height, width] without crop_ratio")
-        self.sides = [round(side / self.crop_ratio) for side in sides]
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
-        if len(self.sides) == 2:
-            size = self.sides[1], self.sides[0]
-        else:
-            short, side = min(width, height), self.sides[0]
+        if isinstance(self.size, int):
+            short, side = min(width, height), round(self.size / self.crop_ratio)
             size = int(side * width / short), int(side * height / short)
+        else:
+            size = self.size[1], self.size[0]
         return picture.resized(size, interpolation=self.interpolation)
 
 
 @dataclass(kw_only=True)
-class CenterCrop(Checked):
+class CenterCrop:
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     size: int = parameter(PIXELS)
@@ -154,7 +139,7 @@ class CenterCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class RandomCrop(Checked):
+class RandomCrop:
     """Crop a random region of size x size pixels."""
 
     size: int = parameter(PIXELS)
@@ -173,7 +158,7 @@ class RandomCrop(Checked):
 
 
 @dataclass(kw_only=True)
-class HorizontalFlip(Checked):
+class HorizontalFlip:
     """Flip left to right with probability p."""
 
     p: float = parameter(FRACTION, 0.5)
@@ -192,7 +177,7 @@ class TorchvisionTransform:
 
     def __init__(self, name: str, **parameters: Any) -> None:
         self.name, self.parameters = name, parameters
-        self._transform  # noqa: B018 - refuses wrong parameters now
+        _v2_transform(self)  # refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
@@ -200,18 +185,15 @@ class TorchvisionTransform:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which also seeds the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
-            pixels = self._transform(pixels).permute(1, 2, 0)
+            pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
         return Picture(pixels.numpy(), moved=True)
 
-    @cached_property
-    def _transform(self) -> Any:
-        from torchvision.transforms import v2
 
-        return getattr(v2, self.name)(**self.parameters)
+@cache  # no attribute: to unpickle it, each worker would import torchvision at its start
+def _v2_transform(made: TorchvisionTransform) -> Any:
+    from torchvision.transforms import v2
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the v2 transform: unpickling it would import torchvision when a worker starts.
-        return {"name": self.name, "parameters": self.parameters}
+    return getattr(v2, made.name)(**made.parameters)
 
 
 def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
@@ -279,7 +261,11 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
                 f"{did_you_mean(name, table)}"
             )
         try:
-            transforms.append(make(**parameters))
+            transform = make(**parameters)
+            for one in fields(transform) if is_dataclass(transform) else ():
+                if "check" in one.metadata:
+                    one.metadata["check"].require(one.name, getattr(transform, one.name))
+            transforms.append(transform)
         except (TypeError, ValueError, IndexError) as error:
             takes = ""
             if isinstance(make, type):

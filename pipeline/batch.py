@@ -5,7 +5,7 @@ same names.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import UserError
+from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: the mixed form of `Mixing.label`
@@ -96,11 +97,10 @@ class Batch:
 
     def split(self, count: int) -> "list[Batch]":
         """Views of `count` equal parts, in order."""
-        columns = [tensor.chunk(count) for tensor in self.fields.values()]
-        chunks = zip(self.samples.chunk(count), *columns, strict=True)
+        parts = {name: tensor.chunk(count) for name, tensor in self.fields.items()}
         return [
-            Batch(dict(zip(self.fields, tensors, strict=True)), samples, self.step)
-            for samples, *tensors in chunks
+            Batch({name: part[i] for name, part in parts.items()}, samples, self.step)
+            for i, samples in enumerate(self.samples.chunk(count))
         ]
 
     def copy_(self, other: "Batch") -> None:
@@ -108,13 +108,6 @@ class Batch:
         self.samples.copy_(other.samples)
         for name, tensor in self.fields.items():
             tensor.copy_(other.fields[name])
-
-
-@dataclass(frozen=True)
-class HostBatch(Batch):
-    """One complete slot. Valid until `release` has been called and its event has completed."""
-
-    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 
 @dataclass(eq=False)
@@ -153,7 +146,7 @@ class DeviceSlot:
 
     def __post_init__(self) -> None:
         self.reused = self.format.device.type == "cuda"
-        self.consumed: Any = None  # the event after which the step no longer reads the batch
+        self.events = BatchEvents()  # of the batch; after `end`, the step no longer reads it
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def copy(self, name: str, value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ torch's global generator would give different numbers after a restart.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import FRACTION, number, span, whole
-from pipeline.augment import Checked, parameter
+from pipeline.augment import parameter
 
 # Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
 # it mixes the same images as a single process does.
@@ -50,19 +50,11 @@ class Part:
         return rolled
 
 
-def batch_part(seed: int, step: int, *, total: int, rank: int = 0, world_size: int = 1) -> Part:
-    """Return a rank's part of the global batch of a step."""
-    # The 1 distinguishes it from the sampler's generator.
-    rng = np.random.Generator(np.random.PCG64([seed, step, 0, 1]))
-    count = total // world_size
-    return Part(rng, total, rank * count, count)
-
-
 BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
 
 
 @dataclass(kw_only=True)
-class Mixup(Checked):
+class Mixup:
     """Blend each image and its target with another one of the batch (arXiv 1710.09412)."""
 
     # The weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
@@ -78,7 +70,7 @@ class Mixup(Checked):
 
 
 @dataclass(kw_only=True)
-class Cutmix(Checked):
+class Cutmix:
     """Paste a random box of another image of the batch into each image (arXiv 1905.04899).
 
     The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
@@ -98,7 +90,7 @@ class Cutmix(Checked):
 
 
 @dataclass(kw_only=True)
-class MixupOrCutmix(Checked):
+class MixupOrCutmix:
     """Apply mixup or cutmix: one of them, with one weight or box, to each group of images.
 
     torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU: with p=1 and
@@ -130,7 +122,7 @@ class MixupOrCutmix(Checked):
 
 
 @dataclass(kw_only=True)
-class RandomErasing(Checked):
+class RandomErasing:
     """Set a random box of an image to the mean colour, as torchvision's RandomErasing.
 
     Source: arXiv 1708.04896.
@@ -168,6 +160,45 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
     "mixup_or_cutmix": MixupOrCutmix,
     "random_erasing": RandomErasing,
 }
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
+
+    transforms: list[BatchTransform]
+    num_classes: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    # The field to mix: class numbers, or floating numbers. None: the transforms change images only.
+    label: str | None = "label"
+
+    def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
+        if self.label is None:
+            return torch.zeros(len(next(iter(fields.values()))), 0)
+        label = fields[self.label]
+        if label.is_floating_point():
+            return label.float()
+        return torch.nn.functional.one_hot(label, self.num_classes).to(torch.float32)
+
+    def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Transform float32 [B, ..., C, H, W], and targets if there are any.
+
+        All images of a step get the same draws.
+        """
+        part = self.part(step, len(images))
+        pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
+        for transform in self.transforms:
+            pixels, mixed = transform(pixels, mixed, part)
+        return pixels.reshape(images.shape), mixed.view(targets.shape)
+
+    def part(self, step: int, count: int) -> Part:
+        """Return the part of this rank, `count` rows, of the global batch of a step."""
+        # The 1 distinguishes it from the sampler's generator.
+        rng = np.random.Generator(np.random.PCG64([self.seed, step, 0, 1]))
+        return Part(rng, count * self.world_size, self.rank * count, count)
 
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:

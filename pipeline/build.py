@@ -136,6 +136,7 @@ def build_transform(entries: Sequence[Any], key: str) -> Compose:
 
 # Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
+Options = dict[str, Any]  # of a FolderDataset
 
 
 def _splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
@@ -147,30 +148,21 @@ def _splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> S
         build = import_object(data.source, "data.source")
         if (part := held_out(data)) and not hasattr(build, "holds_out"):
             raise UserError(f"{part.given}: data.source={data.source} does not read it; omit it")
-    splits: Splits = build(data, train, val, decoder, config.train.seed)
+    upright, seed = data.exif_orientation, config.train.seed
+    options = {"decoder": decoder, "seed": seed, "exif_orientation": upright}
+    splits: Splits = build(data, train, val, options)
     return splits
 
 
-def options_of(data: DataConfig, decoder: str, seed: int) -> dict[str, Any]:
-    """Return the options of a FolderDataset."""
-    return {"decoder": decoder, "seed": seed, "exif_orientation": data.exif_orientation}
-
-
 def folder(
-    data: DataConfig,
-    train: Compose,
-    val: Compose,
-    decoder: str,
-    seed: int,
-    dataset: Any = FolderDataset,
+    data: DataConfig, train: Compose, val: Compose, options: Options, dataset: Any = FolderDataset
 ) -> Splits:
-    options = options_of(data, decoder, seed)
     train_index, val_index = load_splits(data)
     train_split = dataset(train_index, train, **options)
     return train_split, dataset(val_index, val, **options), train_index.classes
 
 
-def fake(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     images, classes = data.fake_images, data.fake_classes
     return (
         FakeDataset(images, classes, train.image_size),
@@ -179,9 +171,9 @@ def fake(data: DataConfig, train: Compose, val: Compose, decoder: str, seed: int
     )
 
 
-# data.source -> function of (data, training and validation transform, CPU decoder, seed). It may
-# also name one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
-DATASETS: dict[str, Callable[[DataConfig, Compose, Compose, str, int], Splits]] = {
+# data.source -> function of (data, training and validation transform, options). It may also name
+# one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
+DATASETS: dict[str, Callable[[DataConfig, Compose, Compose, Options], Splits]] = {
     "folder": folder,
     "fake": fake,
 }

@@ -5,7 +5,8 @@ Recording a CUDA event takes microseconds and never waits for the GPU.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,14 +144,22 @@ class StepClock:
         if self._current is not None:
             self._current.ready = self.now()
 
-    def end_step(self) -> Any:
-        """End the step, once its kernels are launched; return its event, None without a step."""
-        if self._current is None:
-            return None
-        events, self._current = self._current, None
-        self._idle = events.end = self.now()
-        self._unread.append(events)
-        return events.end
+    def end_step(self) -> None:
+        """End the step, if there is one, once all kernels that read its batch are launched.
+
+        Taking the next batch does the same.
+        """
+        if self._current is not None:
+            self._idle = self._current.end = self.now()
+            self._unread.append(self._current)
+            self._current = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep the `with` block out of the timing; the consumer is done with its batch."""
+        self.end_step()
+        yield
+        self.skip()
 
     def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
         """Return the times of the oldest unread steps, and count these steps as read.

@@ -28,7 +28,8 @@ from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
 from pipeline.decode import Picture, UnreadableError, describe
-from pipeline.index import THREADS, Index
+from pipeline.index import Index
+from pipeline.listing import THREADS
 
 T = TypeVar("T")
 
@@ -282,12 +283,8 @@ class FolderDataset(Dataset):
 
         The sizes distinguish copies with the same names, such as smaller ones.
         """
-        table = f"{self._table} {self._sizes}"
+        table = f"{self.index.digest} {self._sizes}"
         return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
-
-    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
-    def _table(self) -> str:
-        return self.index.fingerprint()
 
     @cached_property
     def _sizes(self) -> list[int]:

@@ -165,9 +165,6 @@ class Picture:
         assert not isinstance(image, JpegFile)
         return image
 
-    def pillow(self) -> Image.Image:
-        return Image.fromarray(self.pixels())
-
 
 def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
     """Read the header of a file; decode the file unless it is a plain colour JPEG.

@@ -12,21 +12,19 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import augment, machine
 from pipeline.batch import ImageFormat
-from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
+from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.pool import Loader, Pool, slots_needed
-from pipeline.prefetcher import Mixing, Prefetcher
-from pipeline.ring import Ring
-from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.prefetcher import Prefetcher
+from pipeline.ring import Loader, Pool, Ring, slots_needed
+from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 
 MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
-TASKS_AHEAD = 3  # per worker: measured on an H200
 
 
 class RankInfo(Protocol):
@@ -126,26 +124,22 @@ def open_feed(
     train_sampler = TrainSampler(
         num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **part
     )
-    val_sampler = ValSampler(num_samples=len(datasets.val), **part)
+    val_samples = val_batches(num_samples=len(datasets.val), **part)
     highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
-    depth = 4 if share <= 2048 else 2  # batches kept ready on the device
-    slots = slots_needed(share, most, TASKS_AHEAD, depth)
+    in_use = 5 if share <= 2048 else 3  # batches on the device: the step's, and those kept ready
+    slots = slots_needed(share, most, in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
-    pool = Pool(
-        rings,
-        tasks_ahead=TASKS_AHEAD,
-        timeout_seconds=loader.timeout_seconds,
-        start_method=loader.start_method,
-    )
-    train_loader = Loader(pool, 0, train_sampler.samples, in_use=depth + 1)
-    val_loader = Loader(pool, 1, val_sampler.samples, in_use=depth + 1)
-    train = Prefetcher(train_loader, images, depth=depth, mixing=mixing)
-    val = Prefetcher(val_loader, images, depth=depth)
-    feed = Feed(config, datasets, pool, train, val, len(val_sampler), modes, cores, most, measured)
+    start_method, timeout_seconds = loader.start_method, loader.timeout_seconds
+    pool = Pool(rings, start_method=start_method, timeout_seconds=timeout_seconds)
+    train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
+    val_loader = Loader(pool, 1, val_samples.__getitem__, in_use=in_use)
+    train = Prefetcher(train_loader, images, mixing)
+    val = Prefetcher(val_loader, images)
+    feed = Feed(config, datasets, pool, train, val, len(val_samples), modes, cores, most, measured)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
     pinned = page_locked(buffers) if train.cuda else nullcontext()
     with pinned, pool, closing(train), closing(val):
@@ -171,21 +165,15 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
-    label = None
+    label, fields = None, datasets.train.fields
     if not all(isinstance(transform, RandomErasing) for transform in transforms):
-        label = _label_to_mix(datasets.train)
+        # The only field that is not an image: a class number, or floating numbers.
+        others = [name for name, field in fields.items() if not field.image and not field.partial]
+        label = others[0] if len(others) == 1 else None
+        if label is None or (fields[label].shape and np.dtype(fields[label].dtype).kind != "f"):
+            raise UserError(
+                "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
+                f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
+            )
     classes, seed = len(datasets.classes), config.train.seed
     return Mixing(transforms, classes, seed, world.rank, world.size, label)
-
-
-def _label_to_mix(dataset: Dataset) -> str:
-    """Return the only field that is not an image: a class number, or floating numbers."""
-    fields = dataset.fields.items()
-    others = [name for name, field in fields if not field.image and not field.partial]
-    field = dataset.fields[others[0]] if len(others) == 1 else None
-    if field is None or (field.shape and np.dtype(field.dtype).kind != "f"):
-        raise UserError(
-            "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
-            f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
-        )
-    return others[0]

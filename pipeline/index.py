@@ -1,6 +1,8 @@
 """The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
 
-Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk.
+Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk. A sample
+in a tar file is one `pread` from an open file: a network file system then opens a few large files
+instead of 1.28 million small ones.
 
 A list of 1.28 million Python strings would be copied page by page into every worker, because
 reading a Python object writes its reference count (pytorch#13246). Here all paths are one array in
@@ -11,23 +13,20 @@ import errno
 import hashlib
 import logging
 import os
-import posixpath
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from conf.schema import UserError, did_you_mean
 from pipeline import listing, machine
-from pipeline.containers import Container, DamagedError, Folder, Members, read_list, tar_members
-from pipeline.listing import EXTENSIONS, LeftOut, count_left_out, is_image, walk, why_left_out
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,60 @@ CACHE_FORMAT = 12  # of a scan, in the name of its file
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
-THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
 # Errors of a network file system or a disk that may be over a moment later, and the seconds before
 # each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
-LOOSE = "in no class folder"  # why an image is left out
-Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
-Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Files below a folder. For another storage, override both methods."""
+
+    path: str
+
+    def where(self, name: str) -> str:
+        """Return the path of a file, for messages."""
+        return os.path.join(self.path, name)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Return the content of a file; `start` and `length` are for containers."""
+        with open(self.where(name), "rb", buffering=0) as file:
+            return file.read()
+
+
+@dataclass(frozen=True)
+class Container(Folder):
+    """A tar file."""
+
+    stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
+
+    def where(self, name: str) -> str:
+        return f"{self.path}: {name}"
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        file = _opened(self)
+        try:
+            data = os.pread(file.fileno(), length, start)
+        except OSError:
+            _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
+            raise
+        if len(data) != length:
+            raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
+        return data
+
+
+@cache
+def _opened(tar: Container) -> BinaryIO:
+    """Open a tar file, once in each process.
+
+    Threads and forked processes may share it, because `pread` uses no file position.
+    """
+    file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
+    info = os.fstat(file.fileno())
+    if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
+        raise OSError(f"{tar.path} has changed since the start; start again")
+    return file
 
 
 @dataclass(frozen=True)
@@ -55,7 +100,7 @@ class Index:
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
-    sources: Sequence[Folder | Container]  # what holds the images
+    sources: Sequence[Folder]  # what holds the images
     left_out: str  # what else is in the split and not read, in one line; or ""
     paths: SharedArray  # bytes [samples]: path below the source
     labels: SharedArray  # int64 [samples]
@@ -88,27 +133,24 @@ class Index:
 
     def path(self, i: int) -> str:
         """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
-        return self.place(i)[0].where(self.name(i))
-
-    def place(self, i: int) -> tuple[Folder | Container, int, int]:
-        """Return what holds an image, and offset and length in bytes if it is a tar file."""
-        source, start, length = self.places.array[i].tolist()
-        return self.sources[source], start, length
+        return self.sources[self.places.array[i, 0]].where(self.name(i))
 
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
-        source, *place = self.place(i)
+        source, start, length = self.places.array[i].tolist()
+        read = partial(self.sources[source].read, self.name(i), start, length)
         for pause in PAUSES:
             try:
-                return source.read(self.name(i), *place)
+                return read()
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
             time.sleep(pause)
-        return source.read(self.name(i), *place)
+        return read()
 
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
+    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
+    def digest(self) -> str:
+        """The SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"".join(paths))
@@ -137,7 +179,7 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
-        _, folders, names = next(walk(os.fsencode(path), {}))
+        _, folders, names = next(listing.walk(os.fsencode(path), {}))
         tars = [os.path.join(path, os.fsdecode(name)) for name in names if name.endswith(b".tar")]
         return [path] if folders else tars or [path]
     files = (path, f"{path}.tar", f"{path}.csv")
@@ -181,7 +223,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             logger.info("%s=%s: since the last scan, %s", key, root, changes)
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    sources: Sequence[Folder | Container]
+    sources: Sequence[Folder]
     if scan.places.any():  # offsets in tar files
         machine.raise_file_limit()  # each worker keeps all tar files open
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
@@ -197,98 +239,26 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
 
 def _scan(files: Sequence[str], given: str) -> Scan:
     """List the images of a split; `given`: key=value, for messages."""
-    others: LeftOut = {}
-    places: Places = {}
+    others: listing.LeftOut = {}
+    places: listing.Places = {}
     if os.path.isdir(files[0]):
-        classes, listed = _list_folder(os.fsencode(files[0]), given, others)
+        classes, listed = listing.list_folder(os.fsencode(files[0]), given, others)
         stamps = _stamps(listed)
     else:
         listed = list(map(os.fsencode, files))
         stamps = _stamps(listed)  # before reading: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
-            classes, places = _list_tars(files, given, others)
+            logger.info("%s: listing the images; the list is cached", given)
+            classes, places = listing.list_tars(files, given, others)
         else:
-            classes = read_list(files[0], given)
-    left_out = np.array(os.fsencode(count_left_out(others)))
+            classes = listing.read_list(files[0], given)
+    left_out = np.array(os.fsencode(listing.count_left_out(others)))
     table = _table(classes.values(), places)
     return Scan(np.array(list(classes)), np.array(listed), stamps, left_out, *table)
 
 
-def _list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
-    """List the images in class folders, and all folders; add the rest to `others`."""
-    _, names, loose = next(walk(base, others))
-    if not names:
-        raise UserError(
-            f"{given}: no class folders in it; it must hold one folder per class: "
-            "python scripts/prepare.py SOURCE --to DIR makes them"
-        )
-    with ThreadPoolExecutor(THREADS) as pool:
-        listings = list(pool.map(partial(_list_class, base, others), names))
-    classes = {name: images for name, (images, _) in zip(names, listings, strict=True)}
-    for name, images in zip(map(os.fsdecode, classes), classes.values(), strict=True):
-        folder = f"{given}: class folder {name}"
-        if not images:
-            kinds = b", ".join(EXTENSIONS[:4]).decode()
-            raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
-        if name.lower() in listing.SPLITS and all(path.count(b"/") > 1 for path in images):
-            raise UserError(f"{folder} holds folders of images only, as a split; move it away")
-    others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
-    return classes, [base, *chain.from_iterable(folders for _, folders in listings)]
-
-
-def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """List the images in a class folder and the folders below it; add the rest to `others`."""
-    images: list[bytes] = []
-    folders: list[bytes] = []
-    for folder, _, names in walk(os.path.join(base, name), others):
-        folders.append(folder)
-        below = os.path.relpath(folder, base)
-        for file in names:
-            if is_image(file):
-                images.append(os.path.join(below, file))
-            else:
-                others[os.path.join(folder, file)] = why_left_out(file)
-    return sorted(images), folders
-
-
-def _list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
-    """List the images in tar files, and the place of each; add the rest to `others`."""
-    logger.info("%s: listing the images; the list is cached", given)
-    all_places: Places = {}
-    with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(partial(_members_of, given), files)):
-            all_places |= {name: (number, *place) for name, place in members.items()}
-    paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
-    inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
-    others |= {path: why_left_out(path) or LOOSE for path in inside}
-    if not paths:
-        raise UserError(
-            f"{given}: holds no images in class folders; each image must be <class>/<name>: "
-            "python scripts/prepare.py SOURCE --to DIR converts other tar files"
-        )
-    # Folders around all class folders, such as train/, are left out.
-    outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
-    places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
-    classes: Classes = {}
-    for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
-        classes.setdefault(path.split(b"/")[0], []).append(path)
-    return dict(sorted(classes.items())), places
-
-
-def _members_of(given: str, path: str) -> Members:
-    try:
-        with open(path, "rb") as file:
-            return tar_members(file)
-    except DamagedError as error:
-        raise UserError(
-            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression and links (tar --dereference "
-            "--hard-dereference)"
-        ) from None
-
-
 def _table(
-    classes: Collection[Sequence[bytes]], places: Places
+    classes: Collection[Sequence[bytes]], places: listing.Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the paths, labels and places of an Index; without `places`, of whole files."""
     paths = list(chain.from_iterable(classes))
@@ -298,7 +268,7 @@ def _table(
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(listing.THREADS) as pool:
         return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 

@@ -1,9 +1,20 @@
-"""Which files of a folder or tar file are images, which are left out: one rule for all programs."""
+"""What a split holds: the images in a folder, in tar files or in a list, and what is left out.
 
+One rule for all programs tells images from other files.
+"""
+
+import csv
 import os
+import posixpath
+import tarfile
 from collections import Counter
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import BinaryIO, NoReturn
+
+from conf.schema import UserError
 
 # The endings that Pillow registers for decode.FORMATS; but not .pfm, whose levels have 32 bits.
 EXTENSIONS = tuple(
@@ -14,7 +25,14 @@ SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+fou
 # Words in the names of files and folders -> the split that they name.
 SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
+BLOCK = 512  # bytes, of a tar file
+LOOSE = "in no class folder"  # why an image is left out
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
+# Name of a member -> offset and length of its content in bytes.
+Members = dict[bytes, tuple[int, int]]
+Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
+Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 
 
 def is_hidden(name: bytes) -> bool:
@@ -73,3 +91,139 @@ def walk(top: bytes, left_out: LeftOut) -> Iterator[tuple[bytes, list[bytes], li
 
 def _raise(error: OSError) -> NoReturn:
     raise error
+
+
+def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
+    """List the images in class folders, and all folders; add the rest to `others`."""
+    _, names, loose = next(walk(base, others))
+    if not names:
+        raise UserError(
+            f"{given}: no class folders in it; it must hold one folder per class: "
+            "python scripts/prepare.py SOURCE --to DIR makes them"
+        )
+    with ThreadPoolExecutor(THREADS) as pool:
+        listings = list(pool.map(partial(_list_class, base, others), names))
+    for name, (images, _) in zip(map(os.fsdecode, names), listings, strict=True):
+        folder = f"{given}: class folder {name}"
+        if not images:
+            kinds = b", ".join(EXTENSIONS[:4]).decode()
+            raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
+        if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
+            raise UserError(f"{folder} holds folders of images only, as a split; move it away")
+    others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
+    images_of, folders_of = zip(*listings, strict=True)
+    return dict(zip(names, images_of, strict=True)), [base, *chain.from_iterable(folders_of)]
+
+
+def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
+    """List the images in a class folder and the folders below it; add the rest to `others`."""
+    images: list[bytes] = []
+    folders: list[bytes] = []
+    for folder, _, names in walk(os.path.join(base, name), others):
+        folders.append(folder)
+        below = os.path.relpath(folder, base)
+        for file in names:
+            if is_image(file):
+                images.append(os.path.join(below, file))
+            else:
+                others[os.path.join(folder, file)] = why_left_out(file)
+    return sorted(images), folders
+
+
+def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
+    """List the images in tar files, and the place of each; add the rest to `others`."""
+    all_places: Places = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, members in enumerate(pool.map(partial(_members_of, given), files)):
+            all_places |= {name: (number, *place) for name, place in members.items()}
+    paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
+    inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
+    others |= {path: why_left_out(path) or LOOSE for path in inside}
+    if not paths:
+        raise UserError(
+            f"{given}: holds no images in class folders; each image must be <class>/<name>: "
+            "python scripts/prepare.py SOURCE --to DIR converts other tar files"
+        )
+    # Folders around all class folders, such as train/, are left out.
+    outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
+    places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
+    classes: Classes = {}
+    for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
+        classes.setdefault(path.split(b"/")[0], []).append(path)
+    return dict(sorted(classes.items())), places
+
+
+def _members_of(given: str, path: str) -> Members:
+    try:
+        with open(path, "rb") as file:
+            return tar_members(file)
+    except tarfile.ReadError as error:
+        raise UserError(
+            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
+            "again, or pack it again without compression and links (tar --dereference "
+            "--hard-dereference)"
+        ) from None
+
+
+def tar_members(file: BinaryIO, start: int = 0) -> Members:
+    """List the regular files in the tar file at byte `start` of a file.
+
+    Raises tarfile.ReadError if it is damaged or holds a link, and OSError if it cannot be read.
+    """
+    members: Members = {}
+    at = file.seek(start)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (header := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
+                at = tar.offset
+                name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
+                if header.isreg():
+                    members[name] = header.offset_data, header.size
+                elif header.islnk() or header.issym():
+                    raise ValueError(f"{header.name} is a link")
+        # tarfile takes a damaged or missing header for the end, which is a block of zeros.
+        file.seek(at)
+        if file.read(BLOCK) != bytes(BLOCK):
+            raise ValueError("no header and no end")
+    except OSError:
+        raise
+    except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
+        raise tarfile.ReadError(f"cannot be read at byte {at:,}: {error}") from None
+    return members
+
+
+def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the cells of each row of a CSV file that is not empty.
+
+    Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
+    """
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file)
+        try:
+            for cells in rows:
+                if "\0" in "".join(cells):
+                    raise csv.Error("a NUL character")
+                if cells:
+                    yield rows.line_num, [cell.strip() for cell in cells]
+        except csv.Error as error:
+            raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
+
+
+def read_list(path: str, given: str) -> Classes:
+    """Read a CSV file with one image per line: path and label.
+
+    A first line that is no file, such as `path,label` or `image,class`, is a header. Returns class
+    name -> sorted paths, absolute or relative to the file's folder; the classes are sorted too.
+    """
+    classes: Classes = {}
+    for line, cells in csv_rows(path):
+        if len(cells) != 2 or not all(cells):
+            raise UserError(f"{given}: line {line} is not path,label; write one image per line")
+        first = os.path.join(os.path.dirname(path), cells[0])
+        if line == 1 and not is_image(os.fsencode(first)) and not os.path.exists(first):
+            continue
+        classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
+    if not classes:
+        raise UserError(f"{given}: holds no images; write one image per line: path,label")
+    return {label: sorted(names) for label, names in sorted(classes.items())}

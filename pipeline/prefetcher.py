@@ -9,65 +9,26 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from pipeline.batch import TARGET, Batch, DeviceSlot, HostBatch, ImageFormat
-from pipeline.batch_augment import BatchTransform, batch_part
+from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
+from pipeline.batch_augment import Mixing
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
-from pipeline.pool import Loader
-
-Uploaded = tuple[Batch, BatchEvents]
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
-
-    transforms: list[BatchTransform]
-    num_classes: int
-    seed: int
-    rank: int = 0
-    world_size: int = 1
-    # The field to mix: class numbers, or floating numbers. None: the transforms change images only.
-    label: str | None = "label"
-
-    def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
-        if self.label is None:
-            return torch.zeros(len(next(iter(fields.values()))), 0)
-        label = fields[self.label]
-        if label.is_floating_point():
-            return label.float()
-        return torch.nn.functional.one_hot(label, self.num_classes).to(torch.float32)
-
-    def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Transform float32 [B, ..., C, H, W], and targets if there are any.
-
-        All images of a step get the same draws.
-        """
-        total = len(images) * self.world_size
-        part = batch_part(self.seed, step, total=total, rank=self.rank, world_size=self.world_size)
-        pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
-        for transform in self.transforms:
-            pixels, mixed = transform(pixels, mixed, part)
-        return pixels.reshape(images.shape), mixed.view(targets.shape)
+from pipeline.ring import Loader
 
 
 @dataclass(eq=False)
 class Prefetcher:
     """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead."""
 
-    loader: Loader  # created with `in_use` >= `depth` + 1
+    loader: Loader
     format: ImageFormat
-    _: KW_ONLY
-    depth: int  # batches kept ready
     mixing: Mixing | None = None  # batch transforms for training; None for validation
 
     def __post_init__(self) -> None:
@@ -77,9 +38,9 @@ class Prefetcher:
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         # `Dataset.on_device` may block the host for as long as a step takes.
         self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
-        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
+        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.loader.in_use)]
+        self.depth = self.loader.in_use - 1  # batches kept ready; one more is the consumer's
         self.clock = StepClock(self.cuda)
-        self._current = self.slots[0]  # holds the consumer's batch
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
@@ -88,7 +49,7 @@ class Prefetcher:
             self._thread.submit(lambda: None).result()
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Future[Uploaded]]] = deque()
+        ready: deque[tuple[DeviceSlot, Future[Batch]]] = deque()
         count = 0
         self.clock.start()
         while True:
@@ -104,36 +65,21 @@ class Prefetcher:
             if not ready[0][1].done():
                 self.loader.pool.receive()  # meanwhile, workers get tasks
                 continue
-            self._current, upload = ready.popleft()
-            batch, events = upload.result()
+            slot, upload = ready.popleft()
+            batch = upload.result()
             if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
-            self.clock.begin_step(events)
+                torch.cuda.current_stream(self.format.device).wait_event(slot.events.copy_end)
+            self.clock.begin_step(slot.events)
             yield batch
-            self.end_step()
+            self.clock.end_step()
 
-    def _begin(self, host: HostBatch, slot: DeviceSlot) -> Future[Uploaded]:
+    def _begin(self, host: Batch, slot: DeviceSlot) -> Future[Batch]:
         """Fill a slot in the thread, or at once if there is none."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot)
-        uploaded: Future[Uploaded] = Future()
+        uploaded: Future[Batch] = Future()
         uploaded.set_result(self._enqueue(host, slot))
         return uploaded
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Keep the `with` block out of the timing; the consumer is done with its batch."""
-        self.end_step()
-        yield
-        self.clock.skip()
-
-    def end_step(self) -> None:
-        """Note that the consumer has launched all kernels that read its batch.
-
-        Taking the next batch does the same.
-        """
-        if (end := self.clock.end_step()) is not None:
-            self._current.consumed = end
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""
@@ -142,12 +88,13 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Uploaded:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Batch:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
-        events, dataset = BatchEvents(), self.loader.dataset
+        before, slot.events = slot.events, BatchEvents()
+        events, dataset = slot.events, self.loader.dataset
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
-            if self.side is not None and slot.consumed is not None:
-                self.side.wait_event(slot.consumed)
+            if self.side is not None and before.end is not None:
+                self.side.wait_event(before.end)
             events.copy_begin = self.clock.now()
             try:
                 fields = dataset.on_device(host.fields, slot)
@@ -155,7 +102,8 @@ class Prefetcher:
                 self.loader.load_in_process(host)
                 fields = dataset.on_device(host.fields, slot)
             samples = slot.copy("", host.samples)  # no field has this name
-            host.release(self.clock.now() if self.cuda else None)
+            if self.cuda:
+                self.loader.keep_until(self.clock.now(), host)
             if self.mixing is not None:
                 images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)
@@ -165,4 +113,4 @@ class Prefetcher:
                 if self.mixing.label is not None:
                     fields[TARGET] = slot.copy(TARGET, targets)
             events.copy_end = self.clock.now()
-        return Batch(fields, samples, host.step), events
+        return Batch(fields, samples, host.step)

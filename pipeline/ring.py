@@ -1,35 +1,52 @@
 """The ring of reused, pinned batch buffers, and the worker processes that write into it.
 
 Journey of a batch, 2 to 4: samples -> B rows of each of their fields, in memory that all processes
-share.
+share. The training process gives tasks to the workers, and a batch to the prefetcher when all its
+rows are complete.
 
 A batch is one slot of a ring that the workers write into: no tensor per sample, no collate copy and
 no pin-memory thread. It is split into tasks of a few rows, so that all workers work on the batch
-that is needed next.
+that is needed next. A slot is reused only after the copy out of it has completed.
 """
 
 import contextlib
+import logging
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, islice
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, forkserver, parent_process, resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from conf.schema import RunError
+from pipeline import machine
+from pipeline.batch import Batch
 from pipeline.clock import waited_for_core
 from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
+logger = logging.getLogger(__name__)
+
+# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
+# at 17,000 images/s the training process handles 530 replies per second.
+TASK_ROWS = 32
+TASKS_AHEAD = 3  # sent to a worker before its replies to those before: measured on an H200
+MAX_NAMED = 10  # unreadable images on the console
+STOP_SECONDS = 1.0
+POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py data.root=FOLDER --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
@@ -56,9 +73,9 @@ class Reply(NamedTuple):
     """The result of a task. A worker replies to its tasks in their order."""
 
     rows: int = 0
-    seconds: float = 0.0  # wall time
     cpu_seconds: float = 0.0
-    core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
+    storage_seconds: float = 0.0  # neither computing nor waiting for a core
+    core_seconds: float = 0.0  # runnable without a core
     skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
     error: str = ""  # why the task failed
     trace: str = ""  # of an error that is not about a file
@@ -84,42 +101,39 @@ class Ring:
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
+        self.buffers = [*self.memory.values(), self.samples]
         self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
-
-    @property
-    def buffers(self) -> list[SharedArray]:
-        return [*self.memory.values(), self.samples]
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
         replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
         images = max(1, sum(reply.rows for reply in replies))
         cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
+        storage_ms = 1e3 * sum(reply.storage_seconds for reply in replies) / images
         core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
-        all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
-        storage_ms = max(0.0, all_ms - cpu_ms - core_ms)  # the two clocks may differ slightly
-        return {"cpu_ms": cpu_ms, "storage_ms": storage_ms, "core_ms": core_ms}
+        # The clocks of the thread and of the kernel may differ slightly.
+        return {"cpu_ms": cpu_ms, "storage_ms": max(0.0, storage_ms), "core_ms": core_ms}
 
 
-def run_task(
-    tasks: list[Task], rings: Sequence[Ring], pipe: connection.Connection | None = None
-) -> Reply:
-    """Fill the rows of the first task. The reply reports an exception; the worker goes on.
+# In a worker.
+
+
+def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
+    """Fill the rows of a task. The reply reports an exception; the worker goes on.
 
     With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
 
-    `pipe`: to read several samples at a time, at the end of the task also those of the next one,
-    which is added to `tasks` as soon as the pipe has it; None to read one after the other.
+    `following`: the samples of this task and of those after it, to read several at a time.
     """
-    task, ring = tasks[0], rings[tasks[0].ring]
+    ring = rings[task.ring]
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     dataset, skips, skipped = ring.dataset, ring.max_bad_fraction is not None, []
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     for done, (epoch, index) in enumerate(task.samples.tolist()):
-        if pipe is not None:
-            _read_ahead(ring, tasks, done, pipe)
+        if following:
+            dataset.read_ahead(following[done : done + READ_AHEAD])
         row, unreadable = task.row + done, []
         others = dataset.replacements(index) if skips else []
         for candidate in chain([index], islice(others, MAX_TRIED)):
@@ -137,18 +151,9 @@ def run_task(
             return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
         ring.samples.array[task.slot, row] = epoch, candidate  # last: the row is complete
         skipped += unreadable
-    seconds = time.perf_counter() - started
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
-    return Reply(len(task.samples), seconds, computing, waiting, skipped)
-
-
-def _read_ahead(ring: Ring, tasks: list[Task], done: int, pipe: connection.Connection) -> None:
-    """Begin to read the next files of the first task, near its end also those of the next one."""
-    task = tasks[0]
-    if len(tasks) == 1 and done + READ_AHEAD > len(task.samples) and pipe.poll():
-        tasks.append(pipe.recv())
-    following = np.concatenate([each.samples for each in tasks if each.ring == task.ring])
-    ring.dataset.read_ahead(following[done : done + READ_AHEAD, 1].tolist())
+    storage = time.perf_counter() - started - computing - waiting
+    return Reply(len(task.samples), computing, storage, waiting, skipped)
 
 
 def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[str, Any]) -> None:
@@ -179,10 +184,12 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         reads_ahead, mean_excess, tasks = False, 0.0, list[Task]()
         while True:
-            tasks = tasks[1:] or [pipe.recv()]  # `run_task` may have received the next one
-            pipe.send(reply := run_task(tasks, rings, pipe if reads_ahead else None))
-            storage = reply.seconds - reply.cpu_seconds - reply.core_seconds
-            excess = max(0.0, storage - reply.core_seconds) / max(1, reply.rows)
+            while not tasks or pipe.poll():
+                tasks.append(pipe.recv())
+            same = [task.samples for task in tasks if task.ring == tasks[0].ring]
+            following = np.concatenate(same)[:, 1].tolist() if reads_ahead else []
+            pipe.send(reply := run_task(tasks.pop(0), rings, following))
+            excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
             mean_excess += (excess - mean_excess) / 10
             reads_ahead = reads_ahead or mean_excess > WAIT_SECONDS
 
@@ -193,3 +200,269 @@ def _exit_with_parent() -> None:
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
+
+
+# In the training process.
+
+
+class LoaderError(RunError):
+    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
+
+
+def start_forkserver() -> None:
+    """Start the process that forks the workers, and do not wait for its imports (a second)."""
+    with _starting_children():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _starting_children() -> Iterator[None]:
+    """Start child processes with the signals blocked that workers ignore.
+
+    The forkserver and the resource tracker keep them blocked. The children do not import the main
+    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
+    """
+    multiprocessing.set_forkserver_preload([__name__])  # imported once for all workers
+    main: Any = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # it has unblocked some
+        yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        main.update(hidden)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and the tasks that it has received and not replied to, in their order."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    tasks: deque[Task] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Workers for the rings of training and validation, for the whole run.
+
+    It starts no thread: replies are handled when the training process calls a method, so that
+    nothing competes with the training loop for the GIL. Until `activate` starts workers, tasks run
+    in this process. A worker is kept until the end of the `with` block, which kills all of them: an
+    idle one costs memory only, and ten new ones take seconds to start.
+    """
+
+    rings: Sequence[Ring]
+    _: KW_ONLY
+    timeout_seconds: float = 120.0  # `wait` fails if no worker replies for this long
+    start_method: str = "forkserver"
+
+    def __post_init__(self) -> None:
+        self.timeout_seconds = min(self.timeout_seconds, 1e6)  # poll(2) waits at most 24 days
+        self.waiting: deque[Task] = deque()
+        self.unreadable: set[int] = set()  # training samples that were replaced
+        self.workers: list[Worker] = []
+        self.active = 0  # workers that receive tasks: the first ones
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
+
+    def activate(self, workers: int) -> None:
+        """Send tasks to the first `workers` workers, and start those that are missing.
+
+        The others finish their tasks and are idle. At least one worker that has been started stays
+        active. Raises a LoaderError if the system refuses to start one.
+        """
+        self.active = max(workers, min(1, len(self.workers)))
+        context: Any = multiprocessing.get_context(self.start_method)
+        while len(self.workers) < self.active:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=worker_main, args=(theirs, self.rings), daemon=True)
+            with _starting_children():
+                process.start()
+            theirs.close()
+            self.workers.append(Worker(process, ours))
+        self._dispatch()
+
+    def submit(self, task: Task) -> Task:
+        """Queue a task and return it. Tasks start in the order of the calls."""
+        self.waiting.append(task)
+        self._dispatch()
+        return task
+
+    def done(self, tasks: Sequence[Task]) -> bool:
+        """Whether all these tasks are done; receives pending replies and does not wait."""
+        if not all(task.done for task in tasks):
+            self.receive(timeout=0)
+        return all(task.done for task in tasks)
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Wait until all these tasks are done.
+
+        Raises LoaderError if a task failed, its worker died, or none replied within the timeout.
+        """
+        while not all(task.done for task in tasks):
+            if not self.workers:
+                self.run(self.waiting.popleft())
+            elif not self.receive(self.timeout_seconds):
+                busy = [worker for worker in self.workers if worker.tasks]
+                names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
+                raise LoaderError(
+                    f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
+                    f"still reading {', '.join(names) or 'nothing'}; check the storage"
+                )
+
+    def run(self, task: Task) -> None:
+        """Run a task in this process. Raises LoaderError if it failed."""
+        self._finish(task, run_task(task, self.rings))
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.kill()
+        # One pause for all: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self.workers = []
+
+    def _dispatch(self) -> None:
+        while self.waiting and self.workers:
+            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
+            if len(worker.tasks) >= TASKS_AHEAD:
+                return
+            worker.tasks.append(self.waiting.popleft())
+            with contextlib.suppress(OSError):  # it has died, which `receive` finds out
+                worker.pipe.send(worker.tasks[-1])
+
+    def receive(self, timeout: float = POLL_SECONDS) -> bool:
+        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
+        ready = connection.wait([worker.pipe for worker in self.workers], timeout)
+        for worker in self.workers:
+            if worker.pipe in ready:
+                try:
+                    while worker.pipe.poll():  # all replies: the next call may be a step away
+                        reply = worker.pipe.recv()
+                        self._finish(worker.tasks.popleft(), reply)
+                except (EOFError, OSError):
+                    worker.process.join(STOP_SECONDS)
+                    code = worker.process.exitcode
+                    killed = "SIGKILL: is the host out of memory?"
+                    cause = killed if code == -signal.SIGKILL else f"exit status {code}"
+                    sample = f" while it made {self._current(worker)}" if worker.tasks else ""
+                    raise LoaderError(
+                        f"loader worker {worker.process.pid} died ({cause}){sample}; the same "
+                        "command resumes from the last checkpoint; if memory is short, set fewer "
+                        "loader.workers"
+                    ) from None
+        self._dispatch()
+        return bool(ready)
+
+    def _finish(self, task: Task, reply: Reply) -> None:
+        """Record a reply, and the unreadable samples that the task replaced.
+
+        Raises LoaderError if they are too many, or if the task failed. The traceback of an error in
+        a transform is logged.
+        """
+        task.done = True
+        ring = self.rings[task.ring]
+        ring.replies.append(reply)
+        for index, message in reply.skipped:
+            if index not in self.unreadable:
+                self.unreadable.add(index)
+                if len(self.unreadable) <= MAX_NAMED:
+                    logger.warning("skipped %s", message)
+        if reply.trace:
+            logger.error("%s", reply.trace.rstrip())
+        if reply.error:
+            raise LoaderError(reply.error)
+        count, images, limit = len(self.unreadable), len(ring.dataset), ring.max_bad_fraction
+        if reply.skipped and limit is not None and count > limit * images:
+            raise LoaderError(
+                f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images cannot "
+                f"be read, for example {reply.skipped[-1][1]}; {CHECK} and replace the unreadable "
+                "ones, or raise this limit"
+            )
+
+    def _current(self, worker: Worker) -> str:
+        """Return the name of the first sample of a worker's task that is not yet complete."""
+        task = worker.tasks[0]
+        ring = self.rings[task.ring]
+        rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
+        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
+        return ring.dataset.name(int(task.samples[position, 1]))
+
+
+@dataclass(eq=False)
+class Loader:
+    """Batches of one ring, in the sampler's order."""
+
+    pool: Pool
+    number: int  # of the ring, in the pool
+    samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
+    in_use: int  # batches that the consumer may still read when it asks for another
+
+    def __post_init__(self) -> None:
+        self.ring = self.pool.rings[self.number]
+        self.dataset, self.local_batch_size = self.ring.dataset, self.ring.local_batch_size
+        self.queue_size = self.ring.slots - self.in_use
+        assert self.queue_size >= 1, "the ring needs a slot more than its consumer uses"
+        self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
+        self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
+        for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
+            self.pool.wait(tasks)
+        self._queue.clear()
+        following = start
+        while following < stop or self._queue:
+            while following < stop and len(self._queue) < self.queue_size:
+                self._queue.append((following, self._submit(following)))
+                following += 1
+            step, tasks = self._queue.popleft()
+            self.pool.wait(tasks)
+            slot = step % self.ring.slots
+            yield Batch(
+                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.memory.items()},
+                torch.from_numpy(self.ring.samples.array[slot]),
+                step,
+            )
+
+    def keep_until(self, copied: Any, batch: Batch) -> None:
+        """Let no worker write into a batch before the event of the copy out of it has completed."""
+        self._copied[batch.step % self.ring.slots] = copied
+
+    def ready(self) -> bool:
+        """Whether the next batch is complete, so that taking it would not wait."""
+        return bool(self._queue) and self.pool.done(self._queue[0][1])
+
+    def _submit(self, step: int) -> list[Task]:
+        slot = step % self.ring.slots
+        if event := self._copied.pop(slot, None):
+            while not event.query():  # keeps the host only a few batches ahead of the device
+                self.pool.receive()
+        samples = self.samples(step)
+        self.ring.samples.array[slot] = EMPTY_ROW
+        return [
+            self.pool.submit(Task(self.number, slot, row, samples[row : row + TASK_ROWS]))
+            for row in range(0, len(samples), TASK_ROWS)
+        ]
+
+    def load_in_process(self, batch: Batch) -> None:
+        """Load a batch again into its slot, in this process. Raises LoaderError."""
+        slot = batch.step % self.ring.slots
+        self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
+
+
+def slots_needed(batch_size: int, workers: int, in_use: int) -> int:
+    """Slots that keep every worker busy while `in_use` batches are being copied."""
+    in_progress = -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)
+    return max(1, in_progress) + 1 + in_use

@@ -12,10 +12,8 @@ its images several times, each time with another augmentation. Where classes are
 also has as many, and those of a rare class several times.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import cycle
 
 import numpy as np
 
@@ -70,28 +68,15 @@ class TrainSampler:
         return np.stack([seen, indices], axis=1)
 
 
-class ValSampler:
-    """Every sample once, in order: rank r takes samples r, r + world_size, ...
+def val_batches(
+    *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[np.ndarray]:
+    """Return the samples of each validation batch of a rank: int64 [n, 2] rows of (0, index).
 
-    The last batch may be short.
+    Every sample once, in order: rank r takes samples r, r + world_size, ... The last batch may be
+    short: n <= batch_size / world_size.
     """
-
-    def __init__(
-        self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self._mine = np.arange(rank, num_samples, world_size)
-        self._share = batch_size // world_size
-
-    def __len__(self) -> int:
-        """Number of batches of this rank."""
-        return -(-len(self._mine) // self._share)
-
-    def samples(self, step: int) -> np.ndarray:
-        """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
-        indices = self._mine[step * self._share : (step + 1) * self._share]
-        return np.stack([np.zeros_like(indices), indices], axis=1)
-
-
-def scattered(count: int) -> Iterator[int]:
-    """Yield all positions in a random order, again and again, to measure on all of a dataset."""
-    return cycle(np.random.default_rng(0).permutation(count).tolist())
+    mine = np.arange(rank, num_samples, world_size)
+    rows = np.stack([np.zeros_like(mine), mine], axis=1)
+    share = batch_size // world_size
+    return [rows[first : first + share] for first in range(0, len(rows), share)]

@@ -41,8 +41,8 @@ from engine.checkpoint import provenance
 from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
-from engine.log.meter import Meter
 from engine.memory import fit_memory
+from engine.metrics import Meter
 from engine.schedule import Schedule, make_schedule
 from pipeline.batch import Batch
 from pipeline.build import Datasets, build_datasets
@@ -116,9 +116,7 @@ def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
     batches = feed.train.loader.batches(0, FOREVER)
 
     def take() -> int:
-        batch = next(batches)
-        batch.release(None)
-        return len(batch.samples)
+        return len(next(batches).samples)
 
     warm_up(take, feed)
     note = f"{feed.pool.active} workers, batch {batch_size}"

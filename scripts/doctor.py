@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -51,7 +50,6 @@ from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.decode import describe
 from pipeline.index import Index
-from pipeline.sampler import scattered
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.published import published
 from scripts.lib.trained import exit_status, few, sorted_as_text
@@ -146,7 +144,8 @@ def readable(case: Case) -> Iterator[Row]:
     config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
-        rows = sorted(islice(scattered(len(index)), min(len(index), case.sample or len(index))))
+        order = np.random.default_rng(0).permutation(len(index)).tolist()
+        rows = sorted(order[: case.sample or len(index)])
         look = partial(examine, index, decode.resolve("auto"))
         seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
         files = case.examined[name] = list(seen)
@@ -242,7 +241,7 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
 def size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
-    length = index.place(row)[2]  # in a tar file
+    length = int(index.places.array[row, 2])  # in a tar file
     with suppress(OSError):
         return length or os.stat(index.path(row)).st_size
     return 0

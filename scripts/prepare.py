@@ -76,6 +76,8 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from conf import cli
 from engine.files import replace_file, replacing, write_json
 from pipeline import decode, machine
@@ -127,7 +129,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
         return data
     if short > side:
         picture = picture.resized((side * width // short, side * height // short))
-    output, buffer = picture.pillow(), io.BytesIO()
+    output, buffer = Image.fromarray(picture.pixels()), io.BytesIO()
     exif = output.getexif()
     if (orientation := decode.orientation_of(image)) > 1:
         exif[decode.ORIENTATION] = orientation  # the pixels stay as they are stored

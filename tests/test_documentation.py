@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from conf import cli
 from conf.compose import read_words
-from conf.schema import KEYS, NAMES
+from conf.schema import FIELDS, NAMES
 from tests.helpers.processes import ROOT, needs_extras
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -166,7 +166,7 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name}: {name}#{anchor}"
 
     text = re.sub(r"^```diff.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    sections = "|".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
+    sections = "|".join(dict.fromkeys(key.partition(".")[0] for key in FIELDS))
     folders = "conf|pipeline|models|engine|scripts|tests|docs"
     for code in re.findall(r"`([^`\n]+)`", text):
         for name in re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|md|yaml|c)\b", code):
@@ -174,7 +174,7 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
             assert known, f"{page.name}: there is no {name}"
         for key in re.findall(rf"(?<![\w/.])((?:{sections})\.[a-z]\w*)(?![\w.(])", code):
             is_file = key.partition(".")[2] in ("py", "json", "sqlite", "tar", "zip", "csv")
-            assert is_file or key in KEYS, f"{page.name}: there is no key {key}"
+            assert is_file or key in FIELDS, f"{page.name}: there is no key {key}"
     for code in inline_of(page) if page.name not in OF_FORKS else ():
         words = shlex.split(code) if "=" in code else []
         for word in words if all(each.partition("=")[0] in NAMES for each in words) else ():

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from conf.schema import Config
 from engine.checkpoint import file_name
+from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
-from engine.log.meter import Meter, train_row
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
-from engine.log.tracker import Tracker
-from engine.log.verdict import Verdict
-from engine.metrics import BestBy, add_values
+from engine.log.tracker import TIME, Tracker
+from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
+from engine.metrics import BestBy, Meter, add_values
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
-from engine.step_graph import FIRST_STEPS
+from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Rows
 from pipeline.batch import Batch
-from pipeline.build import Datasets
 from pipeline.clock import StepTimes, mean_of
+from pipeline.feed import Feed
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
@@ -48,23 +48,25 @@ def check_log(config: Config, world: World) -> None:
 class RunLog(ExitStack):
     """Reports a run while the loop trains, from the first step to the last."""
 
-    datasets: Datasets
     schedule: Schedule
+    compute: Compute
+    feed: Feed
+    train_on_batch: StepGraph
     run: Run
     state: TrainState
     tracker: Tracker
-    verdict: Verdict  # judges the speed
+    step_rate: float  # images/s of this rank's step, measured before the first; 0 if not
 
     def __post_init__(self) -> None:
         super().__init__()
         self.world, self.config = self.run.world, self.run.config
-        self.feed, self.compute = self.verdict.feed, self.verdict.compute
+        self.datasets = self.feed.datasets
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
-        # The rows that tell the speed of the run, and whether they are of the first steps of this
-        # start, and of the first epoch, which reads cold files: later rows replace such ones.
-        self._times: list[StepTimes] = []
-        self._preliminary = True, True
+        # The times of each row, and whether it is of the first steps of this start, which compile,
+        # and of the first epoch, which reads cold files.
+        self._times: list[tuple[StepTimes, tuple[bool, bool]]] = []
+        self._judged = 0  # how many of these rows are of epochs that were judged
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step, self._entered = self.state.step, 0.0  # time.monotonic()
@@ -122,7 +124,7 @@ class RunLog(ExitStack):
             self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
-            self.feed.train.end_step()
+            self.feed.train.clock.end_step()
             self._report()
         if due.epoch:
             self._judge_epoch()
@@ -130,7 +132,7 @@ class RunLog(ExitStack):
 
     def end_loop(self) -> dict[str, Any]:
         """Write a row of the steps since the last one, if there are any; return the newest row."""
-        self.feed.train.end_step()
+        self.feed.train.clock.end_step()
         if self.meter.steps:
             self.meter.send(self.state.step)
         self._report()
@@ -138,7 +140,8 @@ class RunLog(ExitStack):
 
     def _judge_epoch(self) -> None:
         with self.pause():
-            lines = self.verdict.sentences("epoch", slowdowns=self.monitor.slowdowns())
+            lines = self._verdict(self._judged, SHORT_EPOCH)
+            self._judged = len(self._times)
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 cause, before = lines[0].partition(":")[0], self._cause
                 if cause != before:  # else the epochs of a long run repeat it
@@ -147,12 +150,22 @@ class RunLog(ExitStack):
                 epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
 
+    def _verdict(self, first: int, shortest: float) -> list[str]:
+        """Judge the rows from the first one on, without those of steps that compile. Collective."""
+        rows = [times for times, (starting, _) in self._times[first:] if not starting]
+        others = {
+            "step_rate": self.step_rate,
+            "graph_refused": self.train_on_batch.disabled_reason or "",
+            "slowdowns": self.monitor.slowdowns(),
+        }
+        return judge(rows, shortest, self.world, self.compute, self.feed, **others)
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step. Waits for the current step."""
-        self.feed.train.end_step()
+        self.feed.train.clock.end_step()
         self._pause_began = time.monotonic()
-        with self.feed.train.pause():
+        with self.feed.train.clock.pause():
             yield
 
     def validated(
@@ -172,24 +185,21 @@ class RunLog(ExitStack):
         interval = self.meter.read()
         if interval is None:
             return
+        step, steps, values = interval
         schedule, pool = self.schedule, self.feed.pool
-        before = interval.step - interval.steps
+        before = step - steps
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
-        times = self.feed.step_times(interval.steps, skip=skip)
+        times = self.feed.step_times(steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
-        starting = skip >= interval.steps
+        starting = skip >= steps
         cold = before * schedule.batch_size < schedule.images
-        if (starting, cold) != self._preliminary:
-            self._preliminary, self._times = (starting, cold), []
-        self._times.append(times)
-        if not starting:
-            self.verdict.add(times)
-        row = train_row(interval, times, schedule, self.compute)
+        self._times.append((times, (starting, cold)))
+        row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         epochs = self.config.train.epochs
-        self.tracker.print(train_line(row, interval.values, self.best_by, epochs))
+        self.tracker.print(train_line(row, values, self.best_by, epochs))
         self.row, self._line_due = row, math.inf
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -202,21 +212,35 @@ class RunLog(ExitStack):
         `started`: time.monotonic() when the program began. A signal may still arrive during that
         checkpoint. Raises CheckpointError if it could not be written.
         """
-        run = self.run
+        run, state, by = self.run, self.state, self.best_by.name
         run.wait()
         stop.poll()
-        rate = mean_of(self._times).rate if self._times else 0.0
+        values = {key: value for key, value in state.last.items() if key not in ("step", "epoch")}
+        best_step = int(state.best.get("step", 0))
+        # Later rows tell more about the speed than those of the first steps and epoch.
+        settled = [times for times, kind in self._times if kind == self._times[-1][1]]
+        rate = mean_of(settled).rate if settled else 0.0
+        few = f"none: less than {SHORT_RUN:g} s of steps after the first ones, too few to judge"
         unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
-            **results(self.state, self.schedule),
+            "step": state.step,
+            "epoch": round(self.schedule.epoch(state.step), 4),
+            **values,
+            "values": [name for name in values if not name.endswith("_raw")],
+            "best_by": self.config.train.best_by,
+            f"best_{by}": state.best.get(by),
+            "best_epoch": round(self.schedule.epoch(best_step), 4) if best_step else None,
+            "best_checkpoint": file_name(best_step) if best_step else None,
+            "history": state.history,
+            "params_sha256": params_sha256(state.model),
             "seconds": time.monotonic() - started,
             "seconds_to_first_step": self._entered - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
-            "verdict": self.verdict.sentences("run", slowdowns=self.monitor.slowdowns()),
+            "verdict": self._verdict(0, SHORT_RUN) or [few],
             "unreadable_images": len(set[int]().union(*unreadable)),
         }
         summary |= self._tell(lambda observer: observer.finish(summary))
@@ -227,20 +251,23 @@ class RunLog(ExitStack):
         return summary
 
 
-def results(state: TrainState, schedule: Schedule) -> dict[str, Any]:
-    """Return what summary.json says about the result of a run."""
-    by = BestBy.of(schedule.config.train.best_by)
-    last, best_step = state.last, int(state.best.get("step", 0))
-    values = {key: value for key, value in last.items() if key not in ("step", "epoch")}
-    return {
-        "step": state.step,
-        "epoch": round(schedule.epoch(state.step), 4),
+def train_row(
+    step: int, values: dict[str, float], times: StepTimes, schedule: Schedule, compute: Compute
+) -> dict[str, Any]:
+    """Return the log row up to a step, without the figures of the GPU and the memory."""
+    rate = times.rate * schedule.ranks
+    row = {
+        "step": step,
+        "epoch": schedule.epoch(step),
+        "split": "train",
         **values,
-        "values": [name for name in values if not name.endswith("_raw")],
-        "best_by": schedule.config.train.best_by,
-        f"best_{by.name}": state.best.get(by.name),
-        "best_epoch": round(schedule.epoch(best_step), 4) if best_step else None,
-        "best_checkpoint": file_name(best_step) if best_step else None,
-        "history": state.history,
-        "params_sha256": params_sha256(state.model),
+        "lr": schedule.lr(step - 1),
+        "images_per_second": rate,
+        **{name: getattr(times, name.removesuffix("_fraction")) for name in TIME},
+        "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
+    if schedule.ranks == 1:
+        del row["ranks_wait_fraction"]
+    if peak := compute.peak_rate():
+        row["mfu"] = rate / (peak * schedule.ranks)
+    return row

@@ -16,13 +16,17 @@ from PIL import Image
 
 from conf.schema import Config, UserError
 from engine.files import json_text, replace_file, write_json
-from engine.log.meter import TIME
 from engine.metrics import BestBy
 
 logger = logging.getLogger(__name__)
 
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
+# Times of a row, in the group `time`. StepTimes has them without `_fraction`.
+TIME = (
+    *("data_wait_fraction", "ranks_wait_fraction", "late_fraction", "copy_fraction"),
+    *("compute_fraction", "copy_ms", "step_ms", "step_worst_ms"),
+)
 TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 

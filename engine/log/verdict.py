@@ -7,12 +7,10 @@ limits, unless the host delays it.
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from engine.compute import Compute
 from engine.distributed import World
-from engine.step_graph import StepGraph
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
 
@@ -28,49 +26,30 @@ VARIES_ON_CPU = 0.2
 # to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
-SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
+SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
 # Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
 LARGE_FILES = 80_000
 ENGINES = "input-bound by the GPU's JPEG engines"
 
 
-@dataclass
-class Verdict:
-    """Collects the times of a run's log rows, and judges its epochs and the run."""
+def judge(
+    rows: Sequence[StepTimes],
+    shortest: float,
+    world: World,
+    compute: Compute,
+    feed: Feed,
+    **others: Any,
+) -> list[str]:
+    """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective.
 
-    compute: Compute
-    feed: Feed
-    train_on_batch: StepGraph
-    world: World
-    step_rate: float = 0.0  # images/s of this rank's step, measured before the first; 0 if not
-    rows: dict[str, list[StepTimes]] = field(default_factory=lambda: {"epoch": [], "run": []})
-
-    def add(self, times: StepTimes) -> None:
-        """Add a log row, without the steps that compile."""
-        for rows in self.rows.values():
-            rows.append(times)
-
-    def sentences(self, period: Literal["epoch", "run"], *, slowdowns: str = "") -> list[str]:
-        """Judge all of this start, or the rows since the last call for an epoch. Collective.
-
-        An epoch below its SHORT seconds gets no sentence. `slowdowns` says why this rank's GPU ran
-        below its maximum clock.
-        """
-        rows, times = self.rows[period], None
-        if sum(row.seconds for row in rows) >= SHORT[period]:
-            times = mean_of(rows)._replace(
-                name=f"rank {self.world.rank} on " * (self.world.size > 1) + socket.gethostname(),
-                step_rate=self.step_rate,
-                graph_refused=self.train_on_batch.disabled_reason or "",
-                slowdowns=slowdowns,
-            )
-        if period == "epoch":
-            self.rows["epoch"] = []
-        ranks = [rank for rank in self.world.all_gather(times) if rank is not None]
-        if len(ranks) == self.world.size:
-            return verdict(ranks, remedies(self.compute, self.feed))
-        few = f"none: less than {SHORT['run']:g} s of steps after the first ones, too few to judge"
-        return [few] if period == "run" else []
+    `others`: what this rank knows in addition to the clock, such as `step_rate`.
+    """
+    times = None
+    if sum(row.seconds for row in rows) >= shortest:
+        name = f"rank {world.rank} on " * (world.size > 1) + socket.gethostname()
+        times = mean_of(rows)._replace(name=name, **others)
+    ranks = [rank for rank in world.all_gather(times) if rank is not None]
+    return verdict(ranks, remedies(compute, feed)) if len(ranks) == world.size else []
 
 
 def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:

@@ -94,7 +94,7 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
-        expected = sections(from_words(words[-1:], runnable=False))
+        expected = sections(from_words(words[-1:]))
         assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
 
 

@@ -13,7 +13,7 @@ def values_of(overrides: list[str]) -> dict[str, Any] | None:
     """Adapter: dotted key -> value of the composed config; None if it is refused."""
     try:
         # The default of this key depends on the system.
-        return config_values(from_words(["loader.start_method=spawn", *overrides], runnable=False))
+        return config_values(from_words(["loader.start_method=spawn", *overrides]))
     except UserError:
         return None
 

@@ -16,7 +16,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
         cells: for some numbers of workers, in between of which values are interpolated: images/s
             with the step, share of the time waiting, images/s that the workers can supply.
     """
-    from engine.tune import Tuner, best_setting
+    from engine.tune import Tuner, best_trial
     from pipeline.clock import StepTimes
 
     tried, *columns = zip(*cells, strict=True)
@@ -24,9 +24,8 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     class Recorded(Tuner):
         def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
             rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
-            return StepTimes(
-                rate=rate, data_wait=wait, step_rate=demand, cpu_ms=1e3 * workers / supply
-            )
+            times = StepTimes(rate=rate, data_wait=wait, step_rate=demand, workers=workers)
+            return times._replace(cpu_ms=1e3 * workers / supply)
 
     datasets = SimpleNamespace(train=SimpleNamespace(workers_in=lambda mode, cores: cores))
     world: Any = SimpleNamespace(size=1, on_rank_0=lambda make: make())
@@ -37,7 +36,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     tuner = Recorded(feed, never, world, never, 0)
     tuner.probe, tuner.demand = StepTimes(cpu_ms=1e3 / probed), demand
     tuner.search()
-    return best_setting(tuner.trials)[1]
+    return best_trial(tuner.trials).workers
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

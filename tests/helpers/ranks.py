@@ -27,7 +27,8 @@ class Ranks(Started):
     """Starts several ranks of a Python command, as often as needed."""
 
     def __init__(self) -> None:
-        variables = {**NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        variables = {**NO_GPU, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         super().__init__([sys.executable, __file__], variables, stdin=PIPE, stdout=PIPE)
 
     def run(

@@ -16,13 +16,11 @@ from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
-from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.index import Index, load_index
-from pipeline.pool import Loader, Pool
-from pipeline.ring import Ring
-from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.index import Folder, Index, load_index
+from pipeline.ring import Loader, Pool, Ring
+from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import SharedArray, page_locked
 from tests.helpers.batches import on_device
 
@@ -96,16 +94,16 @@ def open_loader(
     """Open a loader of one rank; `shape` has further arguments of `Ring`."""
     ring = Ring(dataset, **{"local_batch_size": 8, "slots": slots} | shape)
     batch_size = ring.local_batch_size
-    sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
+    samples: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3).samples
     if validation:
-        sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
+        samples = val_batches(num_samples=len(dataset), batch_size=batch_size).__getitem__
     with ExitStack() as stack:
         if pinned:
             stack.enter_context(page_locked(ring.buffers))
         # the machine may be busy
         pool = stack.enter_context(Pool([ring], timeout_seconds=1000, start_method=start_method))
         pool.activate(workers)
-        yield Loader(pool, 0, sampler.samples, in_use=in_use)
+        yield Loader(pool, 0, samples, in_use=in_use)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import build
-from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Part, batch_part
+from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Mixing, Part
 
 COUNT, SIDE = 64, 32
 
@@ -25,7 +25,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def part(seed: int = 0, step: int = 0, *, total: int = COUNT) -> Part:
-    return batch_part(seed, step, total=total)
+    return Mixing([], COUNT, seed).part(step, total)
 
 
 def neighbours() -> np.ndarray:
@@ -149,7 +149,7 @@ def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
     whole = transform(images, targets, part(3, 5, total=total))
     for ranks in (2, 4, 6):
         for rank in range(ranks):
-            mine = batch_part(3, 5, total=total, rank=rank, world_size=ranks)
+            mine = Mixing([], total, 3, rank, ranks).part(5, total // ranks)
             rows = slice(mine.first, mine.first + mine.count)
             found = transform(images[rows], targets[rows], mine)
             assert torch.equal(found[0], whole[0][rows])
@@ -159,7 +159,7 @@ def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
 def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -> None:
     for rank in range(ranks):
-        mine = batch_part(0, 0, total=total, rank=rank, world_size=ranks)
+        mine = Mixing([], total, 0, rank, ranks).part(0, total // ranks)
         rows = torch.arange(mine.count)
         partners = mine.partners(rows)
         assert sorted(partners.tolist()) == rows.tolist()

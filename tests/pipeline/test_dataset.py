@@ -13,9 +13,8 @@ import pytest
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
-from pipeline.containers import Folder
 from pipeline.dataset import BadImageError, FolderDataset
-from pipeline.index import load_index
+from pipeline.index import Folder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops
 
@@ -43,7 +42,7 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) ->
 
 
 def test_fingerprint_depends_on_the_sizes(changeable: Path) -> None:
-    """Not on the times of the files, and not on their storage (test_containers.py)."""
+    """Not on the times of the files, and not on their storage (test_listing.py)."""
     before = crops(changeable).fingerprint()
     path = Path(crops(changeable).name(7))
     good = path.read_bytes()
@@ -105,9 +104,10 @@ def test_stale_container_is_opened_anew(
         return pread(fd, length, start)
 
     monkeypatch.setattr(os, "pread", fails)
-    first = dataset.index.sources[0]._file  # type: ignore[union-attr]
+    tar: Any = dataset.index.sources[0]
+    first = module._opened(tar)
     assert dataset.read(0) == good
-    assert dataset.index.sources[0]._file is not first  # type: ignore[union-attr]
+    assert module._opened(tar) is not first
 
 
 def test_table_of_imagenet() -> None:

@@ -12,11 +12,11 @@ from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.augment import build
 from pipeline.batch import Batch, Field, channels_first, image_field
-from pipeline.batch_augment import BATCH_TRANSFORMS, batch_part
+from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.pool import LoaderError
+from pipeline.ring import LoaderError
 from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded
 
@@ -155,7 +155,7 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
                 shape = (8, -1, 3, SIDE, SIDE)
                 both = [each[name].reshape(shape).unbind(1) for each in (before, after)]
                 for image, found in zip(*both, strict=True):
-                    part = batch_part(0, before.step, total=8)
+                    part = Mixing([], 2, seed=0).part(before.step, 8)
                     expected, target = transform(image, numbers, part)
                     assert torch.equal(found, expected) and not torch.equal(found, image)
             assert all(torch.equal(after[name], before[name]) for name in names)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import build
-from pipeline.batch import Batch, DeviceSlot, Field, HostBatch, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS
+from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
+from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.pool import slots_needed
-from pipeline.prefetcher import Mixing, Prefetcher
+from pipeline.prefetcher import Prefetcher
+from pipeline.ring import slots_needed
 from tests.conftest import Clock
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same
@@ -53,10 +53,10 @@ def open_prefetcher(
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
-    slots = slots_needed(options["local_batch_size"], options["workers"], 2, depth)
+    slots = slots_needed(options["local_batch_size"], options["workers"], depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
-        prefetcher = kind(loader, format, depth=depth, mixing=mixing if mixed_by else None)
+        prefetcher = kind(loader, format, mixing if mixed_by else None)
         try:
             yield prefetcher
         finally:
@@ -94,7 +94,7 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
         for batch in prefetcher.batches(0, 4):
             clock.now += 0.1
             if batch.step == 1:
-                with prefetcher.pause():
+                with prefetcher.clock.pause():
                     clock.now += 1
         found = prefetcher.clock.step_times()
     assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
@@ -243,7 +243,7 @@ def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32, **option
 class LateCopies(Prefetcher):
     """Copies start late: the host and the consumer are as far ahead as allowed."""
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Any:
         with torch.cuda.stream(self.side):
             torch.cuda._sleep(10 * LAG_CYCLES)
         return super()._enqueue(host, slot)
@@ -292,7 +292,7 @@ class SlowThread(Prefetcher):
 
     busy = False
 
-    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+    def _enqueue(self, host: Batch, slot: DeviceSlot) -> Any:
         self.busy = True
         time.sleep(0.1)
         done = super()._enqueue(host, slot)
@@ -312,7 +312,7 @@ def test_next_iteration_waits_for_the_thread() -> None:
             next(batches)
         begin = prefetcher.loader.batches
 
-        def at_rest(*steps: int) -> Iterator[HostBatch]:
+        def at_rest(*steps: int) -> Iterator[Batch]:
             assert not prefetcher.busy
             return begin(*steps)
 

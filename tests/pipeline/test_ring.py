@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
@@ -15,12 +14,11 @@ import pytest
 import torch
 
 from pipeline.augment import Compose
-from pipeline.batch import HostBatch
-from pipeline.containers import Folder
+from pipeline.batch import Batch
 from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.pool import Loader, LoaderError, Pool
-from pipeline.ring import EMPTY_ROW, Ring, Task
+from pipeline.index import Folder
+from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
@@ -31,7 +29,7 @@ START_METHODS = [
 ]
 
 
-def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
+def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
     """Compare a batch with its samples, loaded here one by one."""
     for name, rows in loaded(dataset, samples).items():
         torch.testing.assert_close(batch.fields[name][: len(samples)], rows, rtol=0, atol=0)
@@ -41,11 +39,6 @@ def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None
 def begun(loader: Loader) -> list[Task]:
     """The tasks of all batches that have not been taken."""
     return [task for _, tasks in loader._queue for task in tasks]
-
-
-def drain(batches: Iterator[HostBatch]) -> None:
-    for batch in batches:
-        batch.release(None)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,6 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
         assert len(pool.workers) == workers
         for batch in loader.batches(0, 6):
             check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
             steps.append(batch.step)
             for number in numbers[batch.step : batch.step + 1]:
                 before = pool.pids
@@ -86,7 +78,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root: Path) -> None:
     dataset: Any = crops(image_root / "train", Stuck)
     with open_loader(dataset, slots=4) as loader:
         dataset.stop_at(*loader.samples(1)[5])
-        next(loader.batches(0, 100)).release(None)
+        next(loader.batches(0, 100))
         wait_for("a worker stops in slot 1", dataset.stopped)
         tasks = begun(loader)
         Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
@@ -124,7 +116,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
-    with Pool([ring], tasks_ahead=3, start_method="fork") as pool:
+    with Pool([ring], start_method="fork") as pool:
         pool.activate(1)
         pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
@@ -166,7 +158,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
-        unread: list[HostBatch] = []
+        unread: list[Batch] = []
         events: list[Event] = []
         places = set()
         for batch in loader.batches(0, 20):
@@ -182,7 +174,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
                 wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 events.append(Event())
-                unread.pop(0).release(events[-1])
+                loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
 
 
@@ -200,7 +192,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
         dataset.stop_at(*sample)
         batches, path = loader.batches(0, 12), dataset.name(sample[1])
-        next(batches).release(None)
+        next(batches)
         wait_for("the worker stops", dataset.stopped)
         message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
@@ -209,7 +201,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
         else:
             loader.pool.timeout_seconds = 0.5
         with pytest.raises(LoaderError, match=message):
-            drain(batches)
+            list(batches)
     assert not is_running(pid)
 
 
@@ -218,8 +210,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 from pathlib import Path
-from pipeline.pool import Pool
-from pipeline.ring import Ring, Task
+from pipeline.ring import Pool, Ring, Task
 from tests.pipeline.loaders import Stuck, crops
 from tests.helpers.processes import descendants, is_running
 
@@ -292,7 +283,7 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
         open_loader(dataset, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=message),
     ):
-        drain(loader.batches(0, 9))
+        list(loader.batches(0, 9))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -313,7 +304,6 @@ def test_unreadable_file_is_skipped_and_counted(
             ]
             check(batch, dataset, np.array(replaced))
             assert batch.samples.tolist() == [list(pair) for pair in replaced]
-            batch.release(None)
         skipped = [each for reply in loader.ring.replies for each in reply.skipped]
         assert loader.pool.unreadable == bad
         assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
@@ -327,7 +317,7 @@ def test_unreadable_file_is_skipped_and_counted(
             "data.root=FOLDER --all to check every file and replace the unreadable ones, or raise"
         )
         with pytest.raises(LoaderError, match=message):
-            drain(loader.batches(9, 18))
+            list(loader.batches(9, 18))
 
 
 def buggy(picture: Picture, rng: random.Random) -> Picture:
@@ -346,7 +336,7 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
         open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
     ):
-        drain(loader.batches(0, 4))
+        list(loader.batches(0, 4))
     assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
     assert trace.startswith("Traceback ") and trace.splitlines()[-1].startswith("OSError")

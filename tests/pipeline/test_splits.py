@@ -9,8 +9,7 @@ import pytest
 from conf.compose import from_words
 from conf.schema import Config, DataConfig
 from pipeline.build import build_datasets, build_val
-from pipeline.containers import Folder
-from pipeline.index import Index, load_index
+from pipeline.index import Folder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
 from tests.helpers.small_run import SMALL
 from tests.helpers.stored import as_tar, samples
@@ -54,7 +53,7 @@ def test_folds_are_disjoint_and_cover_all(changeable: Path, folds: int) -> None:
         held_out += samples(val)
     assert sorted(held_out) == samples(load_index(changeable, key="data.root"))
     first = splits(changeable, val_fraction=1 / folds)[1]
-    assert first.fingerprint() == splits(changeable, val_fold=f"1/{folds}")[1].fingerprint()
+    assert first.digest == splits(changeable, val_fold=f"1/{folds}")[1].digest
 
 
 def test_the_same_images_are_held_out_of_every_storage(
@@ -69,7 +68,7 @@ def test_the_same_images_are_held_out_of_every_storage(
     as_tar(image_root / "train", tmp_path / "train.tar")  # next to the folder
     for root in ("a", "b", "images.tar", "train"):
         found.append(splits(tmp_path / root, val_fraction=0.25))
-    assert len({(train.fingerprint(), val.fingerprint()) for train, val in found}) == 1
+    assert len({(train.digest, val.digest) for train, val in found}) == 1
     one = build_datasets(config(changeable, "data.val_fraction=0.25", "train.seed=1"))
     other = build_val(config(changeable, "data.val_fraction=0.25", "train.seed=2"))
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()

@@ -3,6 +3,7 @@
 import gzip
 import os
 import shutil
+import tarfile
 import zlib
 from functools import cache
 from tempfile import NamedTemporaryFile
@@ -12,8 +13,7 @@ import numpy as np
 
 from conf.schema import UserError
 from pipeline import listing
-from pipeline.containers import DamagedError, tar_members
-from pipeline.listing import LeftOut, is_hidden, why_left_out
+from pipeline.listing import LeftOut, is_hidden, tar_members, why_left_out
 
 WHOLE = -1
 
@@ -56,7 +56,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
     try:
         with open(stored, "rb") as file:
             members = tar_members(file, start)
-    except DamagedError as error:
+    except tarfile.ReadError as error:
         raise damaged(path, error) from None
     tree: Tree = {}
     for member, place in members.items():

@@ -14,8 +14,8 @@ from engine.distributed import join_world
 from engine.log import introduction
 from engine.log.console import header, train_line, val_line
 from engine.log.introduction import setup_notes
-from engine.log.meter import Interval, Meter, train_row
-from engine.metrics import BestBy
+from engine.log.runlog import train_row
+from engine.metrics import BestBy, Meter
 from pipeline.build import build_datasets
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute, schedule
@@ -101,10 +101,10 @@ def test_an_interval_is_read_one_step_late() -> None:
     meter.add(values(loss=2.0, top1=50.0))
     meter.send(2)
     meter.add(values(loss=1000.0, top1=0.0))
-    assert meter.read() == Interval(2, 2, {"loss": 1.5, "top1": 37.5})
+    assert meter.read() == (2, 2, {"loss": 1.5, "top1": 37.5})
     assert meter.read() is None and meter.steps == 1
     meter.send(3)
-    assert meter.read() == Interval(3, 1, {"loss": 1000.0, "top1": 0.0})
+    assert meter.read() == (3, 1, {"loss": 1000.0, "top1": 0.0})
 
 
 @pytest.mark.gpu
@@ -120,7 +120,7 @@ def row_of(times: StepTimes, ranks: int = 1, device: str = "cpu") -> dict[str, A
     """Of steps 1 to 4 of 100, which have 16 of 36 images."""
     given = schedule(36, 16, 300, 100, ranks=ranks)
     computed = compute(name=device, precision="bf16", flops=10**12)
-    return train_row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}), times, given, computed)
+    return train_row(4, {"loss": 2.5, "norm": 1.0}, times, given, computed)
 
 
 def test_row_of_an_interval() -> None:

@@ -11,7 +11,6 @@ import pytest
 from conf.schema import UserError
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
-from engine.log.verdict import Verdict
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
@@ -69,6 +68,7 @@ def test_what_an_observer_is_told(image_root: Path, tmp_path: Path) -> None:
     last = ("logged", 2, "train", None), ("validated", 2, {15}), ("logged", 2, "val", 2.5)
     assert CALLS[6:] == [*last, ("finish", "finished"), ("close",)]
     assert summary["of the observer"] == 2 and rows(tmp_path, "val")[0]["own"] == 2.5
+    assert summary["verdict"][0].startswith("none: less than 3 s of steps")
 
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
@@ -97,7 +97,7 @@ def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["b: 4."]])  # four epochs, and the run
-    monkeypatch.setattr(Verdict, "sentences", lambda *_, **__: next(verdicts))
+    monkeypatch.setattr(RunLog, "_verdict", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=4")
     printed = capsys.readouterr().out
     assert re.findall(r"verdict +(.*)", printed) == ["a: 1.", "b: 3.", "b: 4."]

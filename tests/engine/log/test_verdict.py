@@ -6,7 +6,6 @@ tests/equal has the cause for many more figures.
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 from conf.compose import from_words
 from conf.schema import NAMES
 from engine.distributed import World
-from engine.log.verdict import Verdict, remedies, verdict
+from engine.log.verdict import judge, remedies, verdict
 from pipeline.clock import StepTimes
+from pipeline.feed import Feed
 from tests.engine.plans import ALONE, WAITED, compute
 from tests.equal.record import stored
 from tests.pipeline.loaders import opened
@@ -94,26 +94,16 @@ def test_sentences(ranks: list[StepTimes], says: str) -> None:
         assert all(part in text for part in says.split(" ... ")), text
 
 
-@contextmanager
-def open_run(
-    image_root: Path, world: World = ALONE, *, step_rate: float = 0.0
-) -> Iterator[Verdict]:
-    train_on_batch: Any = SimpleNamespace(disabled_reason=None)
-    small = ["loader.batch_size=16", "data.image_size=32"]
-    with opened(image_root, *small, workers=0) as feed:
-        yield Verdict(compute(), feed, train_on_batch, world, step_rate=step_rate)
-
-
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
     """The times that are judged."""
     found: list[StepTimes] = []
 
-    def judge(ranks: list[StepTimes], known: object) -> list[str]:
+    def sentences(ranks: list[StepTimes], known: object) -> list[str]:
         found.extend(ranks)
         return ["a sentence."]
 
-    monkeypatch.setattr("engine.log.verdict.verdict", judge)
+    monkeypatch.setattr("engine.log.verdict.verdict", sentences)
     return found
 
 
@@ -121,26 +111,29 @@ def lasting(seconds: float, **values: Any) -> StepTimes:
     return WAITED._replace(seconds=seconds, rate=4 * 16 / seconds, **values)
 
 
-def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[StepTimes]) -> None:
-    none = ["none: less than 3 s of steps after the first ones, too few to judge"]
-    with open_run(image_root) as verdict:
-        assert verdict.sentences("epoch") == [] and verdict.sentences("run") == none
-        for seconds, epoch, run in ((1.0, 0, 0), (18.0, 0, 1), (1.0, 1, 1)):
-            verdict.add(lasting(seconds))
-            assert verdict.sentences("run") == (["a sentence."] if run else none)
-            if seconds == 1.0 and run:
-                assert verdict.sentences("epoch") == ["a sentence."] * epoch
-                assert verdict.sentences("epoch") == []
+@pytest.fixture
+def feed(image_root: Path) -> Iterator[Feed]:
+    with opened(image_root, "loader.batch_size=16", "data.image_size=32", workers=0) as feed:
+        yield feed
+
+
+def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> None:
+    rows, says = [], []
+    for seconds in (1.0, 18.0, 1.0):
+        says.append(judge(rows, 20.0, ALONE, compute(), feed))
+        rows.append(lasting(seconds))
+    assert says == [[]] * 3 and not judged
+    assert judge(rows, 20.0, ALONE, compute(), feed) == ["a sentence."]
     assert judged[-1].rate == pytest.approx(3 * 4 * 16 / 20)
 
 
-def test_means_are_over_time(image_root: Path, judged: list[StepTimes]) -> None:
+def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
     """A row of 30 s counts three times one of 10 s."""
-    with open_run(image_root, step_rate=50.0) as verdict:
-        for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
-            others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
-            verdict.add(lasting(seconds, data_wait=share, on_gpu=True, **others))
-        verdict.sentences("run", slowdowns="board limit")
+    rows = []
+    for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
+        others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
+        rows.append(lasting(seconds, data_wait=share, on_gpu=True, **others))
+    judge(rows, 3.0, ALONE, compute(), feed, slowdowns="board limit", step_rate=50.0)
     (found,) = judged
     figures = [found.data_wait, found.late, found.copy, found.copy_ms]
     assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
@@ -192,11 +185,9 @@ class TwoRanks(World):
         return [value, value._replace(data_wait=0.4) if value.rate > 2 else None]
 
 
-def test_all_ranks_have_the_same_verdict(image_root: Path, judged: list[StepTimes]) -> None:
+def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) -> None:
     world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
-    with open_run(image_root, world) as verdict:
-        verdict.add(lasting(22.0, data_wait=0.1))
-        assert verdict.sentences("epoch") == verdict.sentences("run") == ["a sentence."]
-        assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4] * 2)
-        verdict.add(lasting(900.0))
-        assert verdict.sentences("run")[0].startswith("none: less than 3 s")
+    row = lasting(22.0, data_wait=0.1)
+    assert judge([row], 20.0, world, compute(), feed) == ["a sentence."]
+    assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4])
+    assert judge([row, lasting(900.0)], 3.0, world, compute(), feed) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.tune import MAX_TRIALS, Tuner, best_setting
+from engine.tune import MAX_TRIALS, Tuner, best_trial
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE
 
@@ -36,10 +36,8 @@ class SimulatedTuner(Tuner):
         engines, each = self.speed[mode]
         takes = self.demand * (1 - 0.1 * max(0, workers + 1 - CORES))
         rate = min(takes, engines + workers * each)
-        cpu_ms = 1e3 / self.speed["cpu"][1]
-        return StepTimes(
-            cpu_ms=cpu_ms, rate=rate, data_wait=1 - rate / takes, step_rate=self.demand
-        )
+        rates = {"rate": rate, "data_wait": 1 - rate / takes, "step_rate": self.demand}
+        return self.probe._replace(mode=mode, workers=workers, **rates)
 
 
 def tune(
@@ -56,7 +54,8 @@ def tune(
     arguments = feed, never, ALONE, never, 0, probe, demand, deadline
     tuner = SimulatedTuner(*arguments, speed=speed)
     tuner.search()
-    return *best_setting(tuner.trials), tuner.order
+    found = best_trial(tuner.trials)
+    return found.mode, found.workers, tuner.order
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,6 @@ def test_the_deadline_ends_the_search() -> None:
 
 def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:
     """Within the accuracy of a trial; others leave their cores to the step."""
-    tried = {
-        n: StepTimes(rate=rate, step_rate=1000) for n, rate in ((4, 900), (8, 990), (12, 1000))
-    }
-    assert best_setting({"cpu": tried}) == ("cpu", 8)
+    rates = {4: 900, 8: 990, 12: 1000}
+    tried = [StepTimes(workers=n, rate=rate, step_rate=1000) for n, rate in rates.items()]
+    assert best_trial(tried) == tried[1]

@@ -19,7 +19,7 @@ from pipeline.batch import Batch
 from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from pipeline.pool import Pool
+from pipeline.ring import Pool
 from tests.conftest import Clock
 from tests.pipeline.loaders import opened
 
@@ -59,8 +59,7 @@ def test_times_of_a_worker(clock: Clock, clocked: Feed, monkeypatch: pytest.Monk
     """Of each 0.1 ms, it computes for 50 %, waits for a core for 20 %, and for storage."""
     monkeypatch.setattr(time, "thread_time", lambda: 0.5 * clock.now)
     monkeypatch.setattr(ring, "waited_for_core", lambda: 0.2 * clock.now)
-    for batch in clocked.train.loader.batches(0, 3):
-        batch.release(None)
+    list(clocked.train.loader.batches(0, 3))
     found = StepTimes(**clocked.train.loader.ring.worker_ms())
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((0.05, 0.02, 0.03))
     assert found.per_worker == pytest.approx(10_000)

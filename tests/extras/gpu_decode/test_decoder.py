@@ -216,7 +216,7 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
     options: Any = {"start_method": "forkserver", "pinned": True, "in_use": 2}
     with open_loader(dataset, workers=1, local_batch_size=13, **options) as loader:
         loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
-        prefetcher = Prefetcher(loader, format, depth=1)
+        prefetcher = Prefetcher(loader, format)
         for batch in prefetcher.batches(0, 2):
             ours = batch["image"].permute(0, 2, 3, 1).cpu().numpy()
             for image, (_, place) in zip(ours, batch.samples.tolist(), strict=True):
