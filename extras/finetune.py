@@ -7,9 +7,9 @@ only on the file, the number of images and (the batch) the number of ranks, and 
 run's identity.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import models
 from conf.compose import Values, from_words, with_size
@@ -105,15 +105,10 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     values = {key: values[key] for key in keys if key in values}
     if "bicubic" in str(values.get("augment.val")):
         size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
-        values["augment.train"] = [_bicubic(entry, size) for entry in config.augment.train]
+        values["augment.train"] = deepcopy(config.augment.train)
+        for entry in values["augment.train"]:  # with the interpolation of the weights
+            if isinstance(entry, dict) and "random_resized_crop" in entry:
+                entry["random_resized_crop"] |= {"size": size, "interpolation": "bicubic"}
     if "data.image_size" in typed:
         values["data.val_size"] = "${data.image_size}"
     return values
-
-
-def _bicubic(transform: Any, size: int) -> Any:
-    """Return a transform of the training images with the interpolation of the weights."""
-    if not isinstance(transform, dict) or "random_resized_crop" not in transform:
-        return transform
-    changed = {"size": size, "interpolation": "bicubic"}
-    return {"random_resized_crop": {**transform["random_resized_crop"], **changed}}

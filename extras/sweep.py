@@ -120,6 +120,8 @@ class Sweep:
 
     def _print_table(self) -> int:
         """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
+        from engine.metrics import add_values, metric_of  # imports torch
+
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
             config = self.jobs.get(job) or from_words([*self.fixed, *job])
@@ -129,7 +131,9 @@ class Sweep:
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         rows.sort(key=lambda row: row[0])
-        print(f"{config.train.best_by.removeprefix('-')}, the best job first:")
+        add_values(config.log.values)
+        by = config.train.best_by.removeprefix("-")
+        print(f"{by}{metric_of(by).unit.replace(' ', ', ')}, the best job first:")
         print(f"{rows[0][2]}  best, in {rows[0][3]}", *(row[2] for row in rows[1:]), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:

@@ -51,7 +51,7 @@ from pipeline.machine import cores
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
-FOREVER = 1 << 40  # steps
+FOREVER = 1 << 40  # steps; on a GPU, model.compile=auto compiles for so many
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,14 @@ class Stage:
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
     """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
     with join_world(config.train.device) as world:
-        config = measured_config(train.resolve_config(config, world), world.device)
+        config = train.resolve_config(config, world)
+        # With a small learning rate, no number of steps diverges.
+        slow, constant = replace(config.optim, lr=1e-3), schema.ScheduleConfig("constant")
+        config = replace(config, optim=slow, schedule=constant)
         datasets = build_datasets(config, world.device)
         datasets.create_files()
         schedule = make_schedule(config, len(datasets.train), world)
-        compute = choose_compute(config, datasets, world.device, steps=0)
+        compute = choose_compute(config, datasets, world.device, steps=FOREVER)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         stages: list[Stage] = []
         if "loader" in only:
@@ -86,17 +89,6 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
             steps = measure_steps(datasets, schedule, compute, world, seconds)
             stages += [stage for stage in steps if stage.name in only]
     return stages
-
-
-def measured_config(config: Config, device: torch.device) -> Config:
-    """Return a config with a small learning rate, with which no number of steps diverges.
-
-    On a GPU, model.compile=auto is `default`, whatever the length of the run.
-    """
-    if config.model.compile == "auto" and device.type == "cuda":
-        config = replace(config, model=replace(config.model, compile="default"))
-    constant = schema.ScheduleConfig("constant")
-    return replace(config, schedule=constant, optim=replace(config.optim, lr=1e-3))
 
 
 def windows(

@@ -23,31 +23,333 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
     OPTIONS, CONFIG = parser.read_config()
 
+import hashlib
+import logging
+import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 
-from conf.schema import RunError, UserError
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+import models
+import train
+from conf.schema import Config, RunError, UserError
+from engine.checkpoint import find_checkpoint
+from engine.compute import Compute, build_model, choose_compute
+from engine.distributed import World, resolve_device
+from engine.log.introduction import setup_notes
+from engine.losses import build_criterion, class_weights
+from engine.schedule import make_schedule
+from pipeline import decode, machine
+from pipeline.build import Datasets, build_datasets
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.decode import describe
-from scripts.lib import data_checks, machine_checks
-from scripts.lib.checks import Case, NotChecked, Row, fail, ok, warn
-from scripts.lib.trained import exit_status
+from pipeline.index import Index
+from scripts.lib.progress import in_threads, with_progress
+from scripts.lib.published import published
+from scripts.lib.trained import exit_status, few, sorted_as_text
 
 SAMPLE = 2000  # files of each split
 NAMED = 10  # files per row on a terminal
-CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {  # later ones use earlier results
-    "data": data_checks.data,
-    "readable": data_checks.readable,
-    "odd files": data_checks.odd_files,
-    "duplicates": data_checks.duplicates,
-    "colours": data_checks.colours,
-    "plan": machine_checks.plan,
-    "disk": machine_checks.disk,
+THREADS = 16  # comparing waits for storage, not for a core
+LARGE = 25_000_000  # pixels
+GRID = 64  # the mean colour is that of about this many pixels along the short side
+# Files that training accepts, but that are better converted once, are a warning above this part.
+MAX_ODD = 0.01
+SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
+MISNAMED = "of another format than their ending says"
+TURNED = "rotated by their EXIF data"
+CURES = {
+    MISNAMED: "training reads the content; rename them for other programs",
+    SLOW: "scripts/prepare.py --side converts such JPEG files",
+    TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
+}
+NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
+
+
+class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
+    """The reason why a check was skipped."""
+
+
+@dataclass(frozen=True)
+class Row:
+    status: str  # ok, warn or fail
+    found: str
+    do: str = ""  # the remedy
+    details: tuple[str, ...] = ()  # lines to list, mostly files
+
+
+ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
+
+
+@dataclass
+class Examined:
+    """An image file that was read and decoded."""
+
+    row: int
+    path: str
+    odd: tuple[str, ...] = ()  # keys of CURES
+    problem: str = ""  # why training cannot read it
+    # float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1]
+    moments: np.ndarray | None = None
+
+
+@dataclass
+class Case:
+    """The input of the checks, and results that later checks use."""
+
+    config: Config
+    sample: int | None = SAMPLE  # number of files to decode per split, or None for all
+    ranks: int = 1  # that are to run on this machine
+    datasets: Datasets | None = None
+    examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
+    compute: Compute | None = None
+
+    def splits(self) -> dict[str, Index]:
+        """Return the sample tables of both splits. Raises NotChecked: there are no image files."""
+        if self.datasets is None:
+            raise NotChecked("needs the data, see data")
+        splits = {"train": self.datasets.train, "val": self.datasets.val}
+        indexes = {name: s.index for name, s in splits.items() if isinstance(s, FolderDataset)}
+        makes = type(self.datasets.train).create_files is not Dataset.create_files  # later
+        if len(indexes) < 2 or makes:
+            raise NotChecked(f"data.source={self.config.data.source} has no files of its own")
+        return indexes
+
+
+def data(case: Case) -> Iterator[Row]:
+    """List the images as training does, which refuses wrong folders and different classes."""
+    case.datasets = build_datasets(case.config)
+    for name, index in case.splits().items():
+        if "label" not in case.datasets.train.fields:
+            yield ok(f"{name}: {len(index):,} images of {index.root}")
+            continue
+        counts = np.bincount(index.labels.array, minlength=len(index.classes))
+        text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
+        yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
+    names = case.splits()["train"].classes
+    if sorted_as_text(names):
+        text = f"numbers sorted as text: {few(names)}"
+        yield warn(text, "label 2 is not folder 2: pad the names with zeros")
+    left_out = {index.root: index.left_out for index in case.splits().values()}
+    yield from (warn(f"{root}: {notice}") for root, notice in left_out.items() if notice)
+
+
+def readable(case: Case) -> Iterator[Row]:
+    config = case.config.data
+    cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
+    for name, index in case.splits().items():
+        order = np.random.default_rng(0).permutation(len(index)).tolist()
+        rows = sorted(order[: case.sample or len(index)])
+        look = partial(examine, index, decode.resolve("auto"))
+        seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
+        files = case.examined[name] = list(seen)
+        count = count_of(case, name)
+        bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
+        if bad:
+            skips = name == "train" and config.on_error == "skip"
+            cure = "replace or remove them"
+            cure += ", or set data.on_error=skip" if name == "train" else ""
+            cure += "; --all finds all of them" if len(rows) < len(index) else ""
+            text = f"{name}: {len(bad):,} of {count} cannot be read"
+            yield (warn if skips else fail)(text, cure, tuple(bad))
+        else:
+            yield ok(f"{name}: {count} decoded without errors")
+
+
+def examine(index: Index, decoder: str, row: int) -> Examined:
+    """Decode a file in full, as training does, and find what is unusual about it."""
+    file = Examined(row, index.path(row))
+    content = b""
+    try:
+        content = index.read(row)
+        with decode.open_image(content) as image:
+            file.odd = tuple(oddities(image, file.path))
+        pixels = decode.open_picture(content, decoder).pixels()
+    except UnidentifiedImageError:
+        begin = f"not an image, begins with {content[:16]!r}"
+        file.problem = begin if content else "empty, 0 bytes"
+    except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
+        file.problem = describe(error)
+    else:
+        step = max(1, min(pixels.shape[:2]) // GRID)
+        grid = pixels[::step, ::step].reshape(-1, 3) / 255
+        if not 0 < decode.lost(content)[0] < decode.LOW_LEVEL:  # else the levels are gone
+            file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
+    return file
+
+
+def oddities(image: Image.Image, path: str) -> Iterator[str]:
+    """Yield keys of CURES."""
+    stated = Image.registered_extensions().get(os.path.splitext(path)[1].lower(), image.format)
+    if stated != image.format and {stated, image.format} != {"JPEG", "MPO"}:
+        yield MISNAMED
+    if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
+        yield SLOW
+    if decode.orientation_of(image) > 1:
+        yield TURNED
+
+
+def odd_files(case: Case) -> Iterator[Row]:
+    files = good_files(case, "train") + good_files(case, "val")
+    for kind, cure in CURES.items():
+        paths = [file.path for file in files if kind in file.odd]
+        text = f"{len(paths):,} of {len(files):,} images are {kind}"
+        named = (few(paths),) if paths else ()
+        accepted = kind == TURNED and case.config.data.exif_orientation
+        many = len(paths) > MAX_ODD * len(files) and not accepted
+        yield warn(text, cure, named) if many else ok(text, details=named)
+
+
+def duplicates(case: Case) -> Iterator[Row]:
+    train, val = case.splits().values()
+    rows = [file.row for file in case.examined.get("val", [])]
+    pairs = duplicates_of(val, rows, train)
+    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images"
+    text += " are copies of training images"
+    details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
+    if 2 * len(pairs) > len(rows):
+        cure = "validation accuracy would be meaningless: give another data.val"
+        yield fail(text, cure, details)
+    elif pairs:
+        cure = "remove them from one split: they distort the accuracy by up to their fraction"
+        yield warn(text, cure, details)
+    else:
+        yield ok(text)
+
+
+def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
+    """Find pairs of samples with the same bytes: of these rows of val, and of any row of train.
+
+    Compares sizes, then the content of files of equal size.
+    """
+    others = list(range(len(train)))
+    for key in (size, content):
+        ours = dict(zip(rows, in_threads(THREADS, partial(key, val), rows), strict=True))
+        theirs = dict(zip(others, in_threads(THREADS, partial(key, train), others), strict=True))
+        common = {*ours.values()} & {*theirs.values()} - {0, b""}
+        rows = [row for row in rows if ours[row] in common]
+        others = [row for row in others if theirs[row] in common]
+    first = {theirs[row]: row for row in reversed(others)}
+    return [(row, first[ours[row]]) for row in rows]
+
+
+def size(index: Index, row: int) -> int:
+    """Return the size of a file in bytes; 0 if there is none."""
+    length = int(index.places.array[row, 2])  # in a tar file
+    with suppress(OSError):
+        return length or os.stat(index.path(row)).st_size
+    return 0
+
+
+def content(index: Index, row: int) -> bytes:
+    """Return a hash of a file; b"" if it cannot be read."""
+    with suppress(OSError):
+        return hashlib.sha256(index.read(row)).digest()
+    return b""
+
+
+def colours(case: Case) -> Iterator[Row]:
+    config = case.config.data
+    if {len(config.mean), len(config.std)} - {1, 3}:
+        raise NotChecked("needs images with 3 channels")
+    files = good_files(case, "train")
+    if not (moments := [file.moments for file in files if file.moments is not None]):
+        raise NotChecked("needs the levels that 16-bit files lose, see plan")
+    mean, square = np.mean(moments, axis=0)
+    std = np.sqrt(np.maximum(0, square - mean**2))
+    lists = [",".join(f"{v:.3f}" for v in values) for values in (mean, std.clip(0.001))]
+    text = "measured data.mean=[{}] data.std=[{}]".format(*lists)
+    # ImageNet has a mean of 0.05 and a deviation of 1.24 after normalisation with the usual values,
+    # and 0.19 and 0.56 with 0.5 for both.
+    far = (abs(mean - config.mean) / config.std > 0.5) | (abs(std / config.std - 0.95) > 0.55)
+    if far.any() and case.config.model.weights is None:
+        yield warn(f"{text}, far from the configured values", "set them, unless they are intended")
+    else:
+        yield ok(text)
+
+
+def good_files(case: Case, name: str) -> list[Examined]:
+    case.splits()
+    good = [file for file in case.examined.get(name, []) if not file.problem]
+    if not good:
+        raise NotChecked("needs readable files, see readable")
+    return good
+
+
+def count_of(case: Case, name: str) -> str:
+    examined, total = len(case.examined.get(name, [])), len(case.splits()[name])
+    return f"all {total:,}" if examined == total else f"{examined:,} sampled of {total:,}"
+
+
+def plan(case: Case) -> Iterator[Row]:
+    """Build the parts of the training, as far as they need no ranks, and pass its notes on.
+
+    They tell of GPUs that are not used, and of a driver that does not fit.
+    """
+    device = resolve_device(case.config.train.device, 0, case.ranks)
+    config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
+    if case.datasets is None:
+        raise NotChecked("there is no plan without data, see data")
+    # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
+    datasets, world = build_datasets(config, device), World(0, case.ranks, 0, case.ranks, device)
+    build_criterion(config.train, class_weights(config.train, datasets))
+    schedule = make_schedule(config, len(datasets.train), world)
+    case.compute = choose_compute(config, datasets, device, schedule.stop_step)
+    if (weights := config.model.weights) and weights != "pretrained":
+        model = build_model(config, datasets)
+        models.load_weights(model, find_checkpoint(weights), datasets.classes)
+    elif weights and published(config.model.name, Path(weights)) is None:
+        build_model(config, datasets, pretrained=True)  # refuses it, without a download
+    yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
+    yield ok(
+        f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "
+        f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
+        f"images of {datasets.train_size} px on {case.compute.name}"
+    )
+    if (quota := machine.cpu_quota()) < (threads := machine.cores()):
+        cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
+        yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
+
+
+def disk(case: Case) -> Iterator[Row]:
+    """Compare the free space of run.dir with the checkpoints, and /dev/shm with what NCCL uses."""
+    if case.compute is None:
+        raise NotChecked("needs the plan, see plan")
+    path = Path(case.config.run.dir).absolute()
+    folder = next(p for p in (path, *path.parents) if p.is_dir())
+    # At most, in float32: the weights, their moving average and two moments of the optimiser.
+    free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
+    number = case.config.checkpoint.keep + 2  # the best, and the one being written
+    text = f"{folder}: {free / 1e9:,.1f} GB free"
+    text += f"; {number} checkpoints of at most {size / 1e9:.3f} GB"
+    missing = number * size - free
+    if not os.access(folder, os.W_OK):
+        yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
+    elif missing > 0:
+        yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
+    else:
+        yield ok(text)
+    if case.ranks > 1 and os.path.exists("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        text = f"/dev/shm: {free / (1 << 30):.2f} GiB free, which NCCL uses"
+        yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
+
+
+# Name -> check; later ones use earlier results
+CHECKS = {
+    check.__name__.replace("_", " "): check
+    for check in (data, readable, odd_files, duplicates, colours, plan, disk)
 }
 
 
-def check(case: Case) -> Iterator[Row]:
-    """Run all checks.
+def check(case: Case) -> Iterator[tuple[str, Row]]:
+    """Run all checks; yield the rows, each with the name of its check.
 
     An error that training would raise is a failure; a check that cannot run is only a warning.
     """
@@ -55,22 +357,22 @@ def check(case: Case) -> Iterator[Row]:
     for name, look in CHECKS.items():
         try:
             for row in look(case):
-                yield replace(row, check=name)
+                yield name, row
         except (UserError, RunError) as error:
-            yield fail(str(error), "training refuses to start", check=name)
+            yield name, fail(str(error), "training refuses to start")
         except NotChecked as reason:
             status = ok if case.datasets else warn
             if str(reason) not in told:
-                yield status(f"not checked: {reason}", check=name)
+                yield name, status(f"not checked: {reason}")
             told.add(str(reason))
         except Exception as error:
-            yield warn(f"check failed with an error: {describe(error)}", check=name)
+            yield name, warn(f"check failed with an error: {describe(error)}")
 
 
-def lines(row: Row) -> Iterator[str]:
+def lines(name: str, row: Row) -> Iterator[str]:
     """Format a row, and below it the remedy and the details, on a terminal up to NAMED."""
     width = max(map(len, CHECKS))
-    yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
+    yield f"{row.status:<4}  {name:<{width}}  {row.found}"
     most = NAMED if sys.stdout.isatty() else len(row.details)
     below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
     if len(row.details) > most:
@@ -79,10 +381,13 @@ def lines(row: Row) -> Iterator[str]:
 
 
 def main() -> int:
+    # Each list of the files would warn of what `data` reports once.
+    notices = logging.getLogger("pipeline.index")
+    notices.addFilter(lambda record: "not read" not in record.getMessage())
     counts = Counter[str]()
-    for row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
+    for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
-        print(*lines(row), sep="\n", flush=True)
+        print(*lines(name, row), sep="\n", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 

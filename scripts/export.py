@@ -78,8 +78,7 @@ import models
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.decode import describe
-from scripts.lib.checks import few
-from scripts.lib.trained import Trained, exit_status, open_trained
+from scripts.lib.trained import Trained, exit_status, few, open_trained
 
 CPU = torch.device("cpu")
 CARD = Path(__file__).parent / "lib" / "model_card.md"
@@ -89,27 +88,18 @@ BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 BOUND = 1e-4
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
-TEXTS = ("classes", "preprocessing", "model")
 
 Predict = Callable[[Tensor], Tensor]
 """float32 [B, C, S, S], or uint8 [B, S, S, C] with --preprocessing -> float32 [B, classes]."""
 
 
-class ExportError(RunError):
-    """The model cannot be exported, or the exported file differs from it."""
-
-
 class WithPreprocessing(nn.Module):
     """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes]."""
-
-    scale: Tensor
-    shift: Tensor
 
     def __init__(self, network: nn.Module, format: ImageFormat) -> None:
         super().__init__()
         self.network = network
-        self.register_buffer("scale", format.scale)
-        self.register_buffer("shift", format.shift)
+        self.scale, self.shift = nn.Buffer(format.scale), nn.Buffer(format.shift)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.movedim(-1, -3).float() * self.scale + self.shift)
@@ -168,8 +158,8 @@ class Job:
             "step": trained.step,
             "averaged_weights": trained.averaged,
         }
-        texts = list(trained.classes), preprocessing, model
-        return dict(zip(TEXTS, map(json.dumps, texts), strict=True))
+        texts = {"classes": trained.classes, "preprocessing": preprocessing, "model": model}
+        return {name: json.dumps(value) for name, value in texts.items()}
 
 
 def explicit(entry: Any) -> Any:
@@ -263,7 +253,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
             return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
     elif job.to == "pt2":
-        texts = dict.fromkeys(TEXTS, "")
+        texts = dict.fromkeys(job.texts(), "")
         predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
     elif job.to == "hub":
         import timm
@@ -272,12 +262,12 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
         predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     else:
         predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
-    return predict, {name: json.loads(texts[name]) for name in TEXTS}
+    return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
 @torch.no_grad()
 def compare(job: Job, predict: Predict, model: nn.Module) -> str:
-    """Return the largest difference from eager mode on random images; ExportError above BOUND."""
+    """Return the largest difference from eager mode on random images; RunError above BOUND."""
     highest = job.format.highest
     levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
     levels *= highest + (highest > 1)
@@ -288,14 +278,14 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
     difference, bound = (exported - eager).abs().amax(), BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
     if not difference <= bound:  # also if it is NaN
-        raise ExportError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
+        raise RunError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
     return f"compared with eager mode: {result}"
 
 
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference and what it takes.
 
-    Raises UserError: the weights do not fit the model; ExportError: a check has found a difference,
+    Raises UserError: the weights do not fit the model; RunError: a check has found a difference,
     or the model cannot be exported.
     """
     model = job.trained.build(CPU)
@@ -306,12 +296,12 @@ def export(job: Job, out: Path) -> None:
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             result = compare(job, predict, model)
-        except (OSError, UserError, ExportError):
+        except (OSError, UserError, RunError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
             name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
-            raise ExportError(text) from None
+            raise RunError(text) from None
         with open(job.file(temporary), "rb") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size

@@ -146,8 +146,7 @@ class Predictor:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         on_cpu = loader.decoder in decode.DECODERS
         self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
-        self.seed, self.top = config.train.seed, top
-        self.exif_orientation = data.exif_orientation
+        self.config, self.top = config, top
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = choose_precision(config.train.precision, device)
         # As engine.compute.set_up_kernels, without deterministic algorithms: choosing them imports
@@ -170,20 +169,23 @@ class Predictor:
     def run(self, paths: Iterable[str]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
 
-        At most BATCHES_AHEAD + 1 batches of images are in memory.
+        At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
+        places. Raises UserError: `train.predictions` does not fit the model.
         """
         ahead = BATCHES_AHEAD * self.batch_size
         loaded = in_threads(self.threads, self.load, enumerate(paths), ahead)
         while batch := list(islice(loaded, self.batch_size)):
-            yield self.results(batch)
+            images = [one.values[IMAGE] for one in batch if not one.reason]
+            found = iter(self.predicted(np.stack(images)) if images else ())
+            yield [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     def load(self, numbered: tuple[int, str]) -> Result:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
         number, path = numbered
         try:
-            content, turned = Path(path).read_bytes(), self.exif_orientation
+            content, turned = Path(path).read_bytes(), self.config.data.exif_orientation
             picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
-            pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
+            pixels = self.transform(picture, sample_rng(self.config.train.seed, 0, number)).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 taken = f"the model takes {self.channels} of {self.dtype}"
                 text = f"has {pixels.shape[-1]} channels of {pixels.dtype}, {taken}"
@@ -194,15 +196,6 @@ class Predictor:
         except Exception as error:
             reason = (isinstance(error, OSError) and error.strerror) or describe(error)
             return Result(path, reason=reason)
-
-    def results(self, batch: Sequence[Result]) -> list[Result]:
-        """Predict for a batch; unreadable files stay in their places.
-
-        Raises UserError: `train.predictions` does not fit the model.
-        """
-        images = [one.values[IMAGE] for one in batch if not one.reason]
-        found = iter(self.predicted(np.stack(images)) if images else ())
-        return [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     @torch.no_grad()
     def predicted(self, images: np.ndarray) -> list[dict[str, Any]]:

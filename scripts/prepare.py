@@ -238,6 +238,7 @@ def run(options: argparse.Namespace) -> int:
     Raises UserError: the source or the destination cannot be used, and nothing was created;
     OSError: a file cannot be read or written.
     """
+    warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
     began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
@@ -280,10 +281,5 @@ def explain(error: BaseException) -> str | None:
     return text if isinstance(error, OSError) else None
 
 
-def main(options: argparse.Namespace) -> int:
-    warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
-    return cli.exit_status(partial(run, options), "prepare.py", limits=explain)
-
-
 if __name__ == "__main__":
-    sys.exit(main(OPTIONS))
+    sys.exit(cli.exit_status(partial(run, OPTIONS), "prepare.py", limits=explain))

@@ -4,11 +4,11 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Reads config.yaml, metrics.jsonl, summary.json and verdict.json of each run directory. Files may be
-missing: a run may be in progress, killed, or of another version. A folder of runs stands for its
-runs. The report is one self-contained file. Without --out it is report.html in the given folder, or
-for several folders in the current one. Every numeric key of metrics.jsonl gets a chart, including
-metrics that a fork adds, unless it is always 0.
+Reads config.yaml, metrics.jsonl, summary.json, verdict.json and per_class.json of each run
+directory. Files may be missing: a run may be in progress, killed, or of another version. A folder
+of runs stands for its runs. The report is one self-contained file. Without --out it is report.html
+in the given folder, or for several folders in the current one. Every numeric key of metrics.jsonl
+gets a chart, including metrics that a fork adds, unless it is always 0.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -58,9 +58,10 @@ SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
+WORST = 20  # classes that are listed
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
-SECTIONS = ("Learning", "Training steps")  # of the charts
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
 
@@ -77,6 +78,8 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
+    # Of the last validation of a classifier: class -> its readable name, images, top-1 in percent
+    classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
     def best(self) -> tuple[str, float, dict[str, Any]]:
@@ -122,7 +125,7 @@ def read_runs(folder: Path) -> list[Run]:
             runs.append(read_run(path))
         except UserError:
             raise
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{path}: a file of it is damaged ({reason}); remove it") from None
     return runs
@@ -146,6 +149,7 @@ def read_run(folder: Path) -> Run:
     if line := (run.summary.get("expectation") or {}).get("line"):
         run.verdict = [*run.verdict, " ".join(line.split())]
     read_rows(run)
+    read_classes(run)
     return run
 
 
@@ -172,6 +176,17 @@ def read_rows(run: Run) -> None:
         run.rows[row["split"]].append(row)
 
 
+def read_classes(run: Run) -> None:
+    """Fill `classes` with those that have images, if the run has written per_class.json."""
+    path = run.folder / "per_class.json"
+    try:
+        rows = json.loads(path.read_bytes())["classes"] if path.exists() else []
+        found = [(row["class"], (row["name"], row["images"], row["top1"])) for row in rows]
+        run.classes = {key: about for key, about in found if about[1] > 0 and about[2] >= 0}
+    except (OSError, *DAMAGED) as error:
+        run.notes.append(f"per_class.json cannot be read ({type(error).__name__}: {error})")
+
+
 def rounded(value: Any) -> str:
     """Format a float with 3 or 4 significant digits: 7,290, 76.13, 0.123; anything else in full."""
     if not isinstance(value, float):
@@ -195,8 +210,26 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    """Return the charts of each section: one for each numeric key, with a curve per run and split.
+def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
+    """Return a head, and a row for each of the WORST classes, by the mean top-1 of the runs.
+
+    It has the name, the images of the first run, and the top-1 of each run. Nothing is returned if
+    the runs have different classes.
+    """
+    first = runs[0].classes
+    if not first or any(run.classes.keys() != first.keys() for run in runs):
+        return []
+    top1 = {key: [run.classes[key][2] for run in runs] for key in first}
+    columns = [f"run {i}" for i in range(1, len(runs) + 1)] if len(runs) > 1 else ["top1, %"]
+    table = [["class", "images", *columns]]
+    for key in sorted(first, key=lambda key: fmean(top1[key]))[:WORST]:
+        name, images, _ = first[key]
+        table.append([name, f"{images:,}", *(f"{value:.1f}" for value in top1[key])])
+    return table
+
+
+def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a chart for each numeric key, with a curve per run and split.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
     KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe.
@@ -209,7 +242,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     drawn = [(run, split, str(i), i % 8) for i, run in enumerate(runs, 1) for split in SPLITS]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
-    by_section: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    found = []
     for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
@@ -217,9 +250,9 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
             if len(curve := curve_of(run, split, place, key))
         ]
         if any(curve[:, 1:].any() for _, curve in curves):
-            chart = {"title": key, "place": place, **draw(curves)}
-            by_section[SECTIONS[key not in learning]].append(chart)
-    return {section: drawn for section, drawn in by_section.items() if drawn}
+            section = "Learning" if key in learning else "Training steps"
+            found.append({"title": key, "section": section, "place": place, **draw(curves)})
+    return found
 
 
 def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
@@ -291,7 +324,8 @@ def build(runs: Sequence[Run]) -> str:
         runs=runs,
         best=max(runs, key=lambda run: run.best()[1]) if len(runs) > 1 else None,
         headlines=[*zip(*compared(rows), *differences(runs), strict=True)],
-        sections=charts(runs),
+        charts=charts(runs),
+        classes=worst_classes(runs),
         width=WIDTH,
         height=HEIGHT,
         now=datetime.now().strftime("%Y-%m-%d %H:%M"),

@@ -25,12 +25,10 @@ class Parser(argparse.ArgumentParser):
     abbreviated: an override or a path would be taken for one. A mistake is one line.
     """
 
-    def __init__(self, description: str | None, *, usage: str | None = None) -> None:
+    def __init__(self, description: str | None) -> None:
         set_up_process()
         form = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            usage=usage, description=description, formatter_class=form, allow_abbrev=False
-        )
+        super().__init__(description=description, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         fail(message, self.prog)
@@ -44,8 +42,8 @@ class Parser(argparse.ArgumentParser):
 
 def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     """Return the parser of a script that opens trained models, with --classes."""
-    parser = Parser(description, usage=f"python scripts/%(prog)s CHECKPOINT {arguments}")
-    parser.epilog = ABOUT
+    parser = Parser(description)
+    parser.usage, parser.epilog = f"python scripts/%(prog)s CHECKPOINT {arguments}", ABOUT
     about = "names of the classes, one per line"
     parser.add_argument("--classes", type=Path, metavar="FILE", help=about)
     return parser

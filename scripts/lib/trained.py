@@ -5,8 +5,7 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -218,6 +217,12 @@ def sorted_as_text(names: Sequence[str]) -> bool:
     return all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int)
 
 
+def few(names: Iterable[Any], count: int = 5) -> str:
+    names = [str(name) for name in names]
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
 def sizes_in(
     weights: Mapping[str, Tensor], config: ModelConfig, *, image_size: int, origin: str
 ) -> tuple[int, int]:
@@ -236,8 +241,8 @@ def sizes_in(
             "check the name"
         )
     layers = ((n, m.weight) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
-    for name, built in itertools.islice(layers, 1):
-        stored = weights.get(f"{name}.weight", built)
-        if stored.ndim == 4:  # in proportion, because a stem may see blocks of pixels
-            return RGB * stored.shape[1] // built.shape[1], sizes[0]
+    name, built = next(layers, ("", torch.empty(0)))
+    stored = weights.get(f"{name}.weight", built)
+    if stored.ndim == 4:  # in proportion, because a stem may see blocks of pixels
+        return RGB * stored.shape[1] // built.shape[1], sizes[0]
     return RGB, sizes[0]

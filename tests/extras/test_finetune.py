@@ -27,11 +27,6 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def overrides(pretrained: Path, root: Path, folder: Path, *more: str) -> list[str]:
-    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={root}"]
-    return [*given, *FAST, "train.epochs=20", f"run.dir={folder}", *more]
-
-
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     """Dotted key -> value of a config that has been completed."""
     config = from_words(["recipe=finetune", "data.root=/nowhere", *typed])
@@ -97,7 +92,8 @@ def test_what_is_decided_is_the_same_at_the_next_start(
     pretrained: Path, image_root: Path, tmp_path: Path
 ) -> None:
     """So it resumes; tests/test_train.py has frozen layers."""
+    words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
+    words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):
-        more = "model.freeze=[conv1,bn1]", f"train.max_steps={steps}"
-        words = overrides(pretrained, image_root, tmp_path / "run", *more)
-        assert train.train(from_words(words))["step"] == steps
+        config = from_words([*words, f"train.max_steps={steps}"])
+        assert train.train(config)["step"] == steps

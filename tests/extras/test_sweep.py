@@ -146,7 +146,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert (status, started) == (1, ["0", "1", "2"])
     assert "\njob 2 of 3: data=fake train.seed=1: runs/" in out
     assert [line.split("  ") for line in out.splitlines()[-5:]] == [
-        ["top1, the best job first:"],
+        ["top1, %, the best job first:"],
         [" 52.000", "train.seed=2", f"best, in runs/{NAME.replace(',', ',train.seed=2,')}"],
         [" 50.000", "train.seed=0"],
         ["no result", "train.seed=1"],

@@ -35,6 +35,7 @@ from tests.helpers.stored import as_list, as_tar
 HERE = ["train.device=cpu", "loader.workers=0"]
 SCRIPT = [sys.executable, evaluate.__file__]
 VALUES = ("loss", "top1", "macro_recall")
+FOREIGN = ["model.name=resnet_tiny", *small_run.SMALL]
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +130,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
-    return measured(
-        path, "model.name=resnet_tiny", *small_run.SMALL, f"data.root={root}", **options
-    )
+    return measured(path, *FOREIGN, f"data.root={root}", **options)
 
 
 def test_published_weights_on_some_of_the_classes(
@@ -256,8 +255,7 @@ def test_file_of_another_project(
 ) -> None:
     """It does not hold the names of the classes: the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
-    foreign = ["model.name=resnet_tiny", *small_run.SMALL]
-    other = measured(tmp_path / "weights.pth", *foreign, f"data.root={image_root}")
+    other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
@@ -268,7 +266,7 @@ def test_file_of_another_project(
     with pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
         outputs_of(other.trained, numbers)
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
-        opened(tmp_path / "weights.pth", *foreign)
+        opened(tmp_path / "weights.pth", *FOREIGN)
 
 
 @pytest.mark.slow

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import UserError
+from conf.schema import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
 from scripts import export
-from scripts.export import CPU, ExportError, Job
+from scripts.export import CPU, Job
 from scripts.lib.published import published
 from scripts.lib.trained import Trained, open_trained
-from tests.conftest import CLASSES, VAL_IMAGES
+from tests.conftest import CLASSES
 from tests.helpers.libraries import timm_module
 
 HERE = ["train.device=cpu", "loader.workers=0"]
-FILES = VAL_IMAGES * len(CLASSES)
 needs_onnx = pytest.mark.skipif(
     any(find_spec(name) is None for name in export.FORMATS["onnx"]), reason="needs onnxruntime"
 )
@@ -55,10 +54,6 @@ def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(batch))
 
 
-def job_for(trained: Trained, to: str = "pt2", *, inside: bool = False) -> Job:
-    return Job(trained, to, inside, 32)
-
-
 @pytest.mark.parametrize(
     ("to", "inside"),
     [
@@ -70,7 +65,7 @@ def job_for(trained: Trained, to: str = "pt2", *, inside: bool = False) -> Job:
 )
 def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) -> None:
     files: Any = build_val(trained.config).val
-    job, out = job_for(trained, to, inside=inside), tmp_path / f"model.{to}"
+    job, out = Job(trained, to, inside, 32), tmp_path / f"model.{to}"
     out.write_text("earlier")
     export.export(job, out)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
@@ -78,7 +73,7 @@ def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) ->
     assert texts["classes"] == list(CLASSES)
     stated = [{"resize": {"size": 32, "interpolation": "bilinear"}}, {"center_crop": {"size": 32}}]
     assert texts["preprocessing"]["transforms"] == stated
-    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(FILES)]))
+    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.format.normalised(images))
         assert eager.argmax(1).unique().numel() > 1
@@ -107,6 +102,9 @@ def test_command_line(
     assert again.config.model.name == own.config.model.name
     assert again.config.data.mean == own.config.data.mean
     assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
+    entry = {"resize": {"size": 224, "crop_ratio": 0.875}}
+    assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
+    assert export.explicit("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
     monkeypatch.setattr(export, "find_spec", lambda _: True)
     with pytest.raises(UserError, match=r"^--to hub: timm has no model\.name=resnet_tiny; give --"):
@@ -118,7 +116,7 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
     name, out = "timm/test_resnet", tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
     config = replace(trained.config, model=replace(trained.config.model, name=name))
-    export.export(job_for(replace(trained, config=config, weights=weights), "hub"), out)
+    export.export(Job(replace(trained, config=config, weights=weights), "hub", False, 32), out)
     names = ["README.md", "config.json", "model.safetensors"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
@@ -148,7 +146,7 @@ def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None
     sizes = {"num_classes": 5, "image_size": 32, "depth": 2, "heads": 2, "hidden": 64}
     model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes).eval()
     nn.init.normal_(model.head.weight)
-    job = job_for(trained, to, inside=True)
+    job = Job(trained, to, True, 32)
     export.save(job, model, tmp_path / f"a.{to}")
     predict, _ = export.open_exported(job, tmp_path / f"a.{to}")
     export.compare(job, predict, model)
@@ -186,18 +184,12 @@ def test_wrong_export_keeps_an_earlier_file(
     monkeypatch.setattr(Trained, "build", lambda *_: model)
     out = tmp_path / "model.pt2"
     out.write_text("earlier")
-    with pytest.raises(ExportError, match=message):
-        export.export(job_for(trained), out)
+    with pytest.raises(RunError, match=message):
+        export.export(Job(trained, "pt2", False, 32), out)
     assert out.read_text() == "earlier" and list(tmp_path.iterdir()) == [out]
 
 
 def test_nan_is_a_difference(trained: Trained) -> None:
-    job, model = job_for(trained), trained.build(CPU)
-    with pytest.raises(ExportError, match="largest difference nan"):
+    job, model = Job(trained, "pt2", False, 32), trained.build(CPU)
+    with pytest.raises(RunError, match="largest difference nan"):
         export.compare(job, lambda x: model(x) * torch.nan, model)
-
-
-def test_explicit_transforms() -> None:
-    entry = {"resize": {"size": 224, "crop_ratio": 0.875}}
-    assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
-    assert export.explicit("horizontal_flip") == "horizontal_flip"

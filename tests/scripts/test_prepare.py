@@ -11,6 +11,7 @@ import tarfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conf import cli
 from conf.schema import UserError
 from pipeline import decode
 from pipeline.index import load_index
@@ -299,7 +301,8 @@ NOTES = {
 
 
 def run(source: Path, to: Path, *options: str) -> int:
-    return prepare.main(prepare.arguments([str(source), "--to", str(to), *options]))
+    given = prepare.arguments([str(source), "--to", str(to), *options])
+    return cli.exit_status(partial(prepare.run, given), "prepare.py", limits=prepare.explain)
 
 
 def written(to: Path) -> dict[str, bytes]:

@@ -36,7 +36,8 @@ class Page:
         for shape in self.lines + self.bands:  # inside the chart, and no NaN
             assert re.fullmatch(r"[ML0-9. hZ]*", shape.replace("-0.0", "0.0"))
         head, *rows = (["".join(cell.itertext()).strip() for cell in r] for r in root.iter("tr"))
-        self.facts = [dict(zip(head, row, strict=True)) for row in rows]  # about each run
+        self.facts = [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
+        self.classes = [row for row in rows if len(row) < len(head)]
         self.best = [r.get("class") == "best" for r in root.iter("tr")][1:]
         self.colours = {(i.attrib["class"][:2], str(i.tail).split()[0]) for i in root.iter("i")}
 
@@ -82,6 +83,10 @@ def test_the_page_of_a_run(runs: Path) -> None:
     (facts,) = page.facts
     assert facts["best top1"] == f"{summary['best_top1']:.2f} %"
     assert facts["epoch"] == f"{summary['best_epoch']:.0f} of 2" and facts["device"] == "cpu"
+    rows = json.loads((folder / "per_class.json").read_text())["classes"]
+    rows.sort(key=lambda row: row["top1"])
+    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.1f}"] for row in rows]
+    assert page.classes == [["class", "images", "top1, %"], *classes]
     assert page.titles[:2] == ["top1", "loss"]  # the value that chose the best checkpoint is first
     assert {"lr", "images_per_second", "step_ms"} <= set(page.titles)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -102,6 +107,8 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     best = [float(facts["best top1"].removesuffix(" %")) for facts in (first, second)]
     assert page.best.index(True) == best.index(max(best)) and sum(page.best) == 1
     assert page.colours == {("c1", "1"), ("c2", "2")}
+    means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
+    assert page.classes[0][2:] == ["run 1", "run 2"] and means == sorted(means)
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
@@ -117,11 +124,13 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
     whole = (copied / "metrics.jsonl").read_text()
     (copied / "metrics.jsonl").write_text(whole[:-30])
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
+    (copied / "per_class.json").write_text('{"classes": [{"class": "dots"}]}')
     page = made(copied)
+    assert "first: per_class.json cannot be read (KeyError: 'name')" in page.said
     assert page.facts[0]["status"] == "not finished" and "input-bound." in page.said
     assert "first: summary.json is missing" in page.said
     assert any("first: metrics.jsonl: cannot read" in text for text in page.said)
-    assert page.facts[0]["epoch"] == "1.1 of 2"  # the truncated row is the last validation
+    assert page.facts[0]["epoch"] == "1.1 of 2" and not page.classes  # the last row is truncated
     assert not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").unlink()  # it has only begun
     assert not made(copied).titles
@@ -134,9 +143,11 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
         file.write(json.dumps(step_row(10, **{HOSTILE: 1.5, f"host_{HOSTILE}": 2.5})) + "\n")
     summary = {"status": HOSTILE, "verdict": [HOSTILE]}
     (copied / "summary.json").write_text(json.dumps(summary))
+    row = {"class": HOSTILE, "name": HOSTILE, "images": 9, "top1": 5}
+    (copied / "per_class.json").write_text(json.dumps({"classes": [row]}))
     said = " ".join(made(copied).said)
-    assert said.count(HOSTILE) >= 7
-    made(runs / "first", copied, out=tmp_path / "both.html")
+    assert said.count(HOSTILE) >= 8
+    assert not made(runs / "first", copied, out=tmp_path / "both.html").classes  # they differ
 
 
 def test_later_rows_of_the_same_steps_replace_earlier_ones(tmp_path: Path) -> None:
@@ -166,7 +177,7 @@ def test_axes_and_signals(tmp_path: Path) -> None:
     rows = [step_row(1_000_000 + step, loss=70_000 + step / 10) for step in (1, 2)]
     run = synthetic(tmp_path / "run", rows, status="interrupted", signal=15)
     assert made(run).facts[0]["status"] == "interrupted by SIGTERM"
-    (chart,) = report.charts(report.read_runs(run))["Learning"]
+    (chart,) = report.charts(report.read_runs(run))
     for axis in (chart["x"], chart["y"]):
         assert len({text for _, text in axis}) == len(axis) > 1
 

@@ -71,9 +71,6 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
     for words, message in (([], no_name), (["model.name=vit_s16"], no_head)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
             open_trained(path, words)
-
-
-def test_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**7) + b"{}")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):
         open_trained(tmp_path / "model.safetensors", TINY)
@@ -94,6 +91,8 @@ def test_checkpoint(folder: Path, name: str) -> None:
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
     # The choices for another machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
+    with pytest.raises(UserError, match=r"^data\.image_size: .* write data\.val_size$"):
+        open_trained(folder, ["data.image_size=40"])
 
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -113,11 +112,6 @@ def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
     assert same(dict(timm.models.load_state_dict(str(path))), state)
     size = sum(t.nbytes for t in models.weights_in(torch.load(path), origin="").values())
     assert path.stat().st_size < 4 * size + 100_000
-
-
-def test_size_of_the_training_images_is_fixed(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"^data\.image_size: .* write data\.val_size$"):
-        open_trained(folder, ["data.image_size=40"])
 
 
 def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:

@@ -63,7 +63,10 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     """
     tree = {os.path.basename(source): Place(source)}
     if os.path.isdir(source):
-        tree = tree_of_folder(source, others)
+        folders = walk(os.fsencode(source), others)
+        found = [os.path.join(top, name) for top, _, names in folders for name in names]
+        paths = sorted(map(os.fsdecode, found))
+        tree = {os.path.relpath(path, source): Place(path) for path in paths}
     if samples := cifar_samples(source, tree):
         return samples
     records: list[Sample] = []
@@ -79,13 +82,6 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
         message = f"holds images ({image}) and tar files ({containers[0]}); give one of them"
         raise UserError(f"{source}: {message}")
     return list_containers(source, tree, containers, others)
-
-
-def tree_of_folder(root: str, others: LeftOut) -> Tree:
-    """List the files below a folder, links followed; add the hidden ones to `others`."""
-    folders = walk(os.fsencode(root), others)
-    paths = [os.fsdecode(os.path.join(top, name)) for top, _, names in folders for name in names]
-    return {os.path.relpath(path, root): Place(path) for path in sorted(paths)}
 
 
 def list_containers(
