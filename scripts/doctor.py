@@ -381,9 +381,8 @@ def lines(name: str, row: Row) -> Iterator[str]:
 
 
 def main() -> int:
-    # Each list of the files would warn of what `data` reports once.
-    notices = logging.getLogger("pipeline.index")
-    notices.addFilter(lambda record: "not read" not in record.getMessage())
+    # Each time the files are listed, it would warn of what `data` reports once.
+    logging.getLogger("pipeline.index").setLevel(logging.ERROR)
     counts = Counter[str]()
     for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
