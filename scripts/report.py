@@ -99,8 +99,8 @@ class Run:
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
             cells[f"best {name}"] = text
             cells["epoch"] = f"{epoch} of {rounded(number_in(config.get('train.epochs')))}"
-        if seconds := round(number_in(summary.get("seconds"), 0)):
-            cells["time"] = str(timedelta(seconds=seconds))
+        if "seconds" in summary:
+            cells["time"] = str(timedelta(seconds=round(number_in(summary["seconds"], 0))))
             cells["device"] = summary.get("device", UNKNOWN)
             cells["images/s"] = rounded(number_in(summary.get("images_per_second")))
         return {**cells, "status": self.status}
