@@ -1,6 +1,6 @@
 """The GPU and the memory during training: NVML, CUDA's allocator, the processes.
 
-Telemetry never stops training: a query that fails is logged once and left out from then on.
+Telemetry never stops training: what cannot be queried is left out.
 """
 
 import logging
@@ -80,22 +80,19 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
             logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
             return
-        queries = dict(QUERIES)
         while not self._stop.wait(SAMPLE_SECONDS):
-            for tag in list(queries):
-                try:
-                    value = queries[tag](nvml, gpu)
-                except Exception as error:
-                    del queries[tag]  # this GPU, driver or nvidia-ml-py does not support it
-                    logger.info("no values of %s: NVML: %s", tag, error)
-                    continue
-                with self._lock:
-                    if tag == THROTTLED:
-                        reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
-                        self._slow.update(reasons)
-                        self._asked += 1
-                        value = float(bool(reasons))
-                    self._samples.setdefault(tag, []).append(value)
+            for tag, query in QUERIES.items():
+                with suppress(Exception):  # this GPU, driver or nvidia-ml-py does not support it
+                    self._add(tag, query(nvml, gpu))
+
+    def _add(self, tag: str, value: Any) -> None:
+        with self._lock:
+            if tag == THROTTLED:
+                reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
+                self._slow.update(reasons)
+                self._asked += 1
+                value = float(bool(reasons))
+            self._samples.setdefault(tag, []).append(value)
 
     def read(self) -> dict[str, float]:
         """Return the means since the last call, by TensorBoard tag; utilisation in percent."""
