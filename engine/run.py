@@ -177,25 +177,20 @@ class Run(AbstractContextManager["Run"]):
     def _wait(self) -> None:
         """Wait for the thread on rank 0; raise its error, once."""
         if self._writing is not None:
-            futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` raises the error
+            futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` logs the error
             writing, self._writing = self._writing, None
             writing.result()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock.
 
-        If another error ends the run, an error of the checkpoint is logged, not raised.
+        An error of the checkpoint is logged: another error has ended the run before `wait`.
         """
-        try:
-            self._wait()
-        except Exception as error:
-            if kind is None:
-                raise
+        self._thread.shutdown()
+        if self._writing is not None and (error := self._writing.exception()):
             logger.error("%s", error)
-        finally:
-            self._thread.shutdown()
-            if self._lock is not None:
-                os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
