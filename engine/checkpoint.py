@@ -11,13 +11,13 @@ import platform
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from conf.schema import RunError, UserError
 from engine.files import replacing
@@ -38,9 +38,10 @@ class CheckpointError(RunError):
 
 def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     """Copy nested containers, and their tensors to the host. Waits for the GPU."""
-    # deepcopy takes these copies in place of the tensors. The set has the weights once, not twice.
-    copies = {id(one): one.detach().to("cpu", copy=True) for one in set(_tensors(content))}
-    return copy.deepcopy(content, copies)
+    # By their ids, the weights are there once, not twice.
+    tensors = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)}
+    copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+    return copy.deepcopy(content, copies)  # which takes the copies in place of the tensors
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
@@ -183,11 +184,3 @@ def provenance() -> dict[str, str]:
         commit = done.stdout.strip()
     python, version = platform.python_version(), str(torch.__version__)
     return {"python": python, "torch": version, "git_commit": commit}
-
-
-def _tensors(content: Any) -> Iterator[Tensor]:
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, (dict, list, tuple)):
-        for value in content.values() if isinstance(content, dict) else content:
-            yield from _tensors(value)
