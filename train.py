@@ -45,11 +45,12 @@ from engine.compute import (
 )
 from engine.distributed import World, average_gradients, join_world, sync_gradients
 from engine.log.introduction import introduce
-from engine.log.runlog import RunLog, check_log
+from engine.log.observer import named_observers
+from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, Values, class_means, class_values
+from engine.metrics import BestBy, Values, add_values, class_means, class_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
@@ -303,7 +304,8 @@ def build_parts(
 
     Raises UserError for nearly all that the user must change, before a run directory is made.
     """
-    check_log(config, world)
+    world.on_all_ranks(lambda: add_values(config.log.values))
+    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
     stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds

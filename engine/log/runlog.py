@@ -13,10 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.schema import Config
 from engine.checkpoint import file_name
 from engine.compute import Compute
-from engine.distributed import World
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
@@ -24,7 +22,7 @@ from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
-from engine.metrics import BestBy, Meter, add_values
+from engine.metrics import BestBy, Meter
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
@@ -36,12 +34,6 @@ from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
 
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
-
-
-def check_log(config: Config, world: World) -> None:
-    """Add log.values to those of a validation, and check log.observers. Collective."""
-    world.on_all_ranks(lambda: add_values(config.log.values))
-    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
 
 
 @dataclass(eq=False)
