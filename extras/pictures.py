@@ -150,7 +150,7 @@ class Predictions:
             for i, count in enumerate(found["images"])
         ]
         return {
-            "val/worst": sheet("largest losses", images, captions),
+            "val/worst": sheet(images, captions),
             "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
             "val/per_class": bars("top-1, the worst classes first", accuracy[:MAX_BARS]),
             "val/reliability": bars("accuracy by confidence", confidence),

@@ -27,10 +27,9 @@ def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return pixels.round().clip(0, 255).astype(np.uint8)
 
 
-def sheet(title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
+def sheet(images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
     """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines."""
-    drawn = Image.new("RGB", (808, 40 + HEIGHT * -(-len(images) // 4)), "white")
-    ImageDraw.Draw(drawn).text((8, 14), title, "black", ImageFont.load_default(18))
+    drawn = Image.new("RGB", (808, 8 + HEIGHT * -(-len(images) // 4)), "white")
     font = ImageFont.load_default(14)
     for i, (pixels, caption) in enumerate(zip(map(rgb, images), captions, strict=True)):
         tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
@@ -39,7 +38,7 @@ def sheet(title: str, images: Sequence[npt.NDArray[Any]], captions: Sequence[str
         tile.paste(Image.fromarray(pixels).resize((SIDE, SIDE), filter))
         text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
         ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
-        drawn.paste(tile, (8 + i % 4 * (SIDE + 8), 40 + i // 4 * HEIGHT))
+        drawn.paste(tile, (8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT))
     return drawn
 
 
@@ -52,4 +51,4 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
         for i, value in enumerate(column[: len(images)].tolist() if column.ndim == 1 else ()):
             is_class = name == "label" and isinstance(value, int)
             captions[i] += f"{readable(classes[value]) if is_class else shown(name, value)}\n"
-    return {"train/images": sheet("input of the first step", images, captions)}
+    return {"train/images": sheet(images, captions)}
