@@ -172,23 +172,11 @@ class Run(AbstractContextManager["Run"]):
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
-        self.world.on_rank_0(self._wait)
-
-    def _wait(self) -> None:
-        """Wait for the thread on rank 0; raise its error, once."""
-        if self._writing is not None:
-            futures.wait([self._writing])  # if Ctrl-C interrupts it, `__exit__` logs the error
-            writing, self._writing = self._writing, None
-            writing.result()
+        self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)
 
     def __exit__(self, *_: object) -> None:
-        """Wait until the last checkpoint is on disk, and release the lock.
-
-        An error of the checkpoint is logged: another error has ended the run before `wait`.
-        """
-        self._thread.shutdown()
-        if self._writing is not None and (error := self._writing.exception()):
-            logger.error("%s", error)
+        """Wait until the last checkpoint is on disk, and release the lock."""
+        self._thread.shutdown()  # an error of the checkpoint would hide the one that ends the run
         if self._lock is not None:
             os.close(self._lock)
 

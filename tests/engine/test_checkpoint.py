@@ -181,7 +181,7 @@ def opened(path: Path) -> Run:
 
 def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second copy begins when the first one is written."""
-    waits, save, order = futures.wait, checkpoint.save, list[str]()
+    result, save, order = futures.Future.result, checkpoint.save, list[str]()
     release = threading.Event()
 
     def slow_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
@@ -191,16 +191,16 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         order.append(f"has written {content['state']['model']['0.weight'][0, 0]:g}")
         return path
 
-    def wait(these: Any) -> Any:
+    def wait(future: futures.Future[None]) -> None:
         release.set()
-        return waits(these)
+        return result(future)
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
     with opened(tmp_path) as run:
         state = state_of(1.0, step=6)
         run.save(state)
         assert run.last_saved_step == 6 and order == ["begins 6"][: len(order)]
-        monkeypatch.setattr(futures, "wait", wait)
+        monkeypatch.setattr(futures.Future, "result", wait)
         nn.init.constant_(state.model[0].weight, 2.0)
         state.step = 7
         run.save(state)

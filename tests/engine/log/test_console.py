@@ -51,6 +51,7 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return setup_notes(given, build_datasets(given), ALONE)
 
     assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
+    assert len(build_datasets(from_words(["data=fake", "data.fake_images=60"])).val) == 6
     (kept,) = notes("data=fake", "optim.name=nadam")
     assert kept.startswith("optim.lr=0.1 is that of another optimiser than nadam; ")
     assert notes("data=fake", "optim.name=nadam", "optim.lr=0.002") == []
