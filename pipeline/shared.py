@@ -73,11 +73,8 @@ class SharedArray:
             close(self._fd)
 
 
-_locked: dict[int, int] = {}  # address -> bytes that `page_locked` has locked in this process
-
-
 @contextmanager
-def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[None]]:
+def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[list[int]]]:
     """Page-lock arrays in the `with` block, so that copies to a GPU are asynchronous.
 
     It saves the copy into pinned memory that torch's DataLoader makes. Locking takes a second, so a
@@ -92,14 +89,13 @@ def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[None]]:
         try:
             yield locking
         finally:
-            locking.result()
-            for shared in arrays:
-                address = shared.array.ctypes.data
-                if _locked.pop(address, None) is not None:
-                    torch.cuda.cudart().cudaHostUnregister(address)
+            for address in locking.result():
+                torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _lock(arrays: Sequence[SharedArray], device: int) -> None:
+def _lock(arrays: Sequence[SharedArray], device: int) -> list[int]:
+    """Page-lock arrays until one cannot be; return the addresses of those that are."""
+    locked: list[int] = []
     torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
     for shared in arrays:
         address, size = shared.array.ctypes.data, shared.array.nbytes
@@ -111,12 +107,6 @@ def _lock(arrays: Sequence[SharedArray], device: int) -> None:
                 size / 2**20,
                 error,
             )
-            return
-        _locked[address] = size
-
-
-def page_locked_bytes() -> int:
-    """Return the bytes of page-locked memory of this process: that of `page_locked` and torch's."""
-    # torch rounds each block up to a power of two, and keeps it for the next tensor.
-    torch_bytes: int = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    return sum(_locked.values()) + torch_bytes
+            break
+        locked.append(address)
+    return locked

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from pipeline.shared import page_locked_bytes
-
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
@@ -124,7 +122,7 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
 
     The allocator's values are host-side counters: reading them does not synchronise.
     """
-    figures = {"host/pinned_gib": page_locked_bytes() / GIB}
+    figures: dict[str, float] = {}
     with suppress(OSError):  # or a worker has just ended
         figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
         figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
