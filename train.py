@@ -50,7 +50,7 @@ from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, Values, add_values, class_means, class_values
+from engine.metrics import BestBy, Values, add_values, classifier_means, classifier_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule
@@ -69,7 +69,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises:
-        UserError: the config or the data is wrong; nearly always, nothing has been created.
+        UserError: the config or the data is wrong; nothing is created, unless it is an observer's.
         LoaderError, CheckpointError, TrainingError: training failed.
     """
     started = time.monotonic()
@@ -92,8 +92,7 @@ def train(config: Config) -> dict[str, Any]:
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
         step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
-        # What was measured is part of the run: a resumed run keeps it.
-        run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
+        run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
         log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
@@ -151,7 +150,7 @@ def train_step(
     clip_norm: float | None = None,
     micro_batches: int = 1,
 ) -> Values:
-    """Forward, loss, backward, exchange, clip, update, average.
+    """Forward, loss, backward, exchange, clip, update, moving average.
 
     Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
 
@@ -159,12 +158,12 @@ def train_step(
         network: the model, or DDP around it if there are several nodes.
         loss_fn: `training_loss`, or what `build_loss` makes of it.
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
-            group with an `lr_scale` has the product.
+            group with an `lr_scale` uses lr * lr_scale.
         clip_norm: maximum global gradient norm; None disables clipping.
         micro_batches: number of them; their gradients are averaged, and exchanged once per step.
 
     Returns:
-        Named values to log, "loss" among them. One more appears in all logs and in the report.
+        Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
@@ -216,7 +215,7 @@ def training_loss(
     labels = batch["label"]
     targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, targets), class_means(logits, labels)
+    return criterion(logits, targets), classifier_means(logits, labels)
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:
@@ -228,7 +227,7 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
         Named values [B, ...] for each row. Float values [B] are averaged over the split, except
         `confidence`, `score` and inputs of a metric in METRICS (engine/metrics.py) or log.values.
     """
-    return class_values(network(batch["image"]).float(), batch["label"])
+    return classifier_values(network(batch["image"]).float(), batch["label"])
 
 
 def predictions(outputs: Tensor) -> Values:

@@ -40,8 +40,8 @@ options:
 def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Config:
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
-    --multirun is for the program that conf/config.yaml names. `purpose`: its first line is that of
-    --help. Raises SystemExit: status 0, 2 after a mistake, and that of --multirun.
+    --multirun calls the program that conf/config.yaml names. `purpose`: a text whose first line
+    --help prints. Raises SystemExit: status 0, 2 after a mistake, and that of --multirun.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", action="store_true")

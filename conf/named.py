@@ -45,7 +45,7 @@ def check_there(value: str, key: str) -> None:
 
 
 def import_object(value: str, key: str) -> Any:
-    """Return the object of `module:name`, which importing the module makes.
+    """Import the module of `module:name`, and return the object.
 
     Raises UserError if the module is not inside this checkout, or has no such object. `key`: the
     config key, for messages.

@@ -235,7 +235,7 @@ class DataConfig:
     the published results of ImageNet do"""
     on_device: list[Any] = key([], NOTHING, each(ENTRY, 0))
     """what a GPU makes of a training sample instead of a worker: module:name of functions of
-    (dataset, config, device) that return a dataset (docs/fork.md); left out on other devices"""
+    (dataset, config, device), called on every device, that return a dataset (docs/fork.md)"""
     mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION))
     """mean to subtract from each channel, in [0, 1]; one value is for all channels"""
     std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE))
@@ -300,7 +300,7 @@ class ModelConfig:
     channels_last: Any = key("auto", NOTHING, AUTO | BOOL)
     """memory format NHWC: auto is true for convnets on GPUs (NVIDIA, AMD) and CPUs"""
     compile: str = key("auto", NOTHING, COMPILE)
-    """torch.compile mode: auto is off on a CPU or for up to 2,000 steps, tuned for a run of more
+    """torch.compile mode: auto is off without CUDA or for up to 2,000 steps, tuned for a run longer
     than an hour of an H200, else default; tuned searches the block sizes of every kernel, which
     takes minutes once; recompute computes activations again in the backward pass, to save memory"""
 
@@ -324,7 +324,7 @@ class OptimConfig:
     )
     """adamw and others with two moments: their decay rates"""
     eps: float = key(1e-8, RESULT, POSITIVE, when=HAS_EPS)
-    """nearly all but sgd: term added to the denominator"""
+    """term added to the denominator, in adamw and most optimisers except sgd"""
     weight_decay: float = key(1e-4, RESULT, number(0), when=all_but("optim", "rprop"))
     """strength of weight decay: an L2 penalty for sgd, decoupled for adamw; see decay_norms"""
     decay_norms: bool = key(True, RESULT, BOOL)
@@ -360,7 +360,8 @@ class TrainConfig:
     seed: int = key(0, RESULT, whole(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
     precision: str = key("auto", RESULT, one_of("auto", "bf16", "fp16", "tf32", "fp32"))
-    """auto is bf16, on a GPU without it fp16 with a loss scale, and fp32 on other devices"""
+    """auto is bf16; on a GPU without it fp16 with a loss scale; on one without tensor cores, and on
+    other devices, fp32"""
     deterministic: bool = key(False, NOTHING, BOOL)
     """make runs on a GPU bitwise reproducible; slower"""
     device: str = key("auto", NOTHING, one_of("auto", "cpu", "cuda", "mps", "xpu"))
@@ -419,7 +420,7 @@ class LogConfig:
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
     values: list[str] = key([], NOTHING, each(CODE, 0))
-    """what a validation computes from all its rows, besides top1 and macro_recall: module:name of
+    """what a validation computes from all its rows, besides macro_recall: module:name of
     tables such as METRICS in engine/metrics.py; train.best_by takes their names"""
     observers: list[Any] = key([], NOTHING, each(ENTRY, 0))
     """what else observes a run: module:name of subclasses of engine.log.observer.Observer, perhaps

@@ -1,9 +1,9 @@
 """The named values of training and validation: how they are computed, shown and compared.
 
 To add a value, return one more from `training_loss` or `validation_values` in train.py. It appears
-on the console, in metrics.jsonl, in TensorBoard and in the report, and train.best_by can name it.
-An entry in METRICS changes how it is shown, or computes it from all rows of the split; log.values
-names more such entries.
+on the console, in metrics.jsonl, in TensorBoard and in the report; train.best_by can name a value
+of a validation. An entry in METRICS changes how it is shown, or computes it from all rows of the
+split; log.values names more such entries.
 """
 
 import math
@@ -69,7 +69,7 @@ def add_values(tables: Iterable[str]) -> None:
 
 
 def averaged(rows: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the rows whose mean is a value: not those that only a `compute` takes."""
+    """Return the names of the rows to average: not those that only a `compute` takes."""
     inputs = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
     floats = [name for name, row in rows.items() if row.ndim == 1 and row.is_floating_point()]
     return [name for name in floats if name in METRICS or name not in inputs]
@@ -143,7 +143,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}
 
 
-def class_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def classifier_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return what the training of a classifier logs: top1 and top5, float32 [].
 
     `logits`: float32 [B, classes]; `labels`: int64 [B].
@@ -151,7 +151,7 @@ def class_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
 
 
-def class_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def classifier_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the values of each image in the validation of a classifier, [B].
 
     `prediction` is the first of equal logits, -1 if the highest is not finite. Two classes have a

@@ -1,7 +1,7 @@
 """The optimisers.
 
-An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it in
-conf/optim/NAME.yaml as module:function. The classes of torch.optim and timm have names already.
+An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it
+as optim.name=module:function. The classes of torch.optim and timm have names already.
 """
 
 import inspect

@@ -170,6 +170,10 @@ class Run(AbstractContextManager["Run"]):
         keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
         checkpoint.save(self.checkpoints, content, keep=keep, best_step=best_step)
 
+    def keep_measured(self, *, fitted_batch: int | None, mode: str) -> None:
+        """Make what was measured at the start a part of the identity: a resumed run keeps it."""
+        self.facts["identity"] |= {"fitted_batch": fitted_batch, "pixels": mode}
+
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)

@@ -137,7 +137,7 @@ def make_schedule(
     """Return the schedule for some training images.
 
     `stored`: identity of the checkpoint to resume. Raises UserError for a batch that does not fit
-    the images or the ranks.
+    the images or the ranks, and for model.sync_bn on several ranks without GPUs.
     """
     size, ranks = config.loader.batch_size, world.size
     if size > images:

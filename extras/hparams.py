@@ -1,6 +1,6 @@
 """TensorBoard's tab HPARAMS: a row for each run, with the keys that affect its result.
 
-By default, conf/config.yaml names it: log.observers=[extras.hparams:Row].
+By default, conf/config.yaml names it: log.observers=[extras.hparams:HParams].
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from conf.schema import result_keys, show
 from engine.log.observer import Observer
 
 
-class Row(Observer):
+class HParams(Observer):
     """Writes the row at each validation, with the best value so far. After a resume, it is one."""
 
     def validated(self, row: Mapping[str, Any], rows: Any) -> None:

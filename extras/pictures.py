@@ -71,7 +71,7 @@ class Predictions:
     # int64 [N]; the prediction is class 0 if a logit is NaN
     labels: np.ndarray
     predictions: np.ndarray
-    # float64 [N], from engine.metrics.class_values; top5 is None with fewer than six classes
+    # float64 [N], from engine.metrics.classifier_values; top5 is None with fewer than six classes
     losses: np.ndarray
     confidences: np.ndarray
     top1: np.ndarray

@@ -1,7 +1,7 @@
 """Send the rows of a run to Weights & Biases, https://docs.wandb.ai, from a process of its own.
 
     pip install wandb
-    python train.py data.root=/imagenet log.observers=[extras.wandb:Board]
+    python train.py data.root=/imagenet log.observers=[extras.wandb:WandB]
 
 wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE.
 """
@@ -18,7 +18,7 @@ from engine.log.runlog import RunLog
 from engine.log.tracker import curves
 
 
-class Board(Observer):
+class WandB(Observer):
     """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
 
     def __init__(self, log: RunLog) -> None:

@@ -15,7 +15,7 @@ import torch
 
 
 class StepTimes(NamedTuple):
-    """How some steps of a rank spent their time: shares of it, unless a name says the unit.
+    """How some steps of a rank spent their time: shares of it, unless a comment says the unit.
 
     The clock makes it, the log prints it, the verdict judges it, and the search for the number of
     workers compares it.

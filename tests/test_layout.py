@@ -25,7 +25,7 @@ WORDS = {"demo", "kernels", "metrics", "pictures", "progressive", "table"}
 
 
 def test_imports_have_one_direction() -> None:
-    """And the engine does not know its observers, nor an extra another one."""
+    """Also, of the engine only tune.py imports engine.log, and no extra imports another one."""
     assert [path.name for path in ROOT.glob("*.py")] == ["train.py"]
     for name, path in SOURCES.items():
         part = "tests.extras" if name.startswith("tests.extras.") else name.split(".")[0]

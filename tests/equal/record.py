@@ -1,4 +1,4 @@
-"""What "equal" means for a change that should change nothing: answers of revision 71e3027.
+"""What "equal" means for a change that should change nothing: stored answers.
 
 Each kind is a file of JSON lines, with the answers of the code to the inputs in it:
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("toy_runs")
 
 
 def start(root: Path, folder: Path, steps: int) -> None:
-    options = ["log.observers=[extras.wandb:Board]", f"train.max_steps={steps}"]
+    options = ["log.observers=[extras.wandb:WandB]", f"train.max_steps={steps}"]
     train.train(compose(root, folder, "loader.workers=0", *options))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from engine.losses import Criterion
-from engine.metrics import Values, class_means, class_values
+from engine.metrics import Values, classifier_means, classifier_values
 from pipeline.batch import Batch
 
 
@@ -44,9 +44,9 @@ def toy_loss(
     labels = batch["label"]
     targets = batch.fields.get("target", labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, targets), class_means(logits, labels)
+    return criterion(logits, targets), classifier_means(logits, labels)
 
 
 def toy_values(network: nn.Module, batch: Batch) -> Values:
     """Stand in for `train.validation_values`."""
-    return class_values(network(batch["image"]).float(), batch["label"])
+    return classifier_values(network(batch["image"]).float(), batch["label"])
