@@ -48,7 +48,7 @@ MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A pro
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
-MAX_TRIALS, MAX_OF_EACH = 6, 3  # of all modes, and of each
+MAX_TRIALS = 3  # of each mode
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
@@ -156,7 +156,7 @@ class Tuner:
         trial = best_trial(self.trials)
         mode, workers = trial.mode, trial.workers
         if self.world.size > 1 and mode == "cpu" and not slowed(trial):
-            workers = max(workers, min(self.max_workers(mode), math.ceil(RESERVE * workers)))
+            workers = max(workers, min(self.most_workers(mode), math.ceil(RESERVE * workers)))
         self.configure(mode, workers, self.demand)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
             self.demand = self.measure_step(resident, rounds=2)
@@ -164,7 +164,7 @@ class Tuner:
         lines = [
             f"the step takes {self.demand:,.0f} img/s on a batch that is on the device",
             f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
-            f"{self.max_workers(mode)}",
+            f"{self.feed.num_cores}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.data_wait:.1%} waiting",
         ]
@@ -178,52 +178,40 @@ class Tuner:
         }
 
     def search(self) -> None:
-        """Try modes in the order in which they are likely to be enough; the first that is ends it.
-
-        Rank 0 decides: ranks may have different machines.
-        """
-        start = self.feed.modes[0]
-        lacks = self.most_workers(start) * self.probe.per_worker < self.demand
-        modes = sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu")
-        for mode in self.world.on_rank_0(lambda: modes):
-            if mode != start and (refused := self.try_mode(mode)):
+        """Try modes in the order in which they are likely to be enough, until one is."""
+        lacks = self.most_workers("cpu") * self.probe.per_worker < self.demand
+        for mode in sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu"):
+            if mode != self.feed.modes[0] and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue
             self.search_mode(mode)
-            if is_enough(self.trials):
+            if any(is_enough(trial) for trial in self.trials):
                 break
 
     def search_mode(self, mode: str) -> None:
         """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
-        workers, most = self.world.on_rank_0(
-            lambda: (self.max_workers(mode), self.most_workers(mode))
-        )
-        dataset, per_worker = self.feed.datasets.train, self.probe.per_worker
-        # Images/s that it decodes itself, known since `try_mode`.
+        workers, per_worker = self.most_workers(mode), self.probe.per_worker
+        # Images/s that the device decodes, known since `try_mode`.
+        dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if top and min(self.demand, MISJUDGED * (device + most * per_worker)) <= PAYS * top:
+        if top and min(self.demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
             return
         if mode == "cpu":
-            workers = min(most, math.ceil(MARGIN * self.demand / per_worker))
+            workers = min(workers, math.ceil(MARGIN * self.demand / per_worker))
         tried: dict[int, StepTimes] = {}  # by number of workers
-        while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
+        while workers not in tried and len(tried) < MAX_TRIALS:
+            if tried and not self.world.on_rank_0(lambda: time.perf_counter() < self.deadline):
+                break
             rate = min(self.demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
-            steps = max(MIN_STEPS, min(MAX_STEPS, steps))
-            tried[workers] = trial = self.trial(mode, workers, steps)
-            self.trials.append(trial)
-            behind = max(trial.rate for trial in tried.values()) < top
+            trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
+            tried[workers] = trial
             waits = trial.data_wait > TOLERANCE
-            if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
+            if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
-            workers = next_number(tried, self.demand, most)
-
-    def has_time(self, mode: str) -> bool:
-        """Whether another trial of a mode may begin; the first of each always may."""
-        in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
-        is_first = all(trial.mode != mode for trial in self.trials)
-        return len(self.trials) < MAX_TRIALS and (in_time or is_first)
+            workers = next_number(tried, self.demand, self.most_workers("cpu"))
+        self.trials += tried.values()
 
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
@@ -253,19 +241,12 @@ class Tuner:
             core_ms=slow.core_ms,
         )
 
-    def max_workers(self, mode: str) -> int:
-        """Number of workers of this rank for which there are cores."""
-        return self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
-
     def most_workers(self, mode: str) -> int:
-        """Like `max_workers`, or more if workers wait for storage: they leave their core to others.
-
-        With several ranks, a core is kept for the thread that waits for the device's decoder: all
-        of them wait for a rank that lacks a core.
-        """
-        most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
+        """Number of workers for which each rank has cores; more if they wait for storage."""
+        cores = self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
-        return max(1, min(self.feed.max_workers, math.floor(most * waiting)))
+        most = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
+        return min(self.world.all_gather(most))
 
     def configure(self, mode: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
@@ -342,15 +323,11 @@ def slowed(trial: StepTimes) -> bool:
     return trial.rate < SLOWED * trial.step_rate * (1 - trial.data_wait)
 
 
-def is_enough(trials: Sequence[StepTimes]) -> bool:
-    """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
-    return any(
-        trial.mode == "cpu"
-        and trial.data_wait <= TOLERANCE
-        and not slowed(trial)
-        and trial.workers * trial.per_worker >= SPARE * trial.rate
-        for trial in trials
-    )
+def is_enough(trial: StepTimes) -> bool:
+    """Whether CPU workers keep the step busy, without taking the cores that it needs."""
+    keeps_up = trial.data_wait <= TOLERANCE and not slowed(trial)
+    spare = trial.workers * trial.per_worker >= SPARE * trial.rate
+    return trial.mode == "cpu" and keeps_up and spare
 
 
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
@@ -359,12 +336,11 @@ def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     The CPU mode if it is enough and as fast, because its pixels are exact.
     """
     fastest = max(trials, key=lambda trial: trial.rate)
-    exact = [trial for trial in trials if trial.mode == "cpu"]
-    top = max((trial.rate for trial in exact), default=0.0)
-    if fastest.mode != "cpu" and not (is_enough(trials) and top * PAYS >= fastest.rate):
+    as_fast = [trial for trial in trials if trial.rate * PAYS >= fastest.rate]
+    exact = [trial for trial in as_fast if trial.mode == "cpu"]
+    if fastest.mode != "cpu" and not any(is_enough(trial) for trial in exact):
         return fastest  # fewer workers would take more of the device
-    as_fast = [trial for trial in exact if trial.rate * PAYS >= top]
-    return min(as_fast, key=lambda trial: trial.workers)
+    return min(exact, key=lambda trial: trial.workers)
 
 
 def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
