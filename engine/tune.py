@@ -43,8 +43,8 @@ from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
-PROBE_WORKERS = 2  # whose speed is measured first
-MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
+PROBE_WORKERS, PROBE_IMAGES = 2, 512  # how many, and on how many images they are measured first
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
@@ -138,7 +138,7 @@ class Tuner:
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
-    probe: StepTimes = StepTimes()  # of one worker that decodes, while nothing takes its batches
+    probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
     demand: float = 0.0  # images/s of the step
     deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: list[StepTimes] = field(default_factory=list)  # in their order
@@ -148,7 +148,6 @@ class Tuner:
         (resident,) = [batch.clone() for batch in self.batches(1)]
         for _ in range(FIRST_STEPS):  # these may compile
             self.train_on_batch(resident)
-        self.synchronize()
         began = time.perf_counter()
         self.deadline = began + LATE_SECONDS
         self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
@@ -216,30 +215,28 @@ class Tuner:
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
         self.configure(mode, workers, self.demand)
-        loader = self.feed.train.loader
         # What workers and device share is right after the batches begun with the first guess.
-        queued = max(self.world.all_gather(loader.queue_size)) if mode != "cpu" else 0
-        warm = WARM_BATCHES + queued
-        for position, batch in enumerate(self.batches(warm + steps)):
-            if position == warm:
-                self.synchronize()
-                self.feed.train.clock.step_times()
-                loader.ring.replies.clear()
-            self.train_on_batch(batch)
-        times = self.feed.step_times(steps)
-        assert times is not None
-        ranks = self.world.all_gather(times)
-        # All ranks are as fast as the one that waits longest.
-        waiting = max(ranks, key=lambda rank: rank.data_wait)
-        slow = min(ranks, key=lambda rank: rank.per_worker)
-        return waiting._replace(
+        queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
+        warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
+        ranks = self.times(self.train_on_batch, steps, warm)
+        slowest = min(ranks, key=lambda rank: rank.per_worker)
+        return slowest._replace(
             workers=workers,
             rate=min(rank.rate for rank in ranks),
+            data_wait=max(rank.data_wait for rank in ranks),  # all are as fast as that rank
             step_rate=self.demand,
-            cpu_ms=slow.cpu_ms,
-            storage_ms=slow.storage_ms,
-            core_ms=slow.core_ms,
         )
+
+    def times(self, use: Callable[[Batch], object], steps: int, warm: int = 0) -> list[StepTimes]:
+        """Use `warm` and then `steps` batches; return the times of the latter, of each rank."""
+        for position, batch in enumerate(self.batches(warm + steps)):
+            if position == warm:
+                self.feed.train.clock.step_times()
+                self.feed.train.loader.ring.replies.clear()
+            use(batch)
+        times = self.feed.step_times(steps)
+        assert times is not None
+        return self.world.all_gather(times)
 
     def most_workers(self, mode: str) -> int:
         """Number of workers for which each rank has cores; more if they wait for storage."""
@@ -255,24 +252,24 @@ class Tuner:
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yield the next batches, as many on all ranks."""
-        first, left = self.next_step, count
+        first = self.next_step
         self.next_step += count
-        for batch in self.stop.interruptible(self.feed.train.batches(first, self.next_step)):
-            left -= 1
-            yield batch
-        if left:
+        yield from self.stop.interruptible(self.feed.train.batches(first, self.next_step))
+        if self.stop:
             raise StoppedError
 
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
         """Images/s of the step on a batch that is already on the device."""
+        clock = self.feed.train.clock
 
         def seconds_of(steps: int) -> float:
-            self.synchronize()
-            began = time.perf_counter()
+            begin = clock.now()
             for _ in range(steps):
                 self.train_on_batch(resident)
-            self.synchronize()
-            return (time.perf_counter() - began) / steps
+            end = clock.now()
+            if clock.cuda:
+                end.synchronize()
+            return begin.elapsed_time(end) / 1000 / steps
 
         # Every rank takes as many steps as the first: they average gradients together.
         guess = self.world.all_gather(seconds_of(3))[0]
@@ -283,15 +280,9 @@ class Tuner:
     def measure_worker(self) -> StepTimes:
         """Times of a worker that decodes batches that nothing uses."""
         self.feed.set_mode("cpu")
-        loader, began = self.feed.train.loader, time.perf_counter()
-        for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
-            if batch.step == self.next_step:  # every worker has begun
-                loader.ring.replies.clear()
-            elif time.perf_counter() - began > MEASURE_SECONDS / 2:
-                break
-        # The files of earlier steps are in memory now.
-        self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
-        probes = self.world.all_gather(StepTimes(**loader.ring.worker_ms()))
+        # The first batch is not counted, because every worker begins with it.
+        steps = 1 + math.ceil(PROBE_IMAGES / self.feed.train.loader.local_batch_size)
+        probes = self.times(lambda batch: None, steps)
         return min(probes, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
@@ -308,11 +299,6 @@ class Tuner:
         if failure is None and self.feed.datasets.train.device_rate == math.inf:
             failure = "it has decoded no image"
         return next(filter(None, self.world.all_gather(failure)), None)
-
-    def synchronize(self) -> None:
-        """Wait for the GPU, if there is one."""
-        if self.feed.train.cuda:
-            torch.cuda.synchronize()
 
 
 # What is tried next and what is chosen are functions of the trials so far.
