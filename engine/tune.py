@@ -87,14 +87,12 @@ def tune_loader(
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
         return 0.0
-    pool, world = feed.pool, run.world
-    path = _cache(feed, compute, run)
+    world, path = run.world, _cache(feed, compute, run)
     tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
         tuner.configure(setting["mode"], setting["workers"], setting["step_rate"])
-        how = f"measured by an earlier run; remove {path} to measure again"
+        setting["lines"][-1] += f" by an earlier run; remove {path} to measure again"
     else:
-        pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
             with restored_on_exit(state):
                 setting = tuner.measure()
@@ -102,11 +100,9 @@ def tune_loader(
             feed.set_mode(feed.modes[0])
             return 0.0
         train_on_batch.reset()
-        how = f"measured in {setting['seconds']:.0f} s"
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
-    lines = [*setting["lines"], how]
-    tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
+    tracker.print("autotune " + f"\n{'':9}".join(setting["lines"]))
     return float(setting["step_rate"])
 
 
@@ -133,7 +129,7 @@ def _stored(path: Path, feed: Feed) -> dict[str, Any]:
 class Tuner:
     """Measures all ranks at once. Each figure is that of the slowest rank."""
 
-    feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
+    feed: Feed
     train_on_batch: Callable[[Batch], object]  # a real step; the caller restores the state
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
@@ -166,15 +162,9 @@ class Tuner:
             f"{self.feed.num_cores}",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.data_wait:.1%} waiting",
+            f"measured in {time.perf_counter() - began:.0f} s",
         ]
-        seconds = time.perf_counter() - began
-        return {
-            "mode": mode,
-            "workers": workers,
-            "step_rate": self.demand,
-            "seconds": seconds,
-            "lines": lines,
-        }
+        return {"mode": mode, "workers": workers, "step_rate": self.demand, "lines": lines}
 
     def search(self) -> None:
         """Try modes in the order in which they are likely to be enough, until one is."""
@@ -259,26 +249,25 @@ class Tuner:
             raise StoppedError
 
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
-        """Images/s of the step on a batch that is already on the device."""
-        clock = self.feed.train.clock
-
-        def seconds_of(steps: int) -> float:
+        """Images/s of the step on a batch that is already on the device: the median of rounds."""
+        clock, steps = self.feed.train.clock, 3
+        rates = []
+        for _ in range(1 + rounds):
             begin = clock.now()
             for _ in range(steps):
                 self.train_on_batch(resident)
             end = clock.now()
             if clock.cuda:
                 end.synchronize()
-            return begin.elapsed_time(end) / 1000 / steps
-
-        # Every rank takes as many steps as the first: they average gradients together.
-        guess = self.world.all_gather(seconds_of(3))[0]
-        steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
-        seconds = median(seconds_of(steps) for _ in range(rounds))
-        return self.feed.train.loader.local_batch_size / max(self.world.all_gather(seconds))
+            # All ranks take as many steps: they average gradients together.
+            seconds = max(self.world.all_gather(begin.elapsed_time(end))) / 1000 / steps
+            steps = max(2, min(20, round(MEASURE_SECONDS / 5 / seconds)))
+            rates.append(self.feed.train.loader.local_batch_size / seconds)
+        return median(rates[1:])  # the first round chooses the number of steps
 
     def measure_worker(self) -> StepTimes:
         """Times of a worker that decodes batches that nothing uses."""
+        self.feed.pool.activate(min(PROBE_WORKERS, self.feed.num_cores))
         self.feed.set_mode("cpu")
         # The first batch is not counted, because every worker begins with it.
         steps = 1 + math.ceil(PROBE_IMAGES / self.feed.train.loader.local_batch_size)
@@ -322,11 +311,11 @@ def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     The CPU mode if it is enough and as fast, because its pixels are exact.
     """
     fastest = max(trials, key=lambda trial: trial.rate)
-    as_fast = [trial for trial in trials if trial.rate * PAYS >= fastest.rate]
-    exact = [trial for trial in as_fast if trial.mode == "cpu"]
-    if fastest.mode != "cpu" and not any(is_enough(trial) for trial in exact):
-        return fastest  # fewer workers would take more of the device
-    return min(exact, key=lambda trial: trial.workers)
+    exact = [trial for trial in trials if trial.mode == "cpu"]
+    as_fast = [trial for trial in exact if trial.rate * PAYS >= fastest.rate]
+    if fastest.mode == "cpu" or any(is_enough(trial) for trial in as_fast):
+        return min(as_fast, key=lambda trial: trial.workers)
+    return fastest  # fewer workers would take more of the device
 
 
 def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
