@@ -78,19 +78,19 @@ def tune_loader(
     run: Run,
     stop: StopSignal,
     tracker: Tracker,
-) -> float:
-    """Set mode and workers of the feed for loader.workers=auto; return images/s of the step alone.
+) -> None:
+    """Set mode and workers of the feed for loader.workers=auto, and its speed of the step.
 
     The result is measured, or that of an earlier run with the same images and model on this
-    machine, from the user's cache. Returns 0 if nothing was measured. Raises LoaderError if an
-    image cannot be read.
+    machine, from the user's cache. Raises LoaderError if an image cannot be read.
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
-        return 0.0
+        return
     world, path = run.world, _cache(feed, compute, run)
     tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
-        tuner.configure(setting["mode"], setting["workers"], setting["step_rate"])
+        feed.step_rate = setting["step_rate"]
+        tuner.configure(setting["mode"], setting["workers"])
         setting["lines"][-1] += f" by an earlier run; remove {path} to measure again"
     else:
         try:
@@ -98,12 +98,11 @@ def tune_loader(
                 setting = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
-            return 0.0
+            return
         train_on_batch.reset()
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
     tracker.print("autotune " + f"\n{'':9}".join(setting["lines"]))
-    return float(setting["step_rate"])
 
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
@@ -135,7 +134,6 @@ class Tuner:
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
     probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
-    demand: float = 0.0  # images/s of the step
     deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: list[StepTimes] = field(default_factory=list)  # in their order
 
@@ -146,29 +144,28 @@ class Tuner:
             self.train_on_batch(resident)
         began = time.perf_counter()
         self.deadline = began + LATE_SECONDS
-        self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
+        self.probe, self.feed.step_rate = self.measure_worker(), self.measure_step(resident)
         self.search()
         trial = best_trial(self.trials)
         mode, workers = trial.mode, trial.workers
         if self.world.size > 1 and mode == "cpu" and not slowed(trial):
             workers = max(workers, min(self.most_workers(mode), math.ceil(RESERVE * workers)))
-        self.configure(mode, workers, self.demand)
+        self.configure(mode, workers)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
-            self.demand = self.measure_step(resident, rounds=2)
+            self.feed.step_rate = self.measure_step(resident, rounds=2)
         decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
         lines = [
-            f"the step takes {self.demand:,.0f} img/s on a batch that is on the device",
-            f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
-            f"{self.feed.num_cores}",
+            f"the step takes {self.feed.step_rate:,.0f} img/s on a batch that is on the device",
+            f"one worker gives {self.probe.per_worker:,.0f} img/s",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.data_wait:.1%} waiting",
             f"measured in {time.perf_counter() - began:.0f} s",
         ]
-        return {"mode": mode, "workers": workers, "step_rate": self.demand, "lines": lines}
+        return {"mode": mode, "workers": workers, "step_rate": self.feed.step_rate, "lines": lines}
 
     def search(self) -> None:
         """Try modes in the order in which they are likely to be enough, until one is."""
-        lacks = self.most_workers("cpu") * self.probe.per_worker < self.demand
+        lacks = self.most_workers("cpu") * self.probe.per_worker < self.feed.step_rate
         for mode in sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu"):
             if mode != self.feed.modes[0] and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
@@ -180,31 +177,32 @@ class Tuner:
     def search_mode(self, mode: str) -> None:
         """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
         workers, per_worker = self.most_workers(mode), self.probe.per_worker
+        demand = self.feed.step_rate
         # Images/s that the device decodes, known since `try_mode`.
         dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if top and min(self.demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
+        if top and min(demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
             return
         if mode == "cpu":
-            workers = min(workers, math.ceil(MARGIN * self.demand / per_worker))
+            workers = min(workers, math.ceil(MARGIN * demand / per_worker))
         tried: dict[int, StepTimes] = {}  # by number of workers
         while workers not in tried and len(tried) < MAX_TRIALS:
             if tried and not self.world.on_rank_0(lambda: time.perf_counter() < self.deadline):
                 break
-            rate = min(self.demand, device + workers * per_worker)
+            rate = min(demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
             tried[workers] = trial
             waits = trial.data_wait > TOLERANCE
             if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
-            workers = next_number(tried, self.demand, self.most_workers("cpu"))
+            workers = next_number(tried, demand, self.most_workers("cpu"))
         self.trials += tried.values()
 
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
-        self.configure(mode, workers, self.demand)
+        self.configure(mode, workers)
         # What workers and device share is right after the batches begun with the first guess.
         queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
         warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
@@ -214,7 +212,6 @@ class Tuner:
             workers=workers,
             rate=min(rank.rate for rank in ranks),
             data_wait=max(rank.data_wait for rank in ranks),  # all are as fast as that rank
-            step_rate=self.demand,
         )
 
     def times(self, use: Callable[[Batch], object], steps: int, warm: int = 0) -> list[StepTimes]:
@@ -235,10 +232,10 @@ class Tuner:
         most = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
         return min(self.world.all_gather(most))
 
-    def configure(self, mode: str, workers: int, demand: float) -> None:
-        """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
+    def configure(self, mode: str, workers: int) -> None:
+        """Set the feed for the speed of the step, with the workers that have buffers."""
         self.feed.pool.activate(min(workers, self.feed.max_workers))
-        self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
+        self.feed.set_mode(mode, demand=SHARED_MARGIN * self.feed.step_rate)
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yield the next batches, as many on all ranks."""

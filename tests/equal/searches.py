@@ -30,11 +30,11 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
 
     datasets = SimpleNamespace(train=SimpleNamespace(workers_in=lambda mode, cores: cores))
     train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32))
-    sizes = {"max_workers": MOST, "num_cores": MOST}
+    sizes = {"max_workers": MOST, "num_cores": MOST, "step_rate": demand}
     feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=("cpu",), **sizes)
     never: Any = None
     tuner = Recorded(feed, never, ALONE, never, 0)
-    tuner.probe, tuner.demand = StepTimes(cpu_ms=1e3 / probed), demand
+    tuner.probe = StepTimes(cpu_ms=1e3 / probed)
     tuner.search()
     return best_trial(tuner.trials).workers
 
