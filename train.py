@@ -91,9 +91,9 @@ def train(config: Config) -> dict[str, Any]:
         stop = enter(StopSignal(world))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
-        step_rate = tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
+        tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
-        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker, step_rate))
+        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker))
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.

@@ -43,12 +43,12 @@ from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
-PROBE_WORKERS = 2  # whose speed is measured first
-MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
+PROBE_WORKERS, PROBE_IMAGES = 2, 512  # how many, and on how many images they are measured first
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
-MAX_TRIALS, MAX_OF_EACH = 6, 3  # of all modes, and of each
+MAX_TRIALS = 3  # of each mode
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
@@ -78,36 +78,31 @@ def tune_loader(
     run: Run,
     stop: StopSignal,
     tracker: Tracker,
-) -> float:
-    """Set mode and workers of the feed for loader.workers=auto; return images/s of the step alone.
+) -> None:
+    """Set mode and workers of the feed for loader.workers=auto, and its speed of the step.
 
     The result is measured, or that of an earlier run with the same images and model on this
-    machine, from the user's cache. Returns 0 if nothing was measured. Raises LoaderError if an
-    image cannot be read.
+    machine, from the user's cache. Raises LoaderError if an image cannot be read.
     """
     if not feed.measured or run.stop_step - state.step < MIN_BATCHES:
-        return 0.0
-    pool, world = feed.pool, run.world
-    path = _cache(feed, compute, run)
+        return
+    world, path = run.world, _cache(feed, compute, run)
     tuner = Tuner(feed, train_on_batch, world, stop, state.step)
     if setting := world.on_rank_0(lambda: _stored(path, feed)):
-        tuner.configure(setting["mode"], setting["workers"], setting["step_rate"])
-        how = f"measured by an earlier run; remove {path} to measure again"
+        feed.step_rate = setting["step_rate"]
+        tuner.configure(setting["mode"], setting["workers"])
+        setting["lines"][-1] += f" by an earlier run; remove {path} to measure again"
     else:
-        pool.activate(min(PROBE_WORKERS, feed.num_cores))
         try:
             with restored_on_exit(state):
                 setting = tuner.measure()
         except StoppedError:
             feed.set_mode(feed.modes[0])
-            return 0.0
+            return
         train_on_batch.reset()
-        how = f"measured in {setting['seconds']:.0f} s"
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
-    lines = [*setting["lines"], how]
-    tracker.print(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-    return float(setting["step_rate"])
+    tracker.print("autotune " + f"\n{'':9}".join(setting["lines"]))
 
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
@@ -133,13 +128,12 @@ def _stored(path: Path, feed: Feed) -> dict[str, Any]:
 class Tuner:
     """Measures all ranks at once. Each figure is that of the slowest rank."""
 
-    feed: Feed  # with up to PROBE_WORKERS active workers, and buffers for more
+    feed: Feed
     train_on_batch: Callable[[Batch], object]  # a real step; the caller restores the state
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
-    probe: StepTimes = StepTimes()  # of one worker that decodes, while nothing takes its batches
-    demand: float = 0.0  # images/s of the step
+    probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
     deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: list[StepTimes] = field(default_factory=list)  # in their order
 
@@ -148,169 +142,133 @@ class Tuner:
         (resident,) = [batch.clone() for batch in self.batches(1)]
         for _ in range(FIRST_STEPS):  # these may compile
             self.train_on_batch(resident)
-        self.synchronize()
         began = time.perf_counter()
         self.deadline = began + LATE_SECONDS
-        self.probe, self.demand = self.measure_worker(), self.measure_step(resident)
+        self.probe, self.feed.step_rate = self.measure_worker(), self.measure_step(resident)
         self.search()
         trial = best_trial(self.trials)
         mode, workers = trial.mode, trial.workers
         if self.world.size > 1 and mode == "cpu" and not slowed(trial):
-            workers = max(workers, min(self.max_workers(mode), math.ceil(RESERVE * workers)))
-        self.configure(mode, workers, self.demand)
+            workers = max(workers, min(self.most_workers(mode), math.ceil(RESERVE * workers)))
+        self.configure(mode, workers)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
-            self.demand = self.measure_step(resident, rounds=2)
+            self.feed.step_rate = self.measure_step(resident, rounds=2)
         decoder = self.feed.datasets.train.decoder if mode == "cpu" else mode
         lines = [
-            f"the step takes {self.demand:,.0f} img/s on a batch that is on the device",
-            f"one worker gives {self.probe.per_worker:,.0f} img/s; there are cores for "
-            f"{self.max_workers(mode)}",
+            f"the step takes {self.feed.step_rate:,.0f} img/s on a batch that is on the device",
+            f"one worker gives {self.probe.per_worker:,.0f} img/s",
             f"decoder={decoder} workers={workers}   with the step {trial.rate:,.0f} img/s, "
             f"{trial.data_wait:.1%} waiting",
+            f"measured in {time.perf_counter() - began:.0f} s",
         ]
-        seconds = time.perf_counter() - began
-        return {
-            "mode": mode,
-            "workers": workers,
-            "step_rate": self.demand,
-            "seconds": seconds,
-            "lines": lines,
-        }
+        return {"mode": mode, "workers": workers, "step_rate": self.feed.step_rate, "lines": lines}
 
     def search(self) -> None:
-        """Try modes in the order in which they are likely to be enough; the first that is ends it.
-
-        Rank 0 decides: ranks may have different machines.
-        """
-        start = self.feed.modes[0]
-        lacks = self.most_workers(start) * self.probe.per_worker < self.demand
-        modes = sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu")
-        for mode in self.world.on_rank_0(lambda: modes):
-            if mode != start and (refused := self.try_mode(mode)):
+        """Try modes in the order in which they are likely to be enough, until one is."""
+        lacks = self.most_workers("cpu") * self.probe.per_worker < self.feed.step_rate
+        for mode in sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu"):
+            if mode != self.feed.modes[0] and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue
             self.search_mode(mode)
-            if is_enough(self.trials):
+            if any(is_enough(trial) for trial in self.trials):
                 break
 
     def search_mode(self, mode: str) -> None:
         """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
-        workers, most = self.world.on_rank_0(
-            lambda: (self.max_workers(mode), self.most_workers(mode))
-        )
-        dataset, per_worker = self.feed.datasets.train, self.probe.per_worker
-        # Images/s that it decodes itself, known since `try_mode`.
+        workers, per_worker = self.most_workers(mode), self.probe.per_worker
+        demand = self.feed.step_rate
+        # Images/s that the device decodes, known since `try_mode`.
+        dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if top and min(self.demand, MISJUDGED * (device + most * per_worker)) <= PAYS * top:
+        if top and min(demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
             return
         if mode == "cpu":
-            workers = min(most, math.ceil(MARGIN * self.demand / per_worker))
+            workers = min(workers, math.ceil(MARGIN * demand / per_worker))
         tried: dict[int, StepTimes] = {}  # by number of workers
-        while workers not in tried and len(tried) < MAX_OF_EACH and self.has_time(mode):
-            rate = min(self.demand, device + workers * per_worker)
+        while workers not in tried and len(tried) < MAX_TRIALS:
+            if tried and not self.world.on_rank_0(lambda: time.perf_counter() < self.deadline):
+                break
+            rate = min(demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
-            steps = max(MIN_STEPS, min(MAX_STEPS, steps))
-            tried[workers] = trial = self.trial(mode, workers, steps)
-            self.trials.append(trial)
-            behind = max(trial.rate for trial in tried.values()) < top
+            trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
+            tried[workers] = trial
             waits = trial.data_wait > TOLERANCE
-            if (waits and behind) or (mode != "cpu" and not waits and not slowed(trial)):
+            if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slowed(trial)):
                 break  # another mode is faster, or fewer workers would take more of the device
-            workers = next_number(tried, self.demand, most)
-
-    def has_time(self, mode: str) -> bool:
-        """Whether another trial of a mode may begin; the first of each always may."""
-        in_time = self.world.on_rank_0(lambda: time.perf_counter() < self.deadline)
-        is_first = all(trial.mode != mode for trial in self.trials)
-        return len(self.trials) < MAX_TRIALS and (in_time or is_first)
+            workers = next_number(tried, demand, self.most_workers("cpu"))
+        self.trials += tried.values()
 
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
-        self.configure(mode, workers, self.demand)
-        loader = self.feed.train.loader
+        self.configure(mode, workers)
         # What workers and device share is right after the batches begun with the first guess.
-        queued = max(self.world.all_gather(loader.queue_size)) if mode != "cpu" else 0
-        warm = WARM_BATCHES + queued
-        for position, batch in enumerate(self.batches(warm + steps)):
-            if position == warm:
-                self.synchronize()
-                self.feed.train.clock.step_times()
-                loader.ring.replies.clear()
-            self.train_on_batch(batch)
-        times = self.feed.step_times(steps)
-        assert times is not None
-        ranks = self.world.all_gather(times)
-        # All ranks are as fast as the one that waits longest.
-        waiting = max(ranks, key=lambda rank: rank.data_wait)
-        slow = min(ranks, key=lambda rank: rank.per_worker)
-        return waiting._replace(
+        queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
+        warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
+        ranks = self.times(self.train_on_batch, steps, warm)
+        slowest = min(ranks, key=lambda rank: rank.per_worker)
+        return slowest._replace(
             workers=workers,
             rate=min(rank.rate for rank in ranks),
-            step_rate=self.demand,
-            cpu_ms=slow.cpu_ms,
-            storage_ms=slow.storage_ms,
-            core_ms=slow.core_ms,
+            data_wait=max(rank.data_wait for rank in ranks),  # all are as fast as that rank
         )
 
-    def max_workers(self, mode: str) -> int:
-        """Number of workers of this rank for which there are cores."""
-        return self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
+    def times(self, use: Callable[[Batch], object], steps: int, warm: int = 0) -> list[StepTimes]:
+        """Use `warm` and then `steps` batches; return the times of the latter, of each rank."""
+        for position, batch in enumerate(self.batches(warm + steps)):
+            if position == warm:
+                self.feed.train.clock.step_times()
+                self.feed.train.loader.ring.replies.clear()
+            use(batch)
+        times = self.feed.step_times(steps)
+        assert times is not None
+        return self.world.all_gather(times)
 
     def most_workers(self, mode: str) -> int:
-        """Like `max_workers`, or more if workers wait for storage: they leave their core to others.
-
-        With several ranks, a core is kept for the thread that waits for the device's decoder: all
-        of them wait for a rank that lacks a core.
-        """
-        most = self.max_workers("cpu" if self.world.size == 1 and mode != "gpu" else mode)
+        """Number of workers for which each rank has cores; more if they wait for storage."""
+        cores = self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
-        return max(1, min(self.feed.max_workers, math.floor(most * waiting)))
+        most = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
+        return min(self.world.all_gather(most))
 
-    def configure(self, mode: str, workers: int, demand: float) -> None:
-        """Set the feed for a step of `demand` images/s, with the workers that have buffers."""
+    def configure(self, mode: str, workers: int) -> None:
+        """Set the feed for the speed of the step, with the workers that have buffers."""
         self.feed.pool.activate(min(workers, self.feed.max_workers))
-        self.feed.set_mode(mode, demand=SHARED_MARGIN * demand)
+        self.feed.set_mode(mode, demand=SHARED_MARGIN * self.feed.step_rate)
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yield the next batches, as many on all ranks."""
-        first, left = self.next_step, count
+        first = self.next_step
         self.next_step += count
-        for batch in self.stop.interruptible(self.feed.train.batches(first, self.next_step)):
-            left -= 1
-            yield batch
-        if left:
+        yield from self.stop.interruptible(self.feed.train.batches(first, self.next_step))
+        if self.stop:
             raise StoppedError
 
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
-        """Images/s of the step on a batch that is already on the device."""
-
-        def seconds_of(steps: int) -> float:
-            self.synchronize()
-            began = time.perf_counter()
+        """Images/s of the step on a batch that is already on the device: the median of rounds."""
+        clock, steps = self.feed.train.clock, 3
+        rates = []
+        for _ in range(1 + rounds):
+            begin = clock.now()
             for _ in range(steps):
                 self.train_on_batch(resident)
-            self.synchronize()
-            return (time.perf_counter() - began) / steps
-
-        # Every rank takes as many steps as the first: they average gradients together.
-        guess = self.world.all_gather(seconds_of(3))[0]
-        steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
-        seconds = median(seconds_of(steps) for _ in range(rounds))
-        return self.feed.train.loader.local_batch_size / max(self.world.all_gather(seconds))
+            end = clock.now()
+            if clock.cuda:
+                end.synchronize()
+            # All ranks take as many steps: they average gradients together.
+            seconds = max(self.world.all_gather(begin.elapsed_time(end))) / 1000 / steps
+            steps = max(2, min(20, round(MEASURE_SECONDS / 5 / seconds)))
+            rates.append(self.feed.train.loader.local_batch_size / seconds)
+        return median(rates[1:])  # the first round chooses the number of steps
 
     def measure_worker(self) -> StepTimes:
         """Times of a worker that decodes batches that nothing uses."""
+        self.feed.pool.activate(min(PROBE_WORKERS, self.feed.num_cores))
         self.feed.set_mode("cpu")
-        loader, began = self.feed.train.loader, time.perf_counter()
-        for batch in loader.batches(self.next_step, self.next_step + MAX_STEPS):
-            if batch.step == self.next_step:  # every worker has begun
-                loader.ring.replies.clear()
-            elif time.perf_counter() - began > MEASURE_SECONDS / 2:
-                break
-        # The files of earlier steps are in memory now.
-        self.next_step = max(self.world.all_gather(batch.step + 1 + loader.queue_size))
-        probes = self.world.all_gather(StepTimes(**loader.ring.worker_ms()))
+        # The first batch is not counted, because every worker begins with it.
+        steps = 1 + math.ceil(PROBE_IMAGES / self.feed.train.loader.local_batch_size)
+        probes = self.times(lambda batch: None, steps)
         return min(probes, key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
@@ -328,11 +286,6 @@ class Tuner:
             failure = "it has decoded no image"
         return next(filter(None, self.world.all_gather(failure)), None)
 
-    def synchronize(self) -> None:
-        """Wait for the GPU, if there is one."""
-        if self.feed.train.cuda:
-            torch.cuda.synchronize()
-
 
 # What is tried next and what is chosen are functions of the trials so far.
 
@@ -342,15 +295,11 @@ def slowed(trial: StepTimes) -> bool:
     return trial.rate < SLOWED * trial.step_rate * (1 - trial.data_wait)
 
 
-def is_enough(trials: Sequence[StepTimes]) -> bool:
-    """Whether the CPU mode keeps the step busy, without taking the cores that the step needs."""
-    return any(
-        trial.mode == "cpu"
-        and trial.data_wait <= TOLERANCE
-        and not slowed(trial)
-        and trial.workers * trial.per_worker >= SPARE * trial.rate
-        for trial in trials
-    )
+def is_enough(trial: StepTimes) -> bool:
+    """Whether CPU workers keep the step busy, without taking the cores that it needs."""
+    keeps_up = trial.data_wait <= TOLERANCE and not slowed(trial)
+    spare = trial.workers * trial.per_worker >= SPARE * trial.rate
+    return trial.mode == "cpu" and keeps_up and spare
 
 
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
@@ -360,11 +309,10 @@ def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     """
     fastest = max(trials, key=lambda trial: trial.rate)
     exact = [trial for trial in trials if trial.mode == "cpu"]
-    top = max((trial.rate for trial in exact), default=0.0)
-    if fastest.mode != "cpu" and not (is_enough(trials) and top * PAYS >= fastest.rate):
-        return fastest  # fewer workers would take more of the device
-    as_fast = [trial for trial in exact if trial.rate * PAYS >= top]
-    return min(as_fast, key=lambda trial: trial.workers)
+    as_fast = [trial for trial in exact if trial.rate * PAYS >= fastest.rate]
+    if fastest.mode == "cpu" or any(is_enough(trial) for trial in as_fast):
+        return min(as_fast, key=lambda trial: trial.workers)
+    return fastest  # fewer workers would take more of the device
 
 
 def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:

@@ -51,6 +51,7 @@ class Feed:
     max_workers: int  # for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
     mode: str = "cpu"  # of the training samples, one of `modes`
+    step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
     def line(self) -> str:
         """Return the active workers and the decoder, for the console."""
@@ -68,10 +69,11 @@ class Feed:
         self.datasets.train.set_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
     def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
-        """Return `StepClock.step_times` of the training, with its rate and workers."""
+        """Return `StepClock.step_times` of the training, with its rates and workers."""
         times, loader = self.train.clock.step_times(steps, skip=skip), self.train.loader
         return times and times._replace(
             rate=times.steps * loader.local_batch_size / times.seconds,
+            step_rate=self.step_rate,
             workers=self.pool.active,
             decoder=self.datasets.train.decoder,
             mode=self.mode,

@@ -47,7 +47,6 @@ class RunLog(ExitStack):
     run: Run
     state: TrainState
     tracker: Tracker
-    step_rate: float  # images/s of this rank's step, measured before the first; 0 if not
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -146,7 +145,6 @@ class RunLog(ExitStack):
         """Judge the rows from the first one on, without those of steps that compile. Collective."""
         rows = [times for times, (starting, _) in self._times[first:] if not starting]
         others = {
-            "step_rate": self.step_rate,
             "graph_refused": self.train_on_batch.disabled_reason or "",
             "slowdowns": self.monitor.slowdowns(),
         }

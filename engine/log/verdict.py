@@ -42,7 +42,7 @@ def judge(
 ) -> list[str]:
     """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective.
 
-    `others`: what this rank knows in addition to the clock, such as `step_rate`.
+    `others`: what this rank knows in addition to the clock, such as `slowdowns`.
     """
     times = None
     if sum(row.seconds for row in rows) >= shortest:

@@ -18,6 +18,7 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
     """
     from engine.tune import Tuner, best_trial
     from pipeline.clock import StepTimes
+    from tests.engine.plans import ALONE
 
     tried, *columns = zip(*cells, strict=True)
 
@@ -28,13 +29,12 @@ def workers_for(demand: float, probed: float, cells: list[list[float]]) -> int:
             return times._replace(cpu_ms=1e3 * workers / supply)
 
     datasets = SimpleNamespace(train=SimpleNamespace(workers_in=lambda mode, cores: cores))
-    world: Any = SimpleNamespace(size=1, on_rank_0=lambda make: make())
     train = SimpleNamespace(loader=SimpleNamespace(local_batch_size=32))
-    sizes = {"max_workers": MOST, "num_cores": MOST}
+    sizes = {"max_workers": MOST, "num_cores": MOST, "step_rate": demand}
     feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=("cpu",), **sizes)
     never: Any = None
-    tuner = Recorded(feed, never, world, never, 0)
-    tuner.probe, tuner.demand = StepTimes(cpu_ms=1e3 / probed), demand
+    tuner = Recorded(feed, never, ALONE, never, 0)
+    tuner.probe = StepTimes(cpu_ms=1e3 / probed)
     tuner.search()
     return best_trial(tuner.trials).workers
 

@@ -85,7 +85,7 @@ def test_step_that_is_slower_while_workers_run(
 
     world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
     tuner = tuner_of(clocked, train_on_batch, cores=1, world=world)
-    tuner.demand = 32 / 0.02
+    clocked.step_rate = 32 / 0.02
     found = tuner.trial("cpu", 1, 9)
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
