@@ -286,7 +286,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
     config.typed = list(words)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
-    if "train.epochs" in typed and "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
+    if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
     check(config)
@@ -316,11 +316,11 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Such as `cifar10,optim.lr=0.3,data.root=photos`. With the default recipe, which says nothing
-    about own images, it begins with the model. Typed keys, in which runs are to differ, come before
-    keys that a group sets, and those of the input are last. A path is shortened to its last part;
-    the run's identity tells two folders of one name apart. Characters that are unsafe in a file
-    name are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two
-    commands have the same name only for the same training.
+    about own images, it begins with the model. A fold and typed keys, in which runs are to differ,
+    come before keys that a group sets, and those of the input are last. A path is shortened to its
+    last part; the run's identity tells two folders of one name apart. Characters that are unsafe in
+    a file name are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that
+    two commands have the same name only for the same training.
     """
     values = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
@@ -330,7 +330,8 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
 
     def rank(key: str) -> list[bool]:
         of_input = [key.startswith(f"{section}.") for section in NAMED_LAST]
-        return [key != "model.name", key not in swept, *of_input]
+        is_first = key in ("model.name", "data.val_fold")
+        return [not is_first, key not in swept, *of_input]
 
     full = [recipe, *(f"{key}={values[key]}" for key in sorted(values, key=rank))]
     safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)

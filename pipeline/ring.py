@@ -48,7 +48,7 @@ MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
-CHECK = "run scripts/doctor.py data.root=FOLDER --all to check every file"
+CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of

@@ -64,6 +64,8 @@ def facts(
         steps += f" in {schedule.micro_batches} micro-batches of {part}"
     epochs = config.train.epochs
     steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs:g} epoch{'s' * (epochs != 1)}"
+    if (every := config.train.validate_every_epochs) != 1:
+        steps += f", validated after every {every:g}"
     if schedule.stop_step < schedule.steps:
         steps += f", in all {schedule.steps:,} steps: stops early"
     yield f"steps    {steps}"

@@ -112,7 +112,8 @@ class RunLog(ExitStack):
         elif time.monotonic() >= self._line_due:
             self._line_due = math.inf
             every = self.config.log.every_steps
-            self.tracker.print(f"step {step:,}: training; a row follows every {every:,} steps")
+            of = f"step {step:,} of {self.schedule.stop_step:,}"
+            self.tracker.print(f"{of}: training; a row follows every {every:,} steps")
         self._tell(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()

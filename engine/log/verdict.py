@@ -46,7 +46,8 @@ def judge(
     """
     times = None
     if sum(row.seconds for row in rows) >= shortest:
-        name = f"rank {world.rank} on " * (world.size > 1) + socket.gethostname()
+        who = f"rank {world.rank}" if world.size > 1 else "the training process"
+        name = f"{who} on {socket.gethostname()}"
         times = mean_of(rows)._replace(name=name, **others)
     ranks = [rank for rank in world.all_gather(times) if rank is not None]
     return verdict(ranks, remedies(compute, feed)) if len(ranks) == world.size else []

@@ -43,7 +43,8 @@ def test_two_ranks_train_as_one_on_the_whole_batch(
 ) -> None:
     found = {}
     # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
-    # compiled. Seen on two H200s: equal bits, in both modes.
+    # compiled. Seen: equal bits on two H200s in both modes, and on two H100s without compilation;
+    # there, compiled losses differ by up to 0.004, and those of `apart` by 0.13.
     for name, number, overrides in (
         ("one", 1, []),
         ("synchronised", 2, ["model.sync_bn=true", *more]),
@@ -53,5 +54,5 @@ def test_two_ranks_train_as_one_on_the_whole_batch(
         start = command(image_root, folder, *OPTIONS, *overrides)
         start = start if number == 1 else torchrun(start, number)
         found[name] = losses(start, folder, "0" if number == 1 else "0,1")
-    torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-2, atol=1e-4)
     assert (found["apart"] - found["one"]).abs().max() > 0.02
