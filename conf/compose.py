@@ -64,11 +64,11 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
 }
 NAME_LENGTH = 60  # of a run's name, before the hash
 NAMED_LAST = ("data", "loader", "augment")  # from the end
-Values = Mapping[str, Any]
+KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
 
-def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> Config:
+def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -> Config:
     """Compose and check a config from the words of a command line.
 
     A typed group of a section with a name (optim, schedule, model) also resets the keys that it
@@ -101,7 +101,7 @@ def from_words(words: Sequence[str] = (), *, decided: Values | None = None) -> C
     return config
 
 
-def from_checkpoint(stored: Values, words: Sequence[str] = ()) -> Config:
+def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
     """Compose and check a config from the values in a checkpoint and typed words.
 
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
@@ -208,7 +208,7 @@ def _advice(name: str) -> str:
     return f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
 
 
-def _set(tree: DictConfig, values: Values, origin: str = "") -> None:
+def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     """Set keys in place; `origin`: where the values are from, for the message of a mistake."""
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
@@ -296,7 +296,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     return config
 
 
-def _changes(planned: Values, tree: DictConfig, config: Config) -> dict[str, str]:
+def _changes(planned: KeyValues, tree: DictConfig, config: Config) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
     An expression of the recipe, `planned`, has its value in the new tree: that of data.val_size,

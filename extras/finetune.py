@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import models
-from conf.compose import Values, from_words, with_size
+from conf.compose import KeyValues, from_words, with_size
 from conf.schema import Config, UserError, config_values, show, typed_keys
 from engine import checkpoint
 from engine.distributed import World
@@ -59,7 +59,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
     return replace(found, run=config.run, notes=notes)  # named after what is typed
 
 
-def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:
+def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
@@ -76,7 +76,7 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Value
     }
 
 
-def of_weights(config: Config, typed: set[str]) -> Values:
+def of_weights(config: Config, typed: set[str]) -> KeyValues:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
     path, content = Path(str(config.model.weights)), {}
     if config.model.weights != "pretrained":

@@ -16,23 +16,23 @@ import numpy.typing as npt
 from engine.metrics import Metric
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
-Rows = npt.ArrayLike  # also a tensor on the CPU
+Column = npt.ArrayLike  # also a tensor on the CPU
 Counts = npt.NDArray[np.int64]  # [classes]
 
 
-def macro_precision(label: Rows, prediction: Rows) -> float:
+def macro_precision(label: Column, prediction: Column) -> float:
     """Return the mean over classes of the share of correct ones among the class's predictions."""
     hits, _, predictions = _by_class(label, prediction)
     return _mean_ratio(hits, predictions)
 
 
-def macro_f1(label: Rows, prediction: Rows) -> float:
+def macro_f1(label: Column, prediction: Column) -> float:
     """Return the mean over classes of the harmonic mean of precision and recall."""
     hits, images, predictions = _by_class(label, prediction)
     return _mean_ratio(2 * hits, images + predictions)
 
 
-def roc_auc(label: Rows, score: Rows) -> float:
+def roc_auc(label: Column, score: Column) -> float:
     """Return the area under the ROC curve of two classes; NaN if only one of them has images.
 
     It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
@@ -47,7 +47,7 @@ def roc_auc(label: Rows, score: Rows) -> float:
     return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
 
 
-def calibration_error(top1: Rows, confidence: Rows) -> float:
+def calibration_error(top1: Column, confidence: Column) -> float:
     """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
     place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
     images = np.bincount(place, minlength=BINS)
@@ -56,7 +56,7 @@ def calibration_error(top1: Rows, confidence: Rows) -> float:
     return float((np.abs(hits - confidences) * images).sum() / max(1, len(place)))
 
 
-def _by_class(label: Rows, prediction: Rows) -> tuple[Counts, Counts, Counts]:
+def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts]:
     """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
     labels, predictions = np.asarray(label), np.asarray(prediction)
     rows = (labels[labels == predictions], labels, predictions[predictions >= 0])

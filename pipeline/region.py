@@ -33,11 +33,11 @@ FUNCTIONS = (
 
 # (file, left, top, right, bottom, scale, address of the result) -> whether it was decoded. The
 # result is uint8 [bottom - top, right - left, 3]: a region of the image at 1 / scale.
-Decode = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
+DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
 
 @cache
-def load() -> Decode | str:
+def load() -> DecodeRegion | str:
     """Return the decoder, or what to do to get it."""
     pillow_advice = "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
     try:

@@ -306,6 +306,9 @@ def plan(case: Case) -> Iterator[Row]:
         models.load_weights(model, find_checkpoint(weights), datasets.classes)
     elif weights and published(config.model.name, Path(weights)) is None:
         build_model(config, datasets, pretrained=True)  # refuses it, without a download
+    if weights == "pretrained":
+        text = "model.weights=pretrained: training first downloads it, unless it is in the cache"
+        yield warn(text, "without a network, give model.weights=FILE")
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield ok(
         f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "
