@@ -314,7 +314,7 @@ def test_unreadable_file_is_skipped_and_counted(
         message = (
             r"^data\.max_bad_fraction=0\.0833333: 4 of 36 training images cannot be read, for "
             rf"example {changeable}/\S+: UnidentifiedImageError: .*; run scripts/doctor.py "
-            "data.root=FOLDER --all to check every file and replace the unreadable ones, or raise"
+            "--all with the same overrides to check every file and replace the unreadable ones"
         )
         with pytest.raises(LoaderError, match=message):
             list(loader.batches(9, 18))
