@@ -164,9 +164,11 @@ class Tuner:
         return {"mode": mode, "workers": workers, "step_rate": self.feed.step_rate, "lines": lines}
 
     def search(self) -> None:
-        """Try modes in the order in which they are likely to be enough, until one is."""
+        """Try modes that all ranks have, in the order in which they are likely to be enough."""
         lacks = self.most_workers("cpu") * self.probe.per_worker < self.feed.step_rate
-        for mode in sorted(self.feed.modes, key=lambda mode: lacks and mode == "cpu"):
+        ranks = self.world.all_gather(self.feed.modes)  # which may be on different machines
+        modes = [mode for mode in self.feed.modes if all(mode in of_rank for of_rank in ranks)]
+        for mode in sorted(modes, key=lambda mode: lacks and mode == "cpu"):
             if mode != self.feed.modes[0] and (refused := self.try_mode(mode)):
                 logger.warning("loader.decoder=auto: %s is not used: %s", mode, refused)
                 continue

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from engine.distributed import World
 from engine.tune import MAX_TRIALS, Tuner, best_trial
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE
@@ -42,7 +44,10 @@ class SimulatedTuner(Tuner):
 
 
 def tune(
-    demand: float, speed: dict[str, tuple[float, float]], deadline: float = math.inf
+    demand: float,
+    speed: dict[str, tuple[float, float]],
+    deadline: float = math.inf,
+    world: World = ALONE,
 ) -> tuple[str, int, list[tuple[str, int]]]:
     """Return the mode and the number of workers that are chosen, and the trials."""
     dataset = SimpleNamespace(workers_in=workers_in, device_rate=speed["gpu"][0])
@@ -52,7 +57,7 @@ def tune(
     feed: Any = SimpleNamespace(datasets=datasets, train=train, modes=tuple(speed), **sizes)
     never: Any = None
     probe = StepTimes(cpu_ms=1e3 / speed["cpu"][1])
-    arguments = feed, never, ALONE, never, 0, probe, deadline
+    arguments = feed, never, world, never, 0, probe, deadline
     tuner = SimulatedTuner(*arguments, speed=speed)
     tuner.search()
     found = best_trial(tuner.trials)
@@ -89,3 +94,14 @@ def test_the_fewest_workers_that_are_as_fast_are_chosen() -> None:
     rates = {4: 900, 8: 990, 12: 1000}
     tried = [StepTimes(workers=n, rate=rate, step_rate=1000) for n, rate in rates.items()]
     assert best_trial(tried) == tried[1]
+
+
+def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
+    """Else this rank would wait for a trial that the other one does not make."""
+
+    class BesideAnotherMachine(World):
+        def all_gather(self, value: Any) -> list[Any]:
+            return [value, ("cpu",) if isinstance(value, tuple) else value]
+
+    world = BesideAnotherMachine(0, 2, 0, 2, torch.device("cpu"))
+    assert {mode for mode, _ in tune(20_000, SPEED, world=world)[2]} == {"cpu"}
