@@ -9,7 +9,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
@@ -18,9 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
-# On macOS, the import of a library may start threads, and a process with threads must not fork.
-# Elsewhere, a worker that forks from a server with the imports done starts faster.
-START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 # What a key affects: the trained weights or the validation metrics, so that it is constant within a
 # run; or neither. If in doubt, RESULT.
 RESULT, NOTHING = True, False
@@ -275,8 +271,6 @@ class LoaderConfig:
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
     """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
     each other"""
-    start_method: str = key(START_METHOD, NOTHING, one_of("forkserver", "spawn", "fork"))
-    """multiprocessing start method of the workers"""
 
 
 @dataclass
