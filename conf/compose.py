@@ -284,7 +284,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
-    config.typed = list(words)
+    config.overrides = list(words)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10

@@ -435,8 +435,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    # The overrides as typed, for overrides.yaml
-    typed: list[str] = field(default_factory=list, compare=False)
+    # As typed, for overrides.yaml
+    overrides: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
     # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
@@ -493,7 +493,7 @@ def check(config: Config) -> None:
 
     Raises UserError, which names the key that disables another one.
     """
-    values, typed = config_values(config), typed_keys(config.typed)
+    values, typed = config_values(config), typed_keys(config.overrides)
     for name, value in values.items():
         allowed, shown = FIELDS[name].metadata["check"], f"{name}={show(value)}"
         if not allowed.allows(value):

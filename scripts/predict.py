@@ -161,7 +161,7 @@ class Predictor:
         highest = Field(self.dtype).highest
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
         self.batch_size = loader.batch_size
-        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.typed):
+        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.overrides):
             self.batch_size = min(CPU_BATCH, loader.batch_size)
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
