@@ -107,16 +107,15 @@ def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
-    typed = read_words(words)
-    values = {name: stored[name] for name in FIELDS if name in stored}
+    typed, values = typed_keys(words), dict(stored)
+    if "recipe" in typed:
+        raise UserError("recipe=NAME: the checkpoint holds the whole config; omit it")
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    if file := typed.get("recipe"):
-        raise UserError(f"recipe={file.stem}: the checkpoint holds the whole config; omit it")
-    for name in values.keys() & typed.keys():
-        del values[name]  # this version may refuse it
-    return from_words(words, decided=values)
+    # This version may refuse the stored value of a typed key.
+    decided = {k: v for k, v in values.items() if k in FIELDS and k not in typed}
+    return from_words(words, decided=decided)
 
 
 def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
