@@ -330,4 +330,4 @@ def evaluate_one(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(evaluate_one, OPTIONS), "evaluate.py"))
+    sys.exit(exit_status(partial(evaluate_one, OPTIONS)))
