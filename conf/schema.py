@@ -168,10 +168,7 @@ POSITIVE = number(0, above=True)
 FOLD = Check(_is_fold, "a fold such as 2/5,")
 CODE = Check(lambda value: ":" in (value or ""), "module:name of this checkout")
 ENTRY = Check(_is_entry, "module:name or {module:name: {parameter: value}} of this checkout")
-ARGS = Check(
-    lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
-    "names and values in braces, such as {drop_path_rate: 0.1}",
-)
+ARGS = Check(lambda value: True, "names and values in braces, such as {drop_path_rate: 0.1}")
 WEIGHTS = Check(  # a name such as 10 is read as a number
     lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
     "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
