@@ -140,11 +140,6 @@ def _is_fold(value: Any) -> bool:
     return match is not None and int(match[1]) <= int(match[2]) != 1
 
 
-def _is_entry(value: Any) -> bool:
-    """Whether this is module:name, or has this as its first key."""
-    return ":" in str(next(iter(value), "") if isinstance(value, dict) else value)
-
-
 def last_name(path: str | None) -> str | None:
     """Return the last part of a path, for the name of a run."""
     return path and os.path.basename(os.path.abspath(os.path.expanduser(path)))
@@ -166,8 +161,8 @@ SIDE = whole(8, 4096)  # of an image in pixels
 FRACTION = number(0, 1)
 POSITIVE = number(0, above=True)
 FOLD = Check(_is_fold, "a fold such as 2/5,")
-CODE = Check(lambda value: ":" in (value or ""), "module:name of this checkout")
-ENTRY = Check(_is_entry, "module:name or {module:name: {parameter: value}} of this checkout")
+CODE = Check(lambda value: ":" in str(value), "module:name of this checkout")
+ENTRY = Check(CODE.allows, "module:name or {module:name: {parameter: value}} of this checkout")
 ARGS = Check(lambda value: True, "names and values in braces, such as {drop_path_rate: 0.1}")
 WEIGHTS = Check(  # a name such as 10 is read as a number
     lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
