@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -73,9 +74,7 @@ def key(
         short: form of a value in the name of a run, and where `when` and the recipe are compared.
     """
     metadata = {"affects": affects, "check": check, "when": when or {}, "short": short}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default_factory=lambda: copy(default), metadata=metadata)
 
 
 def group_names(group: str) -> list[str]:
