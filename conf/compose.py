@@ -49,11 +49,8 @@ NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
 TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
-# Keys that may name code of this checkout as `module:name`, or hold entries that do.
-CODE_KEYS = {
-    *("data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"),
-    *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
-}
+# Keys in which `module:name` is not a name of code in this checkout.
+NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights"}
 # Group -> key that takes more than the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
@@ -269,7 +266,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
-        absent = {n for n in names_in(value) if not is_there(n)} if key in CODE_KEYS else set()
+        absent = set() if key in NOT_CODE else {n for n in names_in(value) if not is_there(n)}
         for name in sorted(absent if key in typed else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
