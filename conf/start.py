@@ -7,7 +7,6 @@ if __name__ == "__main__":
 import atexit
 import ctypes
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -85,8 +84,7 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
-        # Words of more than 200 characters, such as names of files, are shortened in the middle.
-        line = re.sub(r"(\S{90})\S{21,}(\S{90})", r"\1...\2", " ".join(message.splitlines()))
+        line = " ".join(message.splitlines())
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
 
 
