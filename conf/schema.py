@@ -151,6 +151,7 @@ def after_colon(name: str) -> str:
 
 MAX_EPOCHS = 1e6  # more is a typo, and the number of steps would lose precision as a float
 TEXT = Check(lambda value: True, "a name or a path")
+NOT_EMPTY = Check(bool, TEXT.says)
 LIST = Check(lambda value: True, "a list, in brackets")
 BOOL = Check(lambda value: type(value) is bool, "true or false")
 NULL = Check(lambda value: value is None, "null")
@@ -169,9 +170,6 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
 )
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
-RUN_NAME = Check(
-    lambda name: name and "/" not in name and name not in (".", ".."), "a name without slashes"
-)
 VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
@@ -392,9 +390,9 @@ class CheckpointConfig:
 
 @dataclass
 class RunConfig:
-    name: str | None = key(None, NOTHING, RUN_NAME | NULL)
+    name: str | None = key(None, NOTHING, NOT_EMPTY | NULL)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
-    dir: str = key("runs/${run.name}", NOTHING, Check(bool, "a path"))
+    dir: str = key("runs/${run.name}", NOTHING, NOT_EMPTY)
     """output folder of the run; the same command with the same run.dir resumes"""
 
 
