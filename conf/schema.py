@@ -170,7 +170,6 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
 )
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
-VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
@@ -368,7 +367,7 @@ class TrainConfig:
     ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""
-    best_by: str = key("top1", NOTHING, VALUE_NAME)
+    best_by: str = key("top1", NOTHING, NOT_EMPTY)
     """the value of a validation that chooses the best checkpoint; with - in front, such as -loss,
     lower is better"""
     validate_every_epochs: int = key(1, NOTHING, COUNT)
