@@ -32,7 +32,6 @@ from conf.schema import (
     GROUPS,
     NAMES,
     Config,
-    RunConfig,
     UserError,
     check,
     did_you_mean,
@@ -60,7 +59,7 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
 NAME_LENGTH = 60  # of a run's name, before the hash
-NAMED_LAST = ("data", "loader", "augment")  # from the end
+NAMED_LAST = ("data", "loader", "augment")  # sections whose keys end the name, the last first
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -81,7 +80,7 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(recipe), f"{recipe}: ")
     _set(tree, decided or {}, "the checkpoint or the weights: ")
-    planned = dotted(tree)
+    before = dotted(tree)
     for group, file in groups.items():
         if f"{group}.name" in FIELDS:
             tree[group] = copy.deepcopy(DEFAULTS[group])
@@ -90,11 +89,11 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     _set(tree, typed)
     config = _checked(tree, words)
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
-    config.changed = _changes(planned, tree, config)
+    config.changed = _changes(before, tree, config)
     if config.run.name is None:
         swept = {name for name, value in typed.items() if grouped[name] != value}
         tree.run.name = _run_name(recipe.stem, config, swept)
-        config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
+        config.run = cast(Any, OmegaConf.to_object(tree.run))
     return config
 
 
@@ -292,14 +291,14 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     return config
 
 
-def _changes(planned: KeyValues, tree: DictConfig, config: Config) -> dict[str, str]:
+def _changes(before: KeyValues, tree: DictConfig, config: Config) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
-    An expression of the recipe, `planned`, has its value in the new tree: that of data.val_size,
-    ${data.image_size}, is 64 after data.image_size=64.
+    `before`: the values of the recipe. An expression among them has its value in the new tree: that
+    of data.val_size, ${data.image_size}, is 64 after data.image_size=64.
     """
-    before = OmegaConf.create(dict(planned), parent=tree)
-    recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
+    resolved = OmegaConf.create(dict(before), parent=tree)
+    recipe = cast(dict[str, Any], OmegaConf.to_container(resolved, resolve=True))
     changed = {}
     for name, value in result_keys(config).items():
         short = FIELDS[name].metadata["short"]
