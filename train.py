@@ -306,7 +306,7 @@ def build_parts(
     world.on_all_ranks(lambda: add_values(config.log.values))
     world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
     stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume
-    if config.loader.start_method == "forkserver" and config.loader.workers != 0:
+    if config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds
 
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             _show(to_yaml(config, options.package))
         require_root(config)
     except (UserError, argparse.ArgumentError) as error:
-        fail(str(error), script)
+        fail(str(error))
     return config
 
 
@@ -72,12 +73,7 @@ def announce() -> None:
 
 
 def _show(text: str) -> NoReturn:
-    def printed() -> int:
-        with suppress(BrokenPipeError):  # `| head`
-            print(text, end="", flush=True)
-        return 0
-
-    sys.exit(exit_status(printed, ""))
+    sys.exit(exit_status(partial(print, text, end="", flush=True)))
 
 
 def log_to_stderr(*, force: bool = False) -> None:
@@ -87,8 +83,7 @@ def log_to_stderr(*, force: bool = False) -> None:
 
 
 def exit_status(
-    main: Callable[[], int],
-    script: str = "train.py",
+    main: Callable[[], int | None],
     limits: Callable[[BaseException], str | None] = lambda error: None,
 ) -> int:
     """Call `main` and return its status; print an error that is not a bug as one line.
@@ -100,19 +95,17 @@ def exit_status(
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # of conf/start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return main()
+        return main() or 0
     except UserError as error:
-        complain(str(error), script, once=True)
+        complain(str(error), once=True)
         return 2
     except BrokenPipeError:  # the reader of the output has ended (`| head`)
         return 1
     except (OSError, RuntimeError, MemoryError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
-        if isinstance(error.__cause__, KeyboardInterrupt):  # in a class body, at an import
-            return 130
         if message is None and not isinstance(error, OSError):
             raise
-        complain(message or described(error), script)
+        complain(message or described(error))
         return 1
     except KeyboardInterrupt:
         return 130

@@ -32,7 +32,6 @@ from conf.schema import (
     GROUPS,
     NAMES,
     Config,
-    RunConfig,
     UserError,
     check,
     did_you_mean,
@@ -49,11 +48,8 @@ NOT_KEYS = {"defaults", "multirun", "expect"}  # what else a YAML file may hold
 TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
-# Keys that may name code of this checkout as `module:name`, or hold entries that do.
-CODE_KEYS = {
-    *("data.source", "data.on_device", "augment.train", "augment.val", "augment.batch"),
-    *("model.name", "model.rewrite", "optim.name", "train.prepare", "log.values", "log.observers"),
-}
+# Keys in which `module:name` is not a name of code in this checkout.
+NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights"}
 # Group -> key that takes more than the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
@@ -63,7 +59,7 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
 NAME_LENGTH = 60  # of a run's name, before the hash
-NAMED_LAST = ("data", "loader", "augment")  # from the end
+NAMED_LAST = ("data", "loader", "augment")  # sections whose keys end the name, the last first
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -84,7 +80,7 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     tree = copy.deepcopy(DEFAULTS)
     _set(tree, _recipe(recipe), f"{recipe}: ")
     _set(tree, decided or {}, "the checkpoint or the weights: ")
-    planned = dotted(tree)
+    before = dotted(tree)
     for group, file in groups.items():
         if f"{group}.name" in FIELDS:
             tree[group] = copy.deepcopy(DEFAULTS[group])
@@ -93,11 +89,11 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     _set(tree, typed)
     config = _checked(tree, words)
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
-    config.changed = _changes(planned, tree, config)
+    config.changed = _changes(before, tree, config)
     if config.run.name is None:
         swept = {name for name, value in typed.items() if grouped[name] != value}
         tree.run.name = _run_name(recipe.stem, config, swept)
-        config.run = cast(RunConfig, OmegaConf.to_object(tree.run))
+        config.run = cast(Any, OmegaConf.to_object(tree.run))
     return config
 
 
@@ -107,16 +103,15 @@ def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
-    typed = read_words(words)
-    values = {name: stored[name] for name in FIELDS if name in stored}
+    typed, values = typed_keys(words), dict(stored)
+    if "recipe" in typed:
+        raise UserError("recipe=NAME: the checkpoint holds the whole config; omit it")
     if {"augment.val", "data.val_size"} <= values.keys():
         size = values["data.val_size"]
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
-    if file := typed.get("recipe"):
-        raise UserError(f"recipe={file.stem}: the checkpoint holds the whole config; omit it")
-    for name in values.keys() & typed.keys():
-        del values[name]  # this version may refuse it
-    return from_words(words, decided=values)
+    # This version may refuse the stored value of a typed key.
+    decided = {k: v for k, v in values.items() if k in FIELDS and k not in typed}
+    return from_words(words, decided=decided)
 
 
 def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
@@ -270,7 +265,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
-        absent = {n for n in names_in(value) if not is_there(n)} if key in CODE_KEYS else set()
+        absent = set() if key in NOT_CODE else {n for n in names_in(value) if not is_there(n)}
         for name in sorted(absent if key in typed else absent - DEFAULT_NAMES):
             check_there(name, key)
         if absent:
@@ -284,7 +279,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
-    config.typed = list(words)
+    config.overrides = list(words)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
@@ -296,14 +291,14 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     return config
 
 
-def _changes(planned: KeyValues, tree: DictConfig, config: Config) -> dict[str, str]:
+def _changes(before: KeyValues, tree: DictConfig, config: Config) -> dict[str, str]:
     """Return the keys that affect the result and differ from the recipe, key -> normalised value.
 
-    An expression of the recipe, `planned`, has its value in the new tree: that of data.val_size,
-    ${data.image_size}, is 64 after data.image_size=64.
+    `before`: the values of the recipe. An expression among them has its value in the new tree: that
+    of data.val_size, ${data.image_size}, is 64 after data.image_size=64.
     """
-    before = OmegaConf.create(dict(planned), parent=tree)
-    recipe = cast(dict[str, Any], OmegaConf.to_container(before, resolve=True))
+    resolved = OmegaConf.create(dict(before), parent=tree)
+    recipe = cast(dict[str, Any], OmegaConf.to_container(resolved, resolve=True))
     changed = {}
     for name, value in result_keys(config).items():
         short = FIELDS[name].metadata["short"]

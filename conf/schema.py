@@ -9,8 +9,8 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
-# On macOS, the import of a library may start threads, and a process with threads must not fork.
-# Elsewhere, a worker that forks from a server with the imports done starts faster.
-START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 # What a key affects: the trained weights or the validation metrics, so that it is constant within a
 # run; or neither. If in doubt, RESULT.
 RESULT, NOTHING = True, False
@@ -77,9 +74,7 @@ def key(
         short: form of a value in the name of a run, and where `when` and the recipe are compared.
     """
     metadata = {"affects": affects, "check": check, "when": when or {}, "short": short}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default_factory=lambda: copy(default), metadata=metadata)
 
 
 def group_names(group: str) -> list[str]:
@@ -144,11 +139,6 @@ def _is_fold(value: Any) -> bool:
     return match is not None and int(match[1]) <= int(match[2]) != 1
 
 
-def _is_entry(value: Any) -> bool:
-    """Whether this is module:name, or has this as its first key."""
-    return ":" in str(next(iter(value), "") if isinstance(value, dict) else value)
-
-
 def last_name(path: str | None) -> str | None:
     """Return the last part of a path, for the name of a run."""
     return path and os.path.basename(os.path.abspath(os.path.expanduser(path)))
@@ -161,6 +151,7 @@ def after_colon(name: str) -> str:
 
 MAX_EPOCHS = 1e6  # more is a typo, and the number of steps would lose precision as a float
 TEXT = Check(lambda value: True, "a name or a path")
+NOT_EMPTY = Check(bool, TEXT.says)
 LIST = Check(lambda value: True, "a list, in brackets")
 BOOL = Check(lambda value: type(value) is bool, "true or false")
 NULL = Check(lambda value: value is None, "null")
@@ -170,22 +161,15 @@ SIDE = whole(8, 4096)  # of an image in pixels
 FRACTION = number(0, 1)
 POSITIVE = number(0, above=True)
 FOLD = Check(_is_fold, "a fold such as 2/5,")
-CODE = Check(lambda value: ":" in (value or ""), "module:name of this checkout")
-ENTRY = Check(_is_entry, "module:name or {module:name: {parameter: value}} of this checkout")
-ARGS = Check(
-    lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
-    "names and values in braces, such as {drop_path_rate: 0.1}",
-)
+CODE = Check(lambda value: ":" in str(value), "module:name of this checkout")
+ENTRY = Check(CODE.allows, "module:name or {module:name: {parameter: value}} of this checkout")
+ARGS = Check(lambda value: True, "names and values in braces, such as {drop_path_rate: 0.1}")
 WEIGHTS = Check(  # a name such as 10 is read as a number
     lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
     "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
-RUN_NAME = Check(
-    lambda name: name and "/" not in name and name not in (".", ".."), "a name without slashes"
-)
-VALUE_NAME = Check(lambda name: name.removeprefix("-") != "", "a name such as top1 or -loss")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
@@ -275,8 +259,6 @@ class LoaderConfig:
     timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
     """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
     each other"""
-    start_method: str = key(START_METHOD, NOTHING, one_of("forkserver", "spawn", "fork"))
-    """multiprocessing start method of the workers"""
 
 
 @dataclass
@@ -385,7 +367,7 @@ class TrainConfig:
     ema_decay: float | None = key(None, RESULT, number(0, 1, above=True) | NULL)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint"""
-    best_by: str = key("top1", NOTHING, VALUE_NAME)
+    best_by: str = key("top1", NOTHING, NOT_EMPTY)
     """the value of a validation that chooses the best checkpoint; with - in front, such as -loss,
     lower is better"""
     validate_every_epochs: int = key(1, NOTHING, COUNT)
@@ -407,9 +389,9 @@ class CheckpointConfig:
 
 @dataclass
 class RunConfig:
-    name: str | None = key(None, NOTHING, RUN_NAME | NULL)
+    name: str | None = key(None, NOTHING, NOT_EMPTY | NULL)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
-    dir: str = key("runs/${run.name}", NOTHING, Check(bool, "a path"))
+    dir: str = key("runs/${run.name}", NOTHING, NOT_EMPTY)
     """output folder of the run; the same command with the same run.dir resumes"""
 
 
@@ -441,8 +423,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    # The overrides as typed, for overrides.yaml
-    typed: list[str] = field(default_factory=list, compare=False)
+    # As typed, for overrides.yaml
+    overrides: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
     # What the recipe is expected to reach, for an observer: the node of this name in its file
     expect: dict[str, Any] | None = field(default=None, compare=False)
@@ -499,7 +481,7 @@ def check(config: Config) -> None:
 
     Raises UserError, which names the key that disables another one.
     """
-    values, typed = config_values(config), typed_keys(config.typed)
+    values, typed = config_values(config), typed_keys(config.overrides)
     for name, value in values.items():
         allowed, shown = FIELDS[name].metadata["check"], f"{name}={show(value)}"
         if not allowed.allows(value):

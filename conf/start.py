@@ -7,7 +7,6 @@ if __name__ == "__main__":
 import atexit
 import ctypes
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -82,18 +81,16 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def complain(message: str, script: str = "", *, once: bool = False) -> None:
+def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
-        name = script or Path(sys.argv[0]).name
-        # Words of more than 200 characters, such as names of files, are shortened in the middle.
-        line = re.sub(r"(\S{90})\S{21,}(\S{90})", r"\1...\2", " ".join(message.splitlines()))
-        print(f"{name}: {line}", file=sys.stderr)
+        line = " ".join(message.splitlines())
+        print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
 
 
-def fail(message: str, script: str = "") -> NoReturn:
+def fail(message: str) -> NoReturn:
     """Print a mistake of the user once per node, because all ranks find it; exit with status 2."""
-    complain(message, script, once=True)
+    complain(message, once=True)
     sys.exit(2)
 
 

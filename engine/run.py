@@ -143,7 +143,7 @@ class Run(AbstractContextManager["Run"]):
                 return summary
         # This also fsyncs the name of checkpoints/ in the folder.
         replace_file(self.path / "config.yaml", to_yaml(self.config))
-        replace_file(self.path / "overrides.yaml", to_yaml(self.config.typed))
+        replace_file(self.path / "overrides.yaml", to_yaml(self.config.overrides))
         path.unlink(missing_ok=True)  # of an earlier start
         return None
 

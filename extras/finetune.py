@@ -45,13 +45,13 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
             "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
             "torchvision or timm, or the folder of a run"
         )
-    typed = typed_keys(config.typed)
+    typed = typed_keys(config.overrides)
     decided = {
         f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
     flat = {key: v for values in decided.values() for key, v in values.items() if key not in typed}
-    found = from_words(config.typed, decided=flat)
+    found = from_words(config.overrides, decided=flat)
     used, notes = config_values(found), list(found.notes)
     for reason, values in decided.items():
         same = [f"{k}={show(used[k])}" for k in values if k in flat and used[k] == flat[k]]

@@ -41,7 +41,7 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
     end = min((first for first in starts if start < first < last), default=None)
     words = [f"data.image_size={starts[start]}", f"data.val_size={config.data.val_size}"]
     words += [] if end is None else [f"train.max_steps={end}"]
-    found = from_words([*config.typed, *words])
+    found = from_words([*config.overrides, *words])
     if end is not None:
         found.notes.append(f"{starts[start]} px until step {end:,}, then the program starts again")
         path = Path(own.dir, "checkpoints", file_name(end))
@@ -50,7 +50,7 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
             atexit.register(_start_again, path, _written(path), resume)
     accept = config.checkpoint.accept_changes or 0 < step == start
     checkpoint = replace(found.checkpoint, accept_changes=accept)
-    return replace(found, run=own, typed=config.typed, checkpoint=checkpoint)
+    return replace(found, run=own, overrides=config.overrides, checkpoint=checkpoint)
 
 
 def _written(path: Path) -> float:

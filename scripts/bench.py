@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, "bench.py"))
+    sys.exit(exit_status(main))

@@ -395,4 +395,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, "doctor.py"))
+    sys.exit(exit_status(main))

@@ -315,7 +315,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
     trained = open_trained(path, overrides, classes=options.classes)
     folder = options.out or Path("evaluation") / name_of(trained)
     config = trained.config
-    if config.loader.start_method == "forkserver" and config.loader.workers != 0:
+    if config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
@@ -330,4 +330,4 @@ def evaluate_one(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(evaluate_one, OPTIONS), "evaluate.py"))
+    sys.exit(exit_status(partial(evaluate_one, OPTIONS)))

@@ -338,4 +338,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(run, OPTIONS), "export.py"))
+    sys.exit(exit_status(partial(run, OPTIONS)))

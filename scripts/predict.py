@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib.options import checkpoint_parser, parse_paths
 
-SCRIPT = "predict.py"
 FORMATS = ("table", "jsonl", "csv")
 LIST = "-"  # the path that stands for standard input
 
@@ -116,7 +115,7 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
                     else:
                         others[os.path.join(folder, name)] = why_left_out(name)
             if others:
-                cli.complain(f"{path}: {count_left_out(others)}", SCRIPT)
+                cli.complain(f"{path}: {count_left_out(others)}")
 
 
 class Predictor:
@@ -161,7 +160,7 @@ class Predictor:
         highest = Field(self.dtype).highest
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
         self.batch_size = loader.batch_size
-        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.typed):
+        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.overrides):
             self.batch_size = min(CPU_BATCH, loader.batch_size)
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
@@ -342,11 +341,11 @@ def write_all(batches: Iterable[list[Result]], output: Output) -> int:
         total += len(batch)
         for result in (result for result in batch if result.reason):
             failed += 1
-            cli.complain(f"{result.path[:200]}: {result.reason}", SCRIPT)
+            cli.complain(f"{result.path[:200]}: {result.reason}")
     if failed:
-        cli.complain(f"{failed:,} of {total:,} files could not be read", SCRIPT)
+        cli.complain(f"{failed:,} of {total:,} files could not be read")
     elif not total:
-        cli.complain("there are no images at these paths, and none in the list", SCRIPT)
+        cli.complain("there are no images at these paths, and none in the list")
     return 0 if total and not failed else 1
 
 
@@ -364,4 +363,4 @@ def predict_all(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(predict_all, OPTIONS), SCRIPT))
+    sys.exit(exit_status(partial(predict_all, OPTIONS)))

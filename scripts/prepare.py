@@ -282,4 +282,4 @@ def explain(error: BaseException) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS), "prepare.py", limits=explain))
+    sys.exit(cli.exit_status(partial(run, OPTIONS), limits=explain))

@@ -117,4 +117,4 @@ def run(train: Path, val: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS.TRAIN, OPTIONS.VAL), "probe.py"))
+    sys.exit(cli.exit_status(partial(run, OPTIONS.TRAIN, OPTIONS.VAL)))

@@ -389,4 +389,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS), "report.py"))
+    sys.exit(cli.exit_status(partial(run, OPTIONS)))

@@ -314,7 +314,7 @@ def test_corrupt_validation_image(
     broken = shutil.copytree(image_root, tmp_path / "images") / "val/checks/02.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
     number, _, error = status("data.on_error=skip", root=tmp_path / "images")
-    assert number == 1 and error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
+    assert number == 1 and f": {broken}: " in error and error.count("\n") == 1
     assert not (folder / "summary.json").exists()
 
 
@@ -352,7 +352,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
     options += ["log.every_steps=7", "loader.workers=0"]
     number, _, error = status(*options)
-    assert number == 1 and error.startswith("train.py: the loss is nan at step 7 (lr ")
+    assert number == 1 and ": the loss is nan at step 7 (lr " in error
     assert error.count("\n") == 1 and "lower optim.lr" in error
     assert [path.name for path in (folder / "checkpoints").glob("*.pt")] == ["step-00000004.pt"]
     assert [row["loss"] for row in rows(folder, "train")] == [None]

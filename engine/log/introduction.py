@@ -90,7 +90,7 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"{images:,} images, try loader.batch_size={smaller} "
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
-    if "optim.name" in config.changed and not typed_keys(config.typed) & {"optim", "optim.lr"}:
+    if "optim.name" in config.changed and not typed_keys(config.overrides) & {"optim", "optim.lr"}:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
         notes.append(f"{lr} is that of another optimiser than {name}; type it, too, such as 0.001")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        fail(message, self.prog)
+        fail(message)
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
         from conf import cli

@@ -28,7 +28,7 @@ SAME = [  # pairs of commands that train the same thing; tests/equal has keys wi
     ("", "data.root=/imagenet/../imagenet/"),
     ("", "data.val_size=224 data.image_size=224"),
     ("", "'augment.train=[{random_resized_crop: {size: 224}}, horizontal_flip]'"),
-    ("", "loader.decoder=pillow loader.timeout_seconds=5 loader.start_method=spawn"),
+    ("", "loader.decoder=pillow loader.timeout_seconds=5"),
     ("data.image_size=64", "data.image_size=64 data.val_size=64"),
     ("optim=adamw", "optim=adamw optim.lr=0.001"),
     ("model.weights=/a/b.pth", "model.weights=/a/../a/b.pth loader.workers=2"),

@@ -43,7 +43,7 @@ def test_recipe_and_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     config = from_words([f"recipe=~/{folder.name}/recipe/mine.yaml"])
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
-    assert from_words(config.typed, decided={"optim.lr": 0.5}).optim.lr == 0.5
+    assert from_words(config.overrides, decided={"optim.lr": 0.5}).optim.lr == 0.5
     other = from_words([DATA, f"model={folder}/model/wide.yaml", "optim=adamw", "optim.lr=1"])
     assert (other.model.name, other.optim.name, other.optim.lr) == ("resnet50", "adamw", 1)
 
@@ -57,7 +57,7 @@ def test_a_run_needs_the_folder_only_for_its_command(
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
     config = from_words([f"recipe={folder}/recipe/mine.yaml", *small])
     train.train(config)
-    assert yaml.safe_load((run / "overrides.yaml").read_text()) == config.typed
+    assert yaml.safe_load((run / "overrides.yaml").read_text()) == config.overrides
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 0.05
     assert train.train(config)["status"] == "finished"  # the same command again
     shutil.rmtree(folder)

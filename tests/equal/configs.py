@@ -12,8 +12,7 @@ Values = dict[str, str]  # dotted key -> Python's repr of its value
 def values_of(overrides: list[str]) -> dict[str, Any] | None:
     """Adapter: dotted key -> value of the composed config; None if it is refused."""
     try:
-        # The default of this key depends on the system.
-        return config_values(from_words(["loader.start_method=spawn", *overrides]))
+        return config_values(from_words(overrides))
     except UserError:
         return None
 

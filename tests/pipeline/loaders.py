@@ -117,7 +117,7 @@ def opened(
     **options: Any,
 ) -> Iterator[Feed]:
     """Open a feed of small batches that Pillow decodes; `kind`: class of the training split."""
-    fixed = [f"data.root={root}", "loader.batch_size=6", "loader.start_method=fork"]
+    fixed = [f"data.root={root}", "loader.batch_size=6"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
     config = from_words([*fixed, *usual, f"loader.workers={workers}", *overrides])
     datasets = build_datasets(config, device)

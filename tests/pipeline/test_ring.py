@@ -24,7 +24,6 @@ from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
 START_METHODS = [
     "forkserver",
-    pytest.param("fork", marks=pytest.mark.slow),
     pytest.param("spawn", marks=pytest.mark.slow),
 ]
 

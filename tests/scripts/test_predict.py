@@ -118,7 +118,7 @@ def test_files_that_cannot_be_read_stay_in_order(
 ) -> None:
     found = results(predictor, damaged, damaged / "sub" / ".hidden")
     said = f"{damaged}: 2 files or folders are not read: .heic (1), hidden (1), such as {damaged}/"
-    assert capsys.readouterr().err.startswith(f"predict.py: {said}notes.heic; ")
+    assert capsys.readouterr().err.partition(": ")[2].startswith(f"{said}notes.heic; ")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "link.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg"]
     assert list(reasons) == [*files, "sub/.hidden/hidden.jpg"] and len(found) == 6
@@ -166,7 +166,7 @@ def test_command_line(
         options = predict.arguments([str(folder), *words.split(), *HERE])
         with (damaged / "list").open() as file:
             monkeypatch.setattr(sys, "stdin", file)
-            assert exit_status(lambda: predict.predict_all(options), "predict.py") == 1
+            assert exit_status(lambda: predict.predict_all(options)) == 1
         return capfd.readouterr()
 
     out, err = run("gone.jpg - --format=csv --top=1", b"/link.jpg", b"/sub.jpg", b"/sub/\xff.jpg")
@@ -174,8 +174,8 @@ def test_command_line(
     assert head == ["path", "class_1", "probability_1", "name_1"]
     assert row[0] == f"{damaged}/sub/\udcff.jpg"
     assert row[1] in CLASSES and 1 / 3 <= float(row[2]) <= 1
-    assert "predict.py: gone.jpg: No such file or directory" in err
-    assert err.endswith("predict.py: 3 of 4 files could not be read\n")
+    assert ": gone.jpg: No such file or directory" in err
+    assert err.endswith(": 3 of 4 files could not be read\n")
     assert run("-")[1].endswith("there are no images at these paths, and none in the list\n")
 
 
