@@ -210,8 +210,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    cached, current = _read_cache(cache)
-    if (scan := cached) is None or not current:
+    if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:
             scan = _scan(files, f"{key}={root}")
@@ -219,8 +218,6 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
-        if cached and (changes := _changes(cached.paths, scan.paths)):
-            logger.info("%s=%s: since the last scan, %s", key, root, changes)
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
     sources: Sequence[Folder]
@@ -272,26 +269,14 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
         return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 
-def _read_cache(cache: Path) -> tuple[Scan | None, bool]:
-    """Return the cached scan, if there is one, and whether nothing in the split has changed."""
-    scan = None
+def _read_cache(cache: Path) -> Scan | None:
+    """Return the cached scan; None if there is none, or a file or folder of it has changed."""
     try:
         with np.load(cache, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        return scan, np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
+        return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
     except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
-        return scan, False
-
-
-def _changes(before: np.ndarray, now: np.ndarray) -> str:
-    """Count the images that were removed and added, in one line with an example of each."""
-    old, new = set(before.tolist()), set(now.tolist())  # np.setdiff1d takes five times as long
-    text = "; ".join(
-        f"images {what}: {len(paths):,}, such as {os.fsdecode(min(paths))}"
-        for what, paths in {"removed": old - new, "added": new - old}.items()
-        if paths
-    )
-    return " ".join(text.split())
+        return None
 
 
 def _write_cache(cache: Path, scan: Scan) -> None:
