@@ -84,6 +84,7 @@ def _opened(tar: Container) -> BinaryIO:
 
     Threads and forked processes may share it, because `pread` uses no file position.
     """
+    machine.raise_file_limit()  # also in a worker, which has the limit of the forkserver
     file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
@@ -222,7 +223,6 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             _write_cache(cache, scan)
     sources: Sequence[Folder]
     if scan.places.any():  # offsets in tar files
-        machine.raise_file_limit()  # each worker keeps all tar files open
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
     else:
         sources = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]

@@ -119,8 +119,9 @@ def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> Non
     (tmp_path / "train").mkdir()
     for number in range(40):
         write_tar(tmp_path / "train" / f"{number:03d}.tar", f"a/{number:03d}.jpg")
-    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):
-        found = [name for name, _ in content(tmp_path / "train")]
+    index = load_index(tmp_path / "train", key="data.train")
+    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # as in a worker
+        found = [name for name, _ in content_of(index)]
     assert found == [f"a/{number:03d}.jpg" for number in range(40)]
 
 
