@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 from conf.schema import UserError
 
@@ -134,7 +134,7 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     """List the images in tar files, and the place of each; add the rest to `others`."""
     all_places: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(partial(_members_of, given), files)):
+        for number, members in enumerate(pool.map(tar_members, files)):
             all_places |= {name: (number, *place) for name, place in members.items()}
     paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
     inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
@@ -153,43 +153,36 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     return dict(sorted(classes.items())), places
 
 
-def _members_of(given: str, path: str) -> Members:
-    try:
-        with open(path, "rb") as file:
-            return tar_members(file)
-    except tarfile.ReadError as error:
-        raise UserError(
-            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression and links (tar --dereference "
-            "--hard-dereference)"
-        ) from None
-
-
-def tar_members(file: BinaryIO, start: int = 0) -> Members:
+def tar_members(path: str, start: int = 0) -> Members:
     """List the regular files in the tar file at byte `start` of a file.
 
-    Raises tarfile.ReadError if it is damaged or holds a link, and OSError if it cannot be read.
+    Raises UserError if it is damaged or holds a link, and OSError if it cannot be read.
     """
     members: Members = {}
-    at = file.seek(start)
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (header := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                at = tar.offset
-                name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
-                if header.isreg():
-                    members[name] = header.offset_data, header.size
-                elif header.islnk() or header.issym():
-                    raise ValueError(f"{header.name} is a link")
-        # tarfile takes a damaged or missing header for the end, which is a block of zeros.
-        file.seek(at)
-        if file.read(BLOCK) != bytes(BLOCK):
-            raise ValueError("no header and no end")
+        with open(path, "rb") as file:
+            at = file.seek(start)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (header := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
+                    at = tar.offset
+                    name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
+                    if header.isreg():
+                        members[name] = header.offset_data, header.size
+                    elif header.islnk() or header.issym():
+                        raise ValueError(f"{header.name} is a link")
+            # tarfile takes a damaged or missing header for the end, which is a block of zeros.
+            file.seek(at)
+            if file.read(BLOCK) != bytes(BLOCK):
+                raise ValueError("no header and no end")
     except OSError:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
-        raise tarfile.ReadError(f"cannot be read at byte {at:,}: {error}") from None
+        raise UserError(
+            f"{path}: cannot be read at byte {at:,}: {error}; it may be damaged or compressed: "
+            "download or copy it again, or pack it again without compression and links (tar "
+            "--dereference --hard-dereference)"
+        ) from None
     return members
 
 

@@ -154,7 +154,7 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
         second = tar.getmembers()[10].offset
     for length in (0, 100, second, second + 100, second + 600, end // 2, end - 1, end):
         damaged.write_bytes(whole[:length])
-        assert f"data.train={damaged}: " in refusal(tmp_path / "train")
+        assert refusal(tmp_path / "train").startswith(f"{damaged}: cannot be read at byte ")
     damaged.write_bytes(whole[:second] + b"\xff" * 10 + whole[second + 10 :])
     assert f"cannot be read at byte {second:,}" in refusal(tmp_path / "train")
     damaged.write_bytes(b"\x1f\x8b" + bytes(2000))
