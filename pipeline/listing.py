@@ -10,8 +10,6 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
 from typing import NoReturn
 
 from conf.schema import UserError
@@ -95,6 +93,20 @@ def _raise(error: OSError) -> NoReturn:
 
 def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
     """List the images in class folders, and all folders; add the rest to `others`."""
+    listed = [base]
+
+    def list_class(name: bytes) -> list[bytes]:
+        images = []
+        for folder, _, files in walk(os.path.join(base, name), others):
+            listed.append(folder)
+            below = os.path.relpath(folder, base)
+            for file in files:
+                if is_image(file):
+                    images.append(os.path.join(below, file))
+                else:
+                    others[os.path.join(folder, file)] = why_left_out(file)
+        return sorted(images)
+
     _, names, loose = next(walk(base, others))
     if not names:
         raise UserError(
@@ -102,32 +114,16 @@ def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
-        listings = list(pool.map(partial(_list_class, base, others), names))
-    for name, (images, _) in zip(map(os.fsdecode, names), listings, strict=True):
-        folder = f"{given}: class folder {name}"
+        classes = dict(zip(names, pool.map(list_class, names), strict=True))
+    for name, images in classes.items():
+        folder = f"{given}: class folder {os.fsdecode(name)}"
         if not images:
             kinds = b", ".join(EXTENSIONS[:4]).decode()
             raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
-        if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
+        if os.fsdecode(name).lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
             raise UserError(f"{folder} holds folders of images only, as a split; move it away")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
-    images_of, folders_of = zip(*listings, strict=True)
-    return dict(zip(names, images_of, strict=True)), [base, *chain.from_iterable(folders_of)]
-
-
-def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """List the images in a class folder and the folders below it; add the rest to `others`."""
-    images: list[bytes] = []
-    folders: list[bytes] = []
-    for folder, _, names in walk(os.path.join(base, name), others):
-        folders.append(folder)
-        below = os.path.relpath(folder, base)
-        for file in names:
-            if is_image(file):
-                images.append(os.path.join(below, file))
-            else:
-                others[os.path.join(folder, file)] = why_left_out(file)
-    return sorted(images), folders
+    return classes, listed
 
 
 def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
