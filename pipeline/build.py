@@ -65,7 +65,13 @@ def build_datasets(
         name, parameters = split_entry(entry, "data.on_device")
         extend = import_object(name, "data.on_device")
         train_split = extend(train_split, config, device, **parameters)
-    check_channels(data, train_split.fields[IMAGE].device_shape[-3])
+    images = [field for field in val_split.fields.values() if field.image]
+    if len({(field.highest, field.shape[-1]) for field in images}) > 1:
+        raise UserError(
+            "data.mean: normalises all images of a sample, which have several dtypes or numbers of "
+            "channels; state only those like `image` with image=True in `fields` of the dataset"
+        )
+    check_channels(data, val_split.fields[IMAGE].shape[-1])
     modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
     return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
 
