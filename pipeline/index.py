@@ -199,14 +199,15 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """
     files = find_storage(folder)
     if not files:
-        parent = os.path.dirname(os.path.abspath(folder))
-        beside = os.listdir(parent) if os.path.isdir(parent) else []
-        names = sorted(name for name in beside if name[0] != ".")
-        more = f", write {key}=FOLDER for another name, or data.val_fraction=0.1 to hold some out"
+        path = Path(os.path.abspath(folder))
+        missing = next(part for part in (path, *path.parents) if part.parent.is_dir())
+        beside = sorted({p.name for p in missing.parent.glob("[!.]*")} - {missing.name})
         raise UserError(
-            f"{key}={folder}: no such folder; {parent} holds {', '.join(names[:5]) or 'nothing'}: "
-            f"correct data.root{more * (key != 'data.root')}"
-            f"{did_you_mean(os.path.basename(folder), names)}"
+            f"{key}={folder}: no such folder, .tar or .csv file; {missing.parent} holds "
+            f"{', '.join(beside[:5]) or 'nothing'}: data.root must hold train/<class>/* and "
+            "val/<class>/* (data.train and data.val state other names), or with data.val_fraction="
+            "0.1 be one folder of classes, .tar or .csv file (unpack others)"
+            f"{did_you_mean(missing.name, beside)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
