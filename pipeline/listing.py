@@ -5,7 +5,6 @@ One rule for all programs tells images from other files.
 
 import csv
 import os
-import posixpath
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,6 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 BLOCK = 512  # bytes, of a tar file
 LOOSE = "in no class folder"  # why an image is left out
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
-# Name of a member -> offset and length of its content in bytes.
-Members = dict[bytes, tuple[int, int]]
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 
@@ -141,7 +138,7 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
             "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         )
     # Folders around all class folders, such as train/, are left out.
-    outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
+    outer = os.path.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
     places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
     classes: Classes = {}
     for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
@@ -149,12 +146,12 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     return dict(sorted(classes.items())), places
 
 
-def tar_members(path: str, start: int = 0) -> Members:
-    """List the regular files in the tar file at byte `start` of a file.
+def tar_members(path: str, start: int = 0) -> dict[bytes, tuple[int, int]]:
+    """Return name -> offset and length in bytes, of the files in the tar file at byte `start`.
 
     Raises UserError if it is damaged or holds a link, and OSError if it cannot be read.
     """
-    members: Members = {}
+    members = {}
     try:
         with open(path, "rb") as file:
             at = file.seek(start)
@@ -162,7 +159,7 @@ def tar_members(path: str, start: int = 0) -> Members:
                 while (header := tar.next()) is not None:
                     tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                     at = tar.offset
-                    name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
+                    name = os.path.normpath(os.fsencode(header.name)).lstrip(b"/")
                     if header.isreg():
                         members[name] = header.offset_data, header.size
                     elif header.islnk() or header.issym():
