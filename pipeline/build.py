@@ -65,7 +65,13 @@ def build_datasets(
         name, parameters = split_entry(entry, "data.on_device")
         extend = import_object(name, "data.on_device")
         train_split = extend(train_split, config, device, **parameters)
-    check_channels(data, train_split.fields[IMAGE].device_shape[-3])
+    images = [field for field in val_split.fields.values() if field.image]
+    if len({(field.highest, field.shape[-1]) for field in images}) > 1:
+        raise UserError(
+            "data.mean: normalises all images of a sample, which have several dtypes or numbers of "
+            "channels; state only those like `image` with image=True in `fields` of the dataset"
+        )
+    check_channels(data, val_split.fields[IMAGE].shape[-1])
     modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
     return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
 
@@ -77,14 +83,14 @@ def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) ->
     checkpoint. Raises UserError if there is no such decoder.
     """
     name, modes = config.loader.decoder, tuple(dataset.modes)
-    if name == "auto" and stored is None:
-        return modes
-    if (mode := stored if name == "auto" else name) in modes:
-        return (mode,)
-    if name in ("auto", *DECODERS):  # the identity check refuses a stored mode that is gone
-        return modes[:1]
-    choice = ", ".join(("auto", *DECODERS, *modes[1:]))
-    raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+    if name not in ("auto", *DECODERS, *modes):
+        choice = ", ".join(("auto", *DECODERS, *modes[1:]))
+        raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+    if name == "auto":
+        if stored is None:
+            return modes
+        name = stored  # if it is gone, the identity check refuses that
+    return (name,) if name in modes else modes[:1]  # that of the CPU, for one of DECODERS
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
@@ -141,17 +147,14 @@ Options = dict[str, Any]  # of a FolderDataset
 
 def _splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
+    build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
+    part = held_out(data)
+    if part and data.source not in DATASETS and not hasattr(build, "holds_out"):
+        raise UserError(f"{part.given}: data.source={data.source} does not read it; omit it")
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
-    build: Any = DATASETS.get(data.source)
-    if build is None:
-        build = import_object(data.source, "data.source")
-        if (part := held_out(data)) and not hasattr(build, "holds_out"):
-            raise UserError(f"{part.given}: data.source={data.source} does not read it; omit it")
-    upright, seed = data.exif_orientation, config.train.seed
-    options = {"decoder": decoder, "seed": seed, "exif_orientation": upright}
-    splits: Splits = build(data, train, val, options)
-    return splits
+    options = dict(decoder=decoder, seed=config.train.seed, exif_orientation=data.exif_orientation)
+    return build(data, train, val, options)
 
 
 def folder(

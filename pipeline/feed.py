@@ -11,7 +11,7 @@ import torch
 
 from conf.schema import Config, UserError
 from pipeline import augment, machine
-from pipeline.batch import ImageFormat
+from pipeline.batch import IMAGE, ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
@@ -127,7 +127,7 @@ def open_feed(
         num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **part
     )
     val_samples = val_batches(num_samples=len(datasets.val), **part)
-    highest = _highest(datasets.val)  # in an evaluation, others stand for the training images
+    highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
@@ -148,17 +148,6 @@ def open_feed(
         pool.activate(active)
         feed.set_mode(modes[0])
         yield feed
-
-
-def _highest(dataset: Dataset) -> int:
-    """Return the level that stands for 1 in all images of a sample."""
-    kinds = {(field.highest, field.shape[-1]) for field in dataset.fields.values() if field.image}
-    if len(kinds) != 1:
-        raise UserError(
-            "data.mean: normalises all images of a sample, which have several dtypes or numbers of "
-            "channels; state only those like `image` with image=True in `fields` of the dataset"
-        )
-    return kinds.pop()[0]
 
 
 def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | None:

@@ -84,6 +84,7 @@ def _opened(tar: Container) -> BinaryIO:
 
     Threads and forked processes may share it, because `pread` uses no file position.
     """
+    machine.raise_file_limit()  # also in a worker, which has the limit of the forkserver
     file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
@@ -198,20 +199,20 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """
     files = find_storage(folder)
     if not files:
-        parent = os.path.dirname(os.path.abspath(folder))
-        beside = os.listdir(parent) if os.path.isdir(parent) else []
-        names = sorted(name for name in beside if name[0] != ".")
-        more = f", write {key}=FOLDER for another name, or data.val_fraction=0.1 to hold some out"
+        path = Path(os.path.abspath(folder))
+        missing = next(part for part in (path, *path.parents) if part.parent.is_dir())
+        beside = sorted({p.name for p in missing.parent.glob("[!.]*")} - {missing.name})
         raise UserError(
-            f"{key}={folder}: no such folder; {parent} holds {', '.join(names[:5]) or 'nothing'}: "
-            f"correct data.root{more * (key != 'data.root')}"
-            f"{did_you_mean(os.path.basename(folder), names)}"
+            f"{key}={folder}: no such folder, .tar or .csv file; {missing.parent} holds "
+            f"{', '.join(beside[:5]) or 'nothing'}: data.root must hold train/<class>/* and "
+            "val/<class>/* (data.train and data.val state other names), or with data.val_fraction="
+            "0.1 be one folder of classes, .tar or .csv file (unpack others)"
+            f"{did_you_mean(missing.name, beside)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    cached, current = _read_cache(cache)
-    if (scan := cached) is None or not current:
+    if (scan := _read_cache(cache)) is None:
         started = time.time()
         try:
             scan = _scan(files, f"{key}={root}")
@@ -219,13 +220,10 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
-        if cached and (changes := _changes(cached.paths, scan.paths)):
-            logger.info("%s=%s: since the last scan, %s", key, root, changes)
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
     sources: Sequence[Folder]
     if scan.places.any():  # offsets in tar files
-        machine.raise_file_limit()  # each worker keeps all tar files open
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
     else:
         sources = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]
@@ -272,26 +270,14 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
         return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 
-def _read_cache(cache: Path) -> tuple[Scan | None, bool]:
-    """Return the cached scan, if there is one, and whether nothing in the split has changed."""
-    scan = None
+def _read_cache(cache: Path) -> Scan | None:
+    """Return the cached scan; None if there is none, or a file or folder of it has changed."""
     try:
         with np.load(cache, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        return scan, np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
+        return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
     except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
-        return scan, False
-
-
-def _changes(before: np.ndarray, now: np.ndarray) -> str:
-    """Count the images that were removed and added, in one line with an example of each."""
-    old, new = set(before.tolist()), set(now.tolist())  # np.setdiff1d takes five times as long
-    text = "; ".join(
-        f"images {what}: {len(paths):,}, such as {os.fsdecode(min(paths))}"
-        for what, paths in {"removed": old - new, "added": new - old}.items()
-        if paths
-    )
-    return " ".join(text.split())
+        return None
 
 
 def _write_cache(cache: Path, scan: Scan) -> None:

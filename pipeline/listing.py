@@ -5,14 +5,11 @@ One rule for all programs tells images from other files.
 
 import csv
 import os
-import posixpath
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 from conf.schema import UserError
 
@@ -29,8 +26,6 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 BLOCK = 512  # bytes, of a tar file
 LOOSE = "in no class folder"  # why an image is left out
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
-# Name of a member -> offset and length of its content in bytes.
-Members = dict[bytes, tuple[int, int]]
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 
@@ -95,6 +90,20 @@ def _raise(error: OSError) -> NoReturn:
 
 def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
     """List the images in class folders, and all folders; add the rest to `others`."""
+    listed = [base]
+
+    def list_class(name: bytes) -> list[bytes]:
+        images = []
+        for folder, _, files in walk(os.path.join(base, name), others):
+            listed.append(folder)
+            below = os.path.relpath(folder, base)
+            for file in files:
+                if is_image(file):
+                    images.append(os.path.join(below, file))
+                else:
+                    others[os.path.join(folder, file)] = why_left_out(file)
+        return sorted(images)
+
     _, names, loose = next(walk(base, others))
     if not names:
         raise UserError(
@@ -102,39 +111,23 @@ def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
     with ThreadPoolExecutor(THREADS) as pool:
-        listings = list(pool.map(partial(_list_class, base, others), names))
-    for name, (images, _) in zip(map(os.fsdecode, names), listings, strict=True):
-        folder = f"{given}: class folder {name}"
+        classes = dict(zip(names, pool.map(list_class, names), strict=True))
+    for name, images in classes.items():
+        folder = f"{given}: class folder {os.fsdecode(name)}"
         if not images:
             kinds = b", ".join(EXTENSIONS[:4]).decode()
             raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
-        if name.lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
+        if os.fsdecode(name).lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
             raise UserError(f"{folder} holds folders of images only, as a split; move it away")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
-    images_of, folders_of = zip(*listings, strict=True)
-    return dict(zip(names, images_of, strict=True)), [base, *chain.from_iterable(folders_of)]
-
-
-def _list_class(base: bytes, others: LeftOut, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """List the images in a class folder and the folders below it; add the rest to `others`."""
-    images: list[bytes] = []
-    folders: list[bytes] = []
-    for folder, _, names in walk(os.path.join(base, name), others):
-        folders.append(folder)
-        below = os.path.relpath(folder, base)
-        for file in names:
-            if is_image(file):
-                images.append(os.path.join(below, file))
-            else:
-                others[os.path.join(folder, file)] = why_left_out(file)
-    return sorted(images), folders
+    return classes, listed
 
 
 def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
     """List the images in tar files, and the place of each; add the rest to `others`."""
     all_places: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(partial(_members_of, given), files)):
+        for number, members in enumerate(pool.map(tar_members, files)):
             all_places |= {name: (number, *place) for name, place in members.items()}
     paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
     inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
@@ -145,7 +138,7 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
             "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         )
     # Folders around all class folders, such as train/, are left out.
-    outer = posixpath.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
+    outer = os.path.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
     places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
     classes: Classes = {}
     for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
@@ -153,43 +146,36 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     return dict(sorted(classes.items())), places
 
 
-def _members_of(given: str, path: str) -> Members:
+def tar_members(path: str, start: int = 0) -> dict[bytes, tuple[int, int]]:
+    """Return name -> offset and length in bytes, of the files in the tar file at byte `start`.
+
+    Raises UserError if it is damaged or holds a link, and OSError if it cannot be read.
+    """
+    members = {}
     try:
         with open(path, "rb") as file:
-            return tar_members(file)
-    except tarfile.ReadError as error:
-        raise UserError(
-            f"{given}: {os.path.basename(path)}: {error}; it may be damaged or compressed: copy it "
-            "again, or pack it again without compression and links (tar --dereference "
-            "--hard-dereference)"
-        ) from None
-
-
-def tar_members(file: BinaryIO, start: int = 0) -> Members:
-    """List the regular files in the tar file at byte `start` of a file.
-
-    Raises tarfile.ReadError if it is damaged or holds a link, and OSError if it cannot be read.
-    """
-    members: Members = {}
-    at = file.seek(start)
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (header := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                at = tar.offset
-                name = posixpath.normpath(os.fsencode(header.name)).lstrip(b"/")
-                if header.isreg():
-                    members[name] = header.offset_data, header.size
-                elif header.islnk() or header.issym():
-                    raise ValueError(f"{header.name} is a link")
-        # tarfile takes a damaged or missing header for the end, which is a block of zeros.
-        file.seek(at)
-        if file.read(BLOCK) != bytes(BLOCK):
-            raise ValueError("no header and no end")
+            at = file.seek(start)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (header := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
+                    at = tar.offset
+                    name = os.path.normpath(os.fsencode(header.name)).lstrip(b"/")
+                    if header.isreg():
+                        members[name] = header.offset_data, header.size
+                    elif header.islnk() or header.issym():
+                        raise ValueError(f"{header.name} is a link")
+            # tarfile takes a damaged or missing header for the end, which is a block of zeros.
+            file.seek(at)
+            if file.read(BLOCK) != bytes(BLOCK):
+                raise ValueError("no header and no end")
     except OSError:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
-        raise tarfile.ReadError(f"cannot be read at byte {at:,}: {error}") from None
+        raise UserError(
+            f"{path}: cannot be read at byte {at:,}: {error}; it may be damaged or compressed: "
+            "download or copy it again, or pack it again without compression and links (tar "
+            "--dereference --hard-dereference)"
+        ) from None
     return members
 
 

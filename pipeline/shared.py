@@ -33,16 +33,19 @@ class SharedArray:
     Attribute `array`: the array; every process that has it sees all writes.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: Any, handle: Any = None) -> None:
+        """`handle`: of memory that another process has allocated; None for new memory."""
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         try:
-            if hasattr(os, "memfd_create"):
+            if handle is not None:
+                self._fd = handle.detach()
+            elif hasattr(os, "memfd_create"):
                 self._fd = os.memfd_create("batches", os.MFD_CLOEXEC)  # closed with this object
             else:
                 with tempfile.TemporaryFile() as file:
                     self._fd = os.dup(file.fileno())
             os.ftruncate(self._fd, size)
-            self._map(shape, dtype)
+            self.array: np.ndarray = np.ndarray(shape, dtype, mmap.mmap(self._fd, 0))
         except OSError as error:
             raise UserError(
                 machine.reached_limit(error)
@@ -56,16 +59,8 @@ class SharedArray:
         shared.array[...] = values
         return shared
 
-    def _map(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.array: np.ndarray = np.ndarray(shape, dtype, mmap.mmap(self._fd, 0))
-
-    def __getstate__(self) -> tuple[Any, tuple[int, ...], str]:
-        return reduction.DupFd(self._fd), self.array.shape, self.array.dtype.str
-
-    def __setstate__(self, state: tuple[Any, tuple[int, ...], str]) -> None:
-        handle, shape, dtype = state
-        self._fd = handle.detach()
-        self._map(shape, dtype)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedArray, (self.array.shape, self.array.dtype, reduction.DupFd(self._fd))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at exit
         # The mapping ends with the last array that uses it; the descriptor does not.

@@ -1,7 +1,6 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
 import os
-import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -58,10 +57,6 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """
     root = os.path.expanduser(data.root or "")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
-    if os.path.isfile(root) and not find_storage(root):
-        folder = re.sub(r"(\.tar)?\.\w+$", "", root)
-        given = f"data.root={root}: not a folder, .tar or .csv file"
-        raise UserError(f"{given}; unpack it, and give the folder, such as data.root={folder}")
     if part := held_out(data):
         if find_storage(val_split):
             remedy = "leave out this key to use it, or move it away"
@@ -69,16 +64,9 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
         train, val = map(index.rows, hold_out(index, part))
         return train, val
-    if not os.path.isdir(root):
-        wrong = "is one file" if find_storage(root) else "no such folder"
-        raise UserError(
-            f"data.root={root}: {wrong}; it must hold train/<class>/* and val/<class>/*, or be one "
-            "tar file or list, with data.val_fraction=0.1 to hold out a tenth of its images"
-        )
     if not find_storage(val_split):  # perhaps one level higher or deeper
-        places = [os.path.dirname(os.path.abspath(root)), *sorted(map(str, Path(root).iterdir()))]
-        for place in places:
-            if all(find_storage(os.path.join(place, name)) for name in (data.train, data.val)):
+        for place in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
+            if all(find_storage(place / name) for name in (data.train, data.val)):
                 raise UserError(f"data.root={root}: holds no {data.val}; give data.root={place}")
     # evaluate.py gives data.val for both, so it comes first.
     val = load_index(val_split, key="data.val")

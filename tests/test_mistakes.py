@@ -23,7 +23,6 @@ from tests.helpers.processes import ROOT, descendants, needs_linux
 from tests.helpers.ranks import Ranks
 from tests.helpers.results import tree
 from tests.helpers.small_run import SMALL_RUN
-from tests.helpers.stored import as_tar
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
@@ -40,7 +39,6 @@ DATA: dict[str, Callable[[Path], object]] = {
         [shutil.move(path, root) for path in (root / "train").iterdir()]
         and [shutil.rmtree(root / split) for split in ("train", "val")]
     ),
-    "a-tar": lambda root: as_tar(root / "train", root / "images.tar"),
     "no-train": lambda root: shutil.rmtree(root / "train"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
@@ -131,7 +129,7 @@ RANK_MISTAKES = {
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
         rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
     ),
-    "import shutil; shutil.rmtree('images')": r"data\.root=images: .*",
+    "import shutil; shutil.rmtree('images')": r"data\.val=images/val: no such folder, .*",
 }
 """What is wrong on rank 1, and the message."""
 

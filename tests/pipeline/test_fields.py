@@ -13,7 +13,7 @@ from conf.schema import UserError
 from pipeline.augment import build
 from pipeline.batch import Batch, Field, channels_first, image_field
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
-from pipeline.build import Datasets
+from pipeline.build import DATASETS, build_datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.ring import LoaderError
@@ -80,8 +80,10 @@ def opened(fields: Callable[[int], Fields], *overrides: str, **changed: Any) -> 
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
     options = ["loader.batch_size=8", "loader.workers=0"]
     config = from_words([*fixed, *options, *overrides])
-    train, val = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE))
-    datasets = Datasets(train, val, ("a", "b"), SIDE, SIDE)
+    splits = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE)), ("a", "b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DATASETS, "fake", lambda *_: splits)
+        datasets = build_datasets(config)
     with open_feed(config, datasets, ALONE) as feed:
         yield feed
 

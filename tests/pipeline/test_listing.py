@@ -119,9 +119,9 @@ def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> Non
     (tmp_path / "train").mkdir()
     for number in range(40):
         write_tar(tmp_path / "train" / f"{number:03d}.tar", f"a/{number:03d}.jpg")
-    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):
-        found = [name for name, _ in content(tmp_path / "train")]
-    assert found == [f"a/{number:03d}.jpg" for number in range(40)]
+    index = load_index(tmp_path / "train", key="data.train")
+    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # as in a worker
+        assert [index.read(i) for i in range(40)] == [b"a/%03d.jpg" % i for i in range(40)]
 
 
 def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
         second = tar.getmembers()[10].offset
     for length in (0, 100, second, second + 100, second + 600, end // 2, end - 1, end):
         damaged.write_bytes(whole[:length])
-        assert f"data.train={damaged}: " in refusal(tmp_path / "train")
+        assert refusal(tmp_path / "train").startswith(f"{damaged}: cannot be read at byte ")
     damaged.write_bytes(whole[:second] + b"\xff" * 10 + whole[second + 10 :])
     assert f"cannot be read at byte {second:,}" in refusal(tmp_path / "train")
     damaged.write_bytes(b"\x1f\x8b" + bytes(2000))

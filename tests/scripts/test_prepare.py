@@ -381,7 +381,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {**PARTS}, "the names of the tar files do not contain train or val; rename them"),
     (NOTHING, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
     (NOTHING, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
-    (NOTHING, {"train.tar": b"no tar"}, "is damaged or incomplete"),
+    (NOTHING, {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
     (NOTHING, {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
     # Shards and Parquet.
     (NOTHING, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),

@@ -3,7 +3,6 @@
 import gzip
 import os
 import shutil
-import tarfile
 import zlib
 from functools import cache
 from tempfile import NamedTemporaryFile
@@ -53,13 +52,8 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
     """
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
-    try:
-        with open(stored, "rb") as file:
-            members = tar_members(file, start)
-    except tarfile.ReadError as error:
-        raise damaged(path, error) from None
     tree: Tree = {}
-    for member, place in members.items():
+    for member, place in tar_members(stored, start).items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
             inner = tree_of_tar(stored, others, place[0])
@@ -77,7 +71,8 @@ def inflated(path: str) -> Any:
 
     Raises UserError: it is damaged.
     """
-    file = NamedTemporaryFile(prefix="prepare-")  # noqa: SIM115 - open until the end
+    suffix = f"-{os.path.basename(path)}"  # for messages
+    file = NamedTemporaryFile(prefix="prepare-", suffix=suffix)  # noqa: SIM115 - open until the end
     try:
         with gzip.open(path) as content:
             shutil.copyfileobj(content, file)
