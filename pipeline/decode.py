@@ -43,7 +43,7 @@ SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 
 
 class UnreadableError(ValueError):
-    """The file of a picture cannot be decoded; says why in one line."""
+    """A file of a picture cannot be read or decoded; says why in one line."""
 
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at

@@ -34,8 +34,8 @@ from conf.schema import RunError
 from pipeline import machine
 from pipeline.batch import Batch
 from pipeline.clock import waited_for_core
-from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
-from pipeline.decode import describe
+from pipeline.dataset import READ_AHEAD, Dataset
+from pipeline.decode import UnreadableError, describe
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
             try:
                 _write(ring, batch, row, dataset.load(epoch, candidate))
                 break
-            except BadImageError as error:
+            except UnreadableError as error:
                 unreadable.append((candidate, str(error)))
             except Exception as error:  # e.g. out of memory: without a reply, `wait` would not end
                 reason = "the file was read; a transform or the dataset failed, see the traceback"
