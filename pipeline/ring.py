@@ -462,7 +462,7 @@ class Loader:
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
-def slots_needed(batch_size: int, workers: int, in_use: int) -> int:
+def slots_needed(batch_size: int, *, workers: int, in_use: int) -> int:
     """Slots that keep every worker busy while `in_use` batches are being copied."""
     in_progress = -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)
     return max(1, in_progress) + 1 + in_use
