@@ -121,7 +121,7 @@ def _of_torchvision(
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
-    except NotImplementedError:  # RegNets read tensors of widths, which the meta device has not
+    except NotImplementedError:  # RegNets compute widths by tensors, which are empty on meta
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())

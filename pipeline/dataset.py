@@ -40,7 +40,7 @@ NOTED = 32  # files that `notes` decodes, if they have 16 bits or an alpha chann
 
 
 class RefusedError(RuntimeError):
-    """The device cannot make a batch from what the workers wrote; they have to make all of it."""
+    """The device cannot make a batch from what the workers wrote; the CPU has to make all of it."""
 
 
 class Dataset(ABC):
@@ -75,7 +75,7 @@ class Dataset(ABC):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
 
-    # Ways to make a sample, the default first: values of loader.decoder that are no CPU decoder.
+    # Ways to make a sample, the default first: values of loader.decoder besides the CPU decoders.
     # loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
     decoder = "none"  # that of the CPU, if there are files of images
@@ -104,7 +104,7 @@ class Dataset(ABC):
         """Make the tensors of a training step from the fields of a batch on the host.
 
         Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
-        RefusedError to get the batch again with fields that workers make completely.
+        RefusedError to get the batch again with fields that the CPU makes completely.
         """
         tensors = {}
         for name, rows in fields.items():
@@ -209,7 +209,7 @@ class FolderDataset(Dataset):
     def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         """Read a sample's file, and return its picture before it is decoded, and other fields.
 
-        A wrapper that leaves transforms to the device defines it anew, with further fields.
+        A wrapper that leaves transforms to the device overrides it, with further fields.
         """
         picture = self.transform(self.open(index), rng)
         return picture, self.targets(index, picture)

@@ -296,7 +296,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def lost(data: bytes) -> tuple[int, bool]:
-    """Return what 8-bit RGB has no place for: the levels of 16-bit grey, and an alpha channel.
+    """Return what a conversion to 8-bit RGB loses: levels of 16-bit grey, and an alpha channel.
 
     Returns the highest level, 0 for other images and for one that cannot be decoded; and whether
     some of its pixels are transparent.

@@ -135,8 +135,7 @@ def open_feed(
     slots = slots_needed(share, workers=most, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
-    start_method, timeout_seconds = loader.start_method, loader.timeout_seconds
-    pool = Pool(rings, start_method=start_method, timeout_seconds=timeout_seconds)
+    pool = Pool(rings, start_method=loader.start_method, timeout_seconds=loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
     val_loader = Loader(pool, 1, val_samples.__getitem__, in_use=in_use)
     train = Prefetcher(train_loader, images, mixing)

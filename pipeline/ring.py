@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
-TASKS_AHEAD = 3  # sent to a worker before its replies to those before: measured on an H200
+TASKS_AHEAD = 3  # most tasks that a worker has and has not replied to: measured on an H200
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
@@ -60,9 +60,9 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 @dataclass(eq=False)
 class Task:
-    """Rows of one slot to fill: they depend on the samples only, so any worker may run it."""
+    """Rows of one slot to fill. They depend on the samples only, so any worker may fill them."""
 
-    ring: int  # position in the pool
+    ring: int  # position of the ring in the pool
     slot: int
     row: int  # the first row
     samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
@@ -405,7 +405,7 @@ class Loader:
     """Batches of one ring, in the sampler's order."""
 
     pool: Pool
-    number: int  # of the ring, in the pool
+    number: int  # position of the ring in the pool
     samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
     in_use: int  # batches that the consumer may still read when it asks for another
 
