@@ -104,8 +104,7 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     if path.suffix == ".safetensors":
         named = safetensors_metadata(path).get("classes", "[]")
     else:
-        plan = content.get("plan")
-        named = json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [], default=str)
+        named = json.dumps(content.get("plan", {}).get("classes", []))
     if named not in ("[]", json.dumps(list(classes))):
         weights = {name: value for name, value in weights.items() if name not in head_of(model)}
     fit_weights(model, weights, origin=origin, new_head=True)

@@ -114,20 +114,16 @@ def _of_torchvision(
     **options: Any,
 ) -> nn.Module:
     from torchvision import models as vision
-    from torchvision.ops import StochasticDepth
 
     if name.startswith("vit_"):
         options["image_size"] = image_size
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
-    except NotImplementedError:  # RegNets read tensors of widths, which the meta device has not
+    except NotImplementedError:  # RegNets compute widths by tensors, which are empty on meta
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())
-    drops = options.get("stochastic_depth_prob", 0) > 0
-    if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
-        raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
     if in_channels != RGB:
         # Each weight of the new first layer is drawn from those of the library, which knows their
         # distribution.

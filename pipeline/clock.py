@@ -31,7 +31,7 @@ class StepTimes(NamedTuple):
     # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.
     copy: float = 0.0
     ranks_wait: float = 0.0  # the step waited for other ranks to have their batches
-    drained: float = 0.0  # of the steps: the GPU had finished all its work before
+    drained: float = 0.0  # of the steps: before they began, the GPU had finished all its work
     core: float = 0.0  # since the last reading, the thread of the steps waited for a CPU core
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
@@ -54,17 +54,17 @@ class StepTimes(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The device did not compute between the steps."""
+        """Share of the time between the steps, in which the device did not compute."""
         return self.data_wait + self.late + (0.0 if self.on_gpu else self.copy)
 
     @property
     def compute(self) -> float:
-        """What remains for the step."""
+        """Share of the time that remains for the step."""
         return max(0.0, 1 - self.idle - self.ranks_wait)
 
     @property
     def busy(self) -> float:
-        """The workers, or what decodes on the device, are busy."""
+        """Share of the time in which the workers, or the decoder on the device, are busy."""
         device = self.copy if self.mode != "cpu" else 0.0
         return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
 
@@ -98,7 +98,7 @@ class BatchEvents:
     begin: Any = None  # the step begins: its batch is ready
     ready: Any = None  # all ranks have their batches
     end: Any = None  # the step has ended
-    drained: bool = False
+    drained: bool = False  # before the step began, the GPU had finished all its work
 
 
 class StepClock:
@@ -127,7 +127,7 @@ class StepClock:
         self.skip()
 
     def skip(self) -> None:
-        """Count the time since the last step, or the beginning of this one, as nothing."""
+        """Leave out the time since the end of the last step, or the beginning of this one."""
         self._idle = self.now()
         if self._current is not None:
             self._current.idle = self._current.begin = self._current.ready = self._idle

@@ -39,12 +39,8 @@ SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 NOTED = 32  # files that `notes` decodes, if they have 16 bits or an alpha channel
 
 
-class BadImageError(RuntimeError):
-    """A file that cannot be read or decoded: names the path and the reason."""
-
-
 class RefusedError(RuntimeError):
-    """The device cannot make a batch from what the workers wrote; they have to make all of it."""
+    """The device cannot make a batch from what the workers wrote; the CPU has to make all of it."""
 
 
 class Dataset(ABC):
@@ -79,7 +75,7 @@ class Dataset(ABC):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
 
-    # Ways to make a sample, the default first: values of loader.decoder that are no CPU decoder.
+    # Ways to make a sample, the default first: values of loader.decoder besides the CPU decoders.
     # loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
     decoder = "none"  # that of the CPU, if there are files of images
@@ -108,7 +104,7 @@ class Dataset(ABC):
         """Make the tensors of a training step from the fields of a batch on the host.
 
         Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
-        RefusedError to get the batch again with fields that workers make completely.
+        RefusedError to get the batch again with fields that the CPU makes completely.
         """
         tensors = {}
         for name, rows in fields.items():
@@ -201,19 +197,19 @@ class FolderDataset(Dataset):
         """Read, decode and augment a sample.
 
         `rng`: of the augmentation, if it is not that of the sample: the frames of a clip have equal
-        ones, two views have different ones. Raises BadImageError if the file cannot be read or
-        decoded; not for an error of a transform.
+        ones, two views have different ones. Raises UnreadableError, with the name of the sample, if
+        the file cannot be read or decoded; not for an error of a transform.
         """
         try:
             picture, others = self.sketch(index, rng or sample_rng(self.seed, epoch, index))
             return {**self.image_fields(picture), **others}
         except UnreadableError as error:
-            raise BadImageError(f"{self.name(index)}: {error}") from error
+            raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         """Read a sample's file, and return its picture before it is decoded, and other fields.
 
-        A wrapper that leaves transforms to the device defines it anew, with further fields.
+        A wrapper that leaves transforms to the device overrides it, with further fields.
         """
         picture = self.transform(self.open(index), rng)
         return picture, self.targets(index, picture)
@@ -225,7 +221,7 @@ class FolderDataset(Dataset):
     def open(self, index: int) -> Picture:
         """Read the header of a file; a subclass may make the picture in another way.
 
-        Raises BadImageError or UnreadableError if it cannot be read.
+        Raises UnreadableError if it cannot be read.
         """
         return decode.open_picture(
             self.read(index), self.decoder, exif_orientation=self.exif_orientation
@@ -235,17 +231,17 @@ class FolderDataset(Dataset):
         """Return the fields of a sample other than its image, which may be decoded later.
 
         `picture`: what `transform` made of the image, so that a mask can follow; see
-        `augment.follow`. Raises BadImageError or UnreadableError if a file cannot be read.
+        `augment.follow`. Raises UnreadableError if a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
     def read(self, index: int) -> bytes:
-        """Return the content of a file. Raises BadImageError if it cannot be read."""
+        """Return the content of a file. Raises UnreadableError if it cannot be read."""
         begun = self._ahead.pop(index, None)
         try:
             return self.index.read(index) if begun is None else begun.result()
         except OSError as error:
-            raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
+            raise UnreadableError(describe(error)) from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         begin = READERS.submit

@@ -43,7 +43,7 @@ SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 
 
 class UnreadableError(ValueError):
-    """The file of a picture cannot be decoded; says why in one line."""
+    """A file of a picture cannot be read or decoded; says why in one line."""
 
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
@@ -296,7 +296,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def lost(data: bytes) -> tuple[int, bool]:
-    """Return what 8-bit RGB has no place for: the levels of 16-bit grey, and an alpha channel.
+    """Return what a conversion to 8-bit RGB loses: levels of 16-bit grey, and an alpha channel.
 
     Returns the highest level, 0 for other images and for one that cannot be decoded; and whether
     some of its pixels are transparent.

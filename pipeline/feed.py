@@ -132,7 +132,7 @@ def open_feed(
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
     in_use = 5 if share <= 2048 else 3  # batches on the device: the step's, and those kept ready
-    slots = slots_needed(share, most, in_use)
+    slots = slots_needed(share, workers=most, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
@@ -165,5 +165,5 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
                 "augment.batch: mixup and cutmix also mix a class number or floating numbers, and "
                 f"other than images, a sample has {', '.join(others) or 'nothing'}; leave them out"
             )
-    classes, seed = len(datasets.classes), config.train.seed
-    return Mixing(transforms, classes, seed, world.rank, world.size, label)
+    part = {"rank": world.rank, "world_size": world.size}
+    return Mixing(transforms, len(datasets.classes), seed=config.train.seed, label=label, **part)

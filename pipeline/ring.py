@@ -34,8 +34,8 @@ from conf.schema import RunError
 from pipeline import machine
 from pipeline.batch import Batch
 from pipeline.clock import waited_for_core
-from pipeline.dataset import READ_AHEAD, BadImageError, Dataset
-from pipeline.decode import describe
+from pipeline.dataset import READ_AHEAD, Dataset
+from pipeline.decode import UnreadableError, describe
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
-TASKS_AHEAD = 3  # sent to a worker before its replies to those before: measured on an H200
+TASKS_AHEAD = 3  # most tasks that a worker has and has not replied to: measured on an H200
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
@@ -63,9 +63,9 @@ START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 
 @dataclass(eq=False)
 class Task:
-    """Rows of one slot to fill: they depend on the samples only, so any worker may run it."""
+    """Rows of one slot to fill. They depend on the samples only, so any worker may fill them."""
 
-    ring: int  # position in the pool
+    ring: int  # position of the ring in the pool
     slot: int
     row: int  # the first row
     samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
@@ -143,7 +143,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
             try:
                 _write(ring, batch, row, dataset.load(epoch, candidate))
                 break
-            except BadImageError as error:
+            except UnreadableError as error:
                 unreadable.append((candidate, str(error)))
             except Exception as error:  # e.g. out of memory: without a reply, `wait` would not end
                 reason = "the file was read; a transform or the dataset failed, see the traceback"
@@ -409,7 +409,7 @@ class Loader:
     """Batches of one ring, in the sampler's order."""
 
     pool: Pool
-    number: int  # of the ring, in the pool
+    number: int  # position of the ring in the pool
     samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
     in_use: int  # batches that the consumer may still read when it asks for another
 
@@ -466,7 +466,7 @@ class Loader:
         self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
-def slots_needed(batch_size: int, workers: int, in_use: int) -> int:
+def slots_needed(batch_size: int, *, workers: int, in_use: int) -> int:
     """Slots that keep every worker busy while `in_use` batches are being copied."""
     in_progress = -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)
     return max(1, in_progress) + 1 + in_use

@@ -8,8 +8,8 @@ each sample exactly once. Resuming needs only the step, and another number of ra
 batch differently.
 
 With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as without, but each of
-its images several times, each time with another augmentation. Where classes are drawn alike, it
-also has as many, and those of a rare class several times.
+its images several times, each time with another augmentation. With classes of equal probability,
+it also has as many, and those of a rare class several times.
 """
 
 from dataclasses import dataclass

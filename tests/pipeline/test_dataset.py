@@ -13,7 +13,8 @@ import pytest
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
-from pipeline.dataset import BadImageError, FolderDataset
+from pipeline.dataset import FolderDataset
+from pipeline.decode import UnreadableError
 from pipeline.index import Folder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops
@@ -85,7 +86,7 @@ def test_transient_read_errors_are_retried(
         failures += [number] * 3
         assert dataset.read(0) == good
     for failures in ([errno.EIO] * 4, [errno.EACCES]):
-        with pytest.raises(BadImageError, match=os.strerror(failures[0])):
+        with pytest.raises(UnreadableError, match=os.strerror(failures[0])):
             dataset.read(0)
 
 

@@ -53,7 +53,7 @@ def open_prefetcher(
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
-    slots = slots_needed(options["local_batch_size"], options["workers"], depth + 1)
+    slots = slots_needed(options["local_batch_size"], workers=options["workers"], in_use=depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
         prefetcher = kind(loader, format, mixing if mixed_by else None)

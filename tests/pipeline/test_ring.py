@@ -15,8 +15,8 @@ import torch
 
 from pipeline.augment import Compose
 from pipeline.batch import Batch
-from pipeline.dataset import READ_AHEAD, BadImageError, FakeDataset, FolderDataset
-from pipeline.decode import Picture
+from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset
+from pipeline.decode import Picture, UnreadableError
 from pipeline.index import Folder
 from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
@@ -131,8 +131,8 @@ def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Folder, "read", lambda *place: places.append(place) or read(*place))
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
-    with pytest.raises(BadImageError, match=rf"^{dataset.name(2)}: "):
-        dataset.read(2)
+    with pytest.raises(UnreadableError, match=rf"^{dataset.name(2)}: FileNotFoundError: "):
+        dataset.load(0, 2)
     assert len(places) == 3
 
 

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from pipeline import decode
-from pipeline.dataset import BadImageError
 from tests.pipeline.loaders import SIZE, crops
 from tests.reliability.odd_images import KINDS, drawn, load_mutated
 
@@ -46,7 +45,7 @@ def test_each_kind_is_trained_or_named(tmp_path: Path) -> None:
                 right = picture.size == whole.shape[1::-1] == verdict and whole.dtype == np.uint8
                 right &= np.array_equal(whole, pillows(files[number]))
                 found = f"trained with {whole.shape}"
-            except BadImageError as error:
+            except decode.UnreadableError as error:
                 found = str(error)
                 named = f"{number:03d}.jpg: " in found and "\n" not in found
                 right = named and isinstance(verdict, str) and verdict in found
