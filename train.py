@@ -122,7 +122,7 @@ def build_step(
     schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
 ) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
-    config, on_gpu = schedule.config, world.device.type == "cuda"
+    config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
@@ -136,8 +136,8 @@ def build_step(
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    disabled_reason = None if on_gpu else "it is only for CUDA"
-    return StepGraph(step_function, before_step, state.clear_gradients, network, disabled_reason)
+    clear_gradients = state.clear_gradients
+    return StepGraph(step_function, before_step, clear_gradients=clear_gradients, network=network)
 
 
 def train_step(
