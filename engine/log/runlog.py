@@ -149,7 +149,7 @@ class RunLog(ExitStack):
             "graph_refused": self.train_on_batch.disabled_reason or "",
             "slowdowns": self.monitor.slowdowns(),
         }
-        return judge(rows, shortest, self.world, self.compute, self.feed, **others)
+        return judge(rows, shortest, self.world, self.feed, **others)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
