@@ -114,8 +114,9 @@ class BestBy:
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""
         if self.name not in names:
+            sign = "-" if self.lower else ""
             raise UserError(
-                f"train.best_by={'-' * self.lower}{self.name}: a validation has no such value; "
+                f"train.best_by={sign}{self.name}: a validation has no such value; "
                 f"give one of {', '.join(names)}, with - in front if lower is better"
                 f"{did_you_mean(self.name, names)}"
             )

@@ -66,7 +66,7 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     `resumes`: the same command resumes an interrupted run.
     """
     step, epoch, rate = (summary[name] for name in ("step", "epoch", "images_per_second"))
-    steps = f"{step:,} step{'s' * (step != 1)}, {epoch:.4g} epoch{'s' * (epoch != 1)}"
+    steps = f"{step:,} step{'' if step == 1 else 's'}, {epoch:.4g} epoch{'' if epoch == 1 else 's'}"
     lines = [
         "",
         f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",

@@ -163,8 +163,8 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         f"storage and {run.core_ms:.1f} ms for a core"
     )
     longest = max(ranks, key=lambda rank: rank.core)
-    exchange = "; a step includes the exchange of gradients" * (len(ranks) > 1)
-    refused = f"; the step is not one CUDA graph: {run.graph_refused}" * bool(run.graph_refused)
+    exchange = "; a step includes the exchange of gradients" if len(ranks) > 1 else ""
+    refused = f"; the step is not one CUDA graph: {run.graph_refused}" if run.graph_refused else ""
     of_cause = {
         "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core",
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
@@ -174,12 +174,13 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         if share >= AS_FAST
         else f"copies and transforms on the GPU run {run.copy:.0%} of the time",
     }
-    part = f", {share:.0%} of the {run.step_rate:,.0f} that it processed alone," * (share < AS_FAST)
+    alone = f", {share:.0%} of the {run.step_rate:,.0f} that it processed alone,"
     hot = max(ranks, key=lambda rank: rank.slowdowns)
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
         f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.data_wait:.1%} of the time for images",
-        f"the step can process {rate_without_waits(run):,.0f} img/s{part} and got {run.rate:,.0f}",
+        f"the step can process {rate_without_waits(run):,.0f} img/s"
+        f"{alone if share < AS_FAST else ''} and got {run.rate:,.0f}",
         of_cause.get(cause, images),
         *([clock] if hot.slowdowns else []),
     ]
