@@ -269,7 +269,7 @@ def validate(
         best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
         state.last = row
         state.best = row if best else state.best
-        log.validated(row, result.names(), result.rows, best=best)
+        log.validated(row, result, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:

@@ -5,7 +5,7 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
-from engine.validation import Rows
+from engine.validation import Validation
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
@@ -159,17 +159,13 @@ class RunLog(ExitStack):
         with self.feed.train.clock.pause():
             yield
 
-    def validated(
-        self, row: dict[str, Any], names: Iterable[str], rows: Rows, *, best: bool
-    ) -> None:
-        """Report a validation: the values that have these names in its row.
-
-        `rows`: those of all samples.
-        """
+    def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
+        """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
-        row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}
-        self.tracker.print(val_line(row, names, self.best_by, self.config.train.epochs, best=best))
-        self._write(row | self._tell(lambda observer: observer.validated(row, rows)))
+        row = row | {"split": "val", "images": result.images, "seconds": seconds}
+        names, epochs = result.names(), self.config.train.epochs
+        self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
+        self._write(row | self._tell(lambda observer: observer.validated(row, result.rows)))
 
     def _report(self) -> None:
         """Write the row of an interval of steps, if one was sent and not yet read."""
