@@ -145,11 +145,7 @@ class RunLog(ExitStack):
     def _verdict(self, first: int, shortest: float) -> list[str]:
         """Judge the rows from the first one on, without those of steps that compile. Collective."""
         rows = [times for times, (starting, _) in self._times[first:] if not starting]
-        others = {
-            "graph_refused": self.train_on_batch.disabled_reason or "",
-            "slowdowns": self.monitor.slowdowns(),
-        }
-        return judge(rows, shortest, self.world, self.feed, **others)
+        return judge(rows, shortest, self.world, self.feed)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -179,6 +175,8 @@ class RunLog(ExitStack):
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
+        refused = self.train_on_batch.disabled_reason or ""
+        times = times._replace(graph_refused=refused, slowdowns=self.monitor.slowdowns())
         starting = skip >= steps
         cold = before * schedule.batch_size < schedule.images
         self._times.append((times, (starting, cold)))

@@ -7,7 +7,6 @@ limits, unless the host delays it.
 
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 from engine.distributed import World
 from pipeline.clock import StepTimes, mean_of
@@ -31,18 +30,13 @@ LARGE_FILES = 80_000
 ENGINES = "input-bound by the GPU's JPEG engines"
 
 
-def judge(
-    rows: Sequence[StepTimes], shortest: float, world: World, feed: Feed, **others: Any
-) -> list[str]:
-    """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective.
-
-    `others`: what this rank knows in addition to the clock, such as `slowdowns`.
-    """
+def judge(rows: Sequence[StepTimes], shortest: float, world: World, feed: Feed) -> list[str]:
+    """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective."""
     times = None
     if sum(row.seconds for row in rows) >= shortest:
         who = f"rank {world.rank}" if world.size > 1 else "the training process"
         name = f"{who} on {socket.gethostname()}"
-        times = mean_of(rows)._replace(name=name, **others)
+        times = mean_of(rows)._replace(name=name)
     ranks = [rank for rank in world.all_gather(times) if rank is not None]
     if len(ranks) < world.size:
         return []

@@ -133,14 +133,14 @@ def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
     """A row of 30 s counts three times one of 10 s."""
     rows = []
     for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
-        others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share}
-        rows.append(lasting(seconds, data_wait=share, on_gpu=True, **others))
-    judge(rows, 3.0, ALONE, feed, slowdowns="board limit", step_rate=50.0)
+        others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share, "step_rate": 50.0}
+        rows.append(lasting(seconds, data_wait=share, on_gpu=True, slowdowns=str(share), **others))
+    judge(rows, 3.0, ALONE, feed)
     (found,) = judged
     figures = [found.data_wait, found.late, found.copy, found.copy_ms]
     assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
     assert found.rate == pytest.approx(128 / 40)
-    assert (found.slowdowns, found.step_rate, found.workers) == ("board limit", 50.0, 0)
+    assert (found.slowdowns, found.step_rate, found.workers) == ("0.5", 50.0, 0)  # the newest
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
