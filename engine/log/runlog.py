@@ -149,8 +149,7 @@ class RunLog(ExitStack):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the block out of images/s and of the time of a step. Waits for the current step."""
-        self.feed.train.clock.end_step()
+        """Leave the block out of images/s and of the time of a step."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
             yield
