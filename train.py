@@ -93,7 +93,7 @@ def train(config: Config) -> dict[str, Any]:
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
         tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
-        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker))
+        log = RunLog(schedule, compute, feed, train_on_batch, run, state, tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.

@@ -6,7 +6,7 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,9 +36,12 @@ from pipeline.feed import Feed
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
 
-@dataclass(eq=False)
-class RunLog(ExitStack):
-    """Reports a run while the loop trains, from the first step to the last."""
+@dataclass
+class RunLog:
+    """Reports a run while the loop trains, from the first step to the last.
+
+    The tracker, which it uses for all output, also ends the observers and the monitor of the GPU.
+    """
 
     schedule: Schedule
     compute: Compute
@@ -49,7 +52,6 @@ class RunLog(ExitStack):
     tracker: Tracker
 
     def __post_init__(self) -> None:
-        super().__init__()
         self.world, self.config = self.run.world, self.run.config
         self.datasets = self.feed.datasets
         self.best_by = BestBy.of(self.config.train.best_by)
@@ -60,20 +62,15 @@ class RunLog(ExitStack):
         self._judged = 0  # how many of these rows are of epochs that were judged
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
-        self._first_step, self._entered = self.state.step, 0.0  # time.monotonic()
+        self._first_step = self.state.step
         self._cause = ""  # what limited the newest epoch that was judged
         self._observers: list[tuple[str, Observer]] = []
-        self.monitor = GpuMonitor(self.world.device)
-        # time.monotonic() at which the console says that training goes on, if no row has
-        self._line_due = math.inf
-
-    def __enter__(self) -> "RunLog":
         self.world.on_rank_0(self._start_observers)
-        self.enter_context(self.monitor)
+        self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
-        self._entered = time.monotonic()
-        self._line_due = self._entered + FIRST_LINE_SECONDS
-        return self
+        self._began = time.monotonic()
+        # time.monotonic() at which the console says that training goes on, if no row has
+        self._line_due = self._began + FIRST_LINE_SECONDS
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -220,7 +217,7 @@ class RunLog(ExitStack):
             "history": state.history,
             "params_sha256": params_sha256(state.model),
             "seconds": time.monotonic() - started,
-            "seconds_to_first_step": self._entered - started,
+            "seconds_to_first_step": self._began - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
