@@ -312,8 +312,8 @@ def build_parts(
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
         datasets = build_datasets(config, world.device, stored.get("pixels"))
         schedule = make_schedule(config, len(datasets.train), world, stored)
-        steps, images = schedule.stop_step, schedule.local_batch_size
-        compute = choose_compute(config, datasets, world.device, steps, images)
+        steps, size = schedule.stop_step, schedule.local_batch_size
+        compute = choose_compute(config, datasets, world.device, steps=steps, local_batch_size=size)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         return datasets, schedule, compute, loss_fn, build_state(config, datasets, compute, world)
