@@ -144,8 +144,6 @@ def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
-
-
 STORAGE, DECODE = "input-bound by storage", "input-bound by decode"
 RE_ENCODE, CORES = "re-encode the images once with scr", "use a machine with more CPU cores"
 
