@@ -93,7 +93,7 @@ def train(config: Config) -> dict[str, Any]:
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
         tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
         run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
-        log = enter(RunLog(schedule, compute, feed, train_on_batch, run, state, tracker))
+        log = RunLog(schedule, compute, feed, train_on_batch, run, state, tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # A signal prevented the validation of this step, or its result was for other data.
@@ -122,7 +122,7 @@ def build_step(
     schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
 ) -> StepGraph:
     """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
-    config, on_gpu = schedule.config, world.device.type == "cuda"
+    config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
@@ -136,8 +136,8 @@ def build_step(
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    disabled_reason = None if on_gpu else "it is only for CUDA"
-    return StepGraph(step_function, before_step, state.clear_gradients, network, disabled_reason)
+    clear_gradients = state.clear_gradients
+    return StepGraph(step_function, before_step, clear_gradients=clear_gradients, network=network)
 
 
 def train_step(
@@ -269,7 +269,7 @@ def validate(
         best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
         state.last = row
         state.best = row if best else state.best
-        log.validated(row, result.names(), result.rows, best=best)
+        log.validated(row, result, best=best)
 
 
 def save(state: TrainState, run: Run, log: RunLog) -> None:
@@ -312,8 +312,8 @@ def build_parts(
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
         datasets = build_datasets(config, world.device, stored.get("pixels"))
         schedule = make_schedule(config, len(datasets.train), world, stored)
-        steps, images = schedule.stop_step, schedule.local_batch_size
-        compute = choose_compute(config, datasets, world.device, steps, images)
+        steps, size = schedule.stop_step, schedule.local_batch_size
+        compute = choose_compute(config, datasets, world.device, steps=steps, local_batch_size=size)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         return datasets, schedule, compute, loss_fn, build_state(config, datasets, compute, world)

@@ -68,20 +68,21 @@ def add_values(tables: Iterable[str]) -> None:
         METRICS.update(import_object(name, "log.values"))
 
 
-def averaged(rows: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the rows to average: not those that only a `compute` takes."""
+def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float | Tensor]]:
+    """Return what computes each value of a validation, by name: a `compute`, or the mean of a row.
+
+    A `compute` needs all of its rows. Rows that only a `compute` takes are not averaged.
+    """
     inputs = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
-    floats = [name for name, row in rows.items() if row.ndim == 1 and row.is_floating_point()]
-    return [name for name in floats if name in METRICS or name not in inputs]
-
-
-def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float]]:
-    """Return what computes the values that have a `compute` and all of its rows, by name."""
-    return {
-        name: partial(metric.compute, *(rows[row] for row in metric.rows))
-        for name, metric in METRICS.items()
-        if metric.compute and rows.keys() >= set(metric.rows)
+    values: dict[str, Callable[[], float | Tensor]] = {
+        name: partial(torch.mean, row, dtype=torch.float64)
+        for name, row in rows.items()
+        if row.ndim == 1 and row.is_floating_point() and (name in METRICS or name not in inputs)
     }
+    for name, metric in METRICS.items():
+        if metric.compute and rows.keys() >= set(metric.rows):
+            values[name] = partial(metric.compute, *(rows[row] for row in metric.rows))
+    return values
 
 
 def metric_of(name: str) -> Metric:
@@ -114,8 +115,9 @@ class BestBy:
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""
         if self.name not in names:
+            sign = "-" if self.lower else ""
             raise UserError(
-                f"train.best_by={'-' * self.lower}{self.name}: a validation has no such value; "
+                f"train.best_by={sign}{self.name}: a validation has no such value; "
                 f"give one of {', '.join(names)}, with - in front if lower is better"
                 f"{did_you_mean(self.name, names)}"
             )

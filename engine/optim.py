@@ -125,11 +125,9 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
     Selected by the type of the module. Names do not identify biases and norms. Class tokens,
     position embeddings, bias tables and layer scales have as many dimensions as weights.
     """
-    weights: set[Tensor | None] = set()
+    weights: set[Tensor] = set()
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-            weights.add(module.weight)
-        elif isinstance(module, nn.MultiheadAttention):  # one projection weight, or three
-            weights |= {module.in_proj_weight, module.q_proj_weight}
-            weights |= {module.k_proj_weight, module.v_proj_weight}
-    return {weight for weight in weights if weight is not None}
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
+            named = module.named_parameters(recurse=False)  # such as q_proj_weight of an attention
+            weights |= {parameter for name, parameter in named if name.endswith("weight")}
+    return weights

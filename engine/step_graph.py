@@ -49,10 +49,11 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     # would be added to those of the next step.
     clear_gradients: Callable[[], None]
     network: nn.Module  # what is trained; more steps precede a capture if it is DDP
-    disabled_reason: str | None = None  # why no graph is captured; set if a capture fails
 
     def __post_init__(self) -> None:
         has_ddp = isinstance(self.network, DistributedDataParallel)
+        on_gpu = next(self.network.parameters()).is_cuda
+        self.disabled_reason = None if on_gpu else "it is only for CUDA"  # why there is no graph
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps = 0  # before a capture

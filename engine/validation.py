@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import models
-from engine.compute import longest_float
 from engine.distributed import World
-from engine.metrics import averaged, computed
+from engine.metrics import computed
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-`engine.metrics.averaged` selects those that are averaged over the split."""
+`engine.metrics.computed` makes the values of a validation from them."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
@@ -25,17 +24,15 @@ class Validation(NamedTuple):
     """The result of one network on the whole split; the same on every rank."""
 
     images: int  # number of samples
-    means: dict[str, float]  # of the values that `averaged` selects
     rows: Rows  # on the CPU
 
     def names(self) -> list[str]:
         """Return the names of `values`."""
-        return [*(self.means | computed(self.rows))]
+        return [*computed(self.rows)]
 
     def values(self) -> dict[str, float]:
-        """Return the means, and what `Metric.compute` gives for the rows."""
-        others = computed(self.rows).items()
-        return self.means | {name: float(compute()) for name, compute in others}
+        """Return the means of the rows, and what `Metric.compute` gives for them."""
+        return {name: float(compute()) for name, compute in computed(self.rows).items()}
 
 
 @torch.no_grad()
@@ -64,25 +61,20 @@ def evaluate(
 
 
 def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> Validation:
-    """Average the values of all ranks and gather their rows, those in `masks`. Collective."""
-    names = world.on_rank_0(lambda: averaged(batches[0]) if batches else [])  # a rank may have none
-    sums = torch.zeros(1 + len(names), dtype=longest_float(world.device), device=world.device)
+    """Gather the rows in `masks` of all ranks, in the order of the split. Collective."""
     columns: dict[str, list[Tensor]] = {}
     for values, valid in zip(batches, masks, strict=True):
-        batch_sums = [values[name].float().where(valid, 0).sum() for name in names]
-        sums += torch.stack([valid.sum(), *batch_sums])
         for name, value in values.items():
             columns.setdefault(name, []).append(value[valid])
-    images, *totals = world.sum(sums).tolist()
-    means = {name: total / max(images, 1) for name, total in zip(names, totals, strict=True)}
     shares = world.all_gather({name: torch.cat(tensors).cpu() for name, tensors in columns.items()})
+    images = sum(max(map(len, share.values()), default=0) for share in shares)
     rows: Rows = {}
     for rank, share in enumerate(shares):
         for name, column in share.items():
             if name not in rows:
-                rows[name] = column.new_empty(int(images), *column.shape[1:])
+                rows[name] = column.new_empty(images, *column.shape[1:])
             rows[name][rank :: world.size] = column  # as pipeline.sampler.val_batches deals them
-    return Validation(int(images), means, rows)
+    return Validation(images, rows)
 
 
 def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iterator[Batch]:

@@ -10,14 +10,7 @@ from engine.metrics import BestBy, metric_of, shown
 
 def header(by: BestBy) -> str:
     """Return the names of the columns."""
-    return (
-        f"{'epoch':>10} {'step':>9} {'loss':>8} {_title(by):>7} {'img/s':>8} {'wait %':>6} "
-        f"{'lr':>9} {'left':>8}"
-    )
-
-
-def _title(by: BestBy) -> str:
-    return by.name + metric_of(by.name).unit
+    return _columns(by, "epoch", "step", "loss", _title(by), "img/s", "wait %", "lr", "left")
 
 
 def train_line(
@@ -27,10 +20,9 @@ def train_line(
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
     followed = _visible(key for key in values if key not in ("top5", by.name))  # short, so no top5
     others = [f"  {shown(key, values[key])}" for key in followed]
-    return (
-        f"{_progress(row, by, epochs)} {row['images_per_second']:>8,.0f} {100 * waited:>6.1f} "
-        f"{row['lr']:>9.3g} {duration(row['seconds_left']):>8}{''.join(others)}"
-    )
+    speed = f"{row['images_per_second']:,.0f}", f"{100 * waited:.1f}"
+    rest = f"{row['lr']:.3g}", duration(row["seconds_left"])
+    return _columns(by, *_progress(row, by, epochs), *speed, *rest) + "".join(others)
 
 
 def val_line(
@@ -42,7 +34,8 @@ def val_line(
     parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
     raw = [shown(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
     text = ", ".join(parts) + (f"; raw model: {', '.join(raw)}" if raw else "")
-    return f"{_progress(row, by, epochs)} validation: {text}{'  best so far' if best else ''}"
+    text += "  best so far" if best else ""
+    return _columns(by, *_progress(row, by, epochs), f"validation: {text}")
 
 
 def _visible(names: Iterable[str]) -> list[str]:
@@ -50,12 +43,21 @@ def _visible(names: Iterable[str]) -> list[str]:
     return [name for name in names if name != "loss" and metric_of(name).console]
 
 
-def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> str:
-    """Return the columns of both kinds of lines. A task may have no `loss` in its validation."""
-    width, form = max(7, len(_title(by))), metric_of(by.name).form
+def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> tuple[str, str, str, str]:
+    """Return the cells of both kinds of lines. A task may have no `loss` in its validation."""
     loss = f"{row['loss']:.4f}" if "loss" in row else ""
-    value = f"{row[by.name]:{form}}" if by.name in row else ""
-    return f"{row['epoch']:>6.2f}/{epochs:<3g} {row['step']:>9,} {loss:>8} {value:>{width}}"
+    value = f"{row[by.name]:{metric_of(by.name).form}}" if by.name in row else ""
+    return f"{row['epoch']:.2f}/{epochs:<3g}", f"{row['step']:,}", loss, value
+
+
+def _columns(by: BestBy, *cells: str) -> str:
+    """Align the cells of a line; the last one may be longer than its column."""
+    widths = (10, 9, 8, max(7, len(_title(by))), 8, 6, 9, 8)
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
+
+
+def _title(by: BestBy) -> str:
+    return by.name + metric_of(by.name).unit
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
@@ -64,7 +66,7 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     `resumes`: the same command resumes an interrupted run.
     """
     step, epoch, rate = (summary[name] for name in ("step", "epoch", "images_per_second"))
-    steps = f"{step:,} step{'s' * (step != 1)}, {epoch:.4g} epoch{'s' * (epoch != 1)}"
+    steps = f"{step:,} step{'' if step == 1 else 's'}, {epoch:.4g} epoch{'' if epoch == 1 else 's'}"
     lines = [
         "",
         f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",

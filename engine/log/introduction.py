@@ -35,10 +35,10 @@ def introduce(
     ]
     if run.resumed is not None:
         name = run.resumed if run.is_first_start else run.resumed.name
-        done = ", and no step is left to do" * (state.step >= schedule.stop_step)
+        done = ", and no step is left to do" if state.step >= schedule.stop_step else ""
         lines.append(f"state    resumed from {name}{done}")
     if run.finished_summary is not None:
-        more = "a larger train.max_steps to continue, " * (state.step < schedule.steps)
+        more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
         lines += [
             f"this run is finished after step {state.step:,}: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory",
@@ -62,8 +62,8 @@ def facts(
         steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"
     if schedule.micro_batches > 1:
         steps += f" in {schedule.micro_batches} micro-batches of {part}"
-    epochs = config.train.epochs
-    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs:g} epoch{'s' * (epochs != 1)}"
+    epochs = f"{config.train.epochs:g} epoch{'' if config.train.epochs == 1 else 's'}"
+    steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs}"
     if (every := config.train.validate_every_epochs) != 1:
         steps += f", validated after every {every:g}"
     if schedule.stop_step < schedule.steps:
@@ -76,7 +76,7 @@ def facts(
         f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
     )
     layout = ", channels_last" if compute.channels_last else ""
-    slow = " (takes minutes at the first start)" * (compute.compile != "off")
+    slow = "" if compute.compile == "off" else " (takes minutes at the first start)"
     yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{slow}"
 
 

@@ -5,8 +5,8 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
-from engine.validation import Rows
+from engine.validation import Validation
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
@@ -36,9 +36,12 @@ from pipeline.feed import Feed
 FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
 
 
-@dataclass(eq=False)
-class RunLog(ExitStack):
-    """Reports a run while the loop trains, from the first step to the last."""
+@dataclass
+class RunLog:
+    """Reports a run while the loop trains, from the first step to the last.
+
+    The tracker, which it uses for all output, also ends the observers and the monitor of the GPU.
+    """
 
     schedule: Schedule
     compute: Compute
@@ -49,7 +52,6 @@ class RunLog(ExitStack):
     tracker: Tracker
 
     def __post_init__(self) -> None:
-        super().__init__()
         self.world, self.config = self.run.world, self.run.config
         self.datasets = self.feed.datasets
         self.best_by = BestBy.of(self.config.train.best_by)
@@ -60,20 +62,15 @@ class RunLog(ExitStack):
         self._judged = 0  # how many of these rows are of epochs that were judged
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
-        self._first_step, self._entered = self.state.step, 0.0  # time.monotonic()
+        self._first_step = self.state.step
         self._cause = ""  # what limited the newest epoch that was judged
         self._observers: list[tuple[str, Observer]] = []
-        self.monitor = GpuMonitor(self.world.device)
-        # time.monotonic() at which the console says that training goes on, if no row has
-        self._line_due = math.inf
-
-    def __enter__(self) -> "RunLog":
         self.world.on_rank_0(self._start_observers)
-        self.enter_context(self.monitor)
+        self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
-        self._entered = time.monotonic()
-        self._line_due = self._entered + FIRST_LINE_SECONDS
-        return self
+        self._began = time.monotonic()
+        # time.monotonic() at which the console says that training goes on, if no row has
+        self._line_due = self._began + FIRST_LINE_SECONDS
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -145,31 +142,22 @@ class RunLog(ExitStack):
     def _verdict(self, first: int, shortest: float) -> list[str]:
         """Judge the rows from the first one on, without those of steps that compile. Collective."""
         rows = [times for times, (starting, _) in self._times[first:] if not starting]
-        others = {
-            "graph_refused": self.train_on_batch.disabled_reason or "",
-            "slowdowns": self.monitor.slowdowns(),
-        }
-        return judge(rows, shortest, self.world, self.compute, self.feed, **others)
+        return judge(rows, shortest, self.world, self.feed)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the block out of images/s and of the time of a step. Waits for the current step."""
-        self.feed.train.clock.end_step()
+        """Leave the block out of images/s and of the time of a step."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
             yield
 
-    def validated(
-        self, row: dict[str, Any], names: Iterable[str], rows: Rows, *, best: bool
-    ) -> None:
-        """Report a validation: the values that have these names in its row.
-
-        `rows`: those of all samples.
-        """
+    def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
+        """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
-        row = row | {"split": "val", "images": len(self.datasets.val), "seconds": seconds}
-        self.tracker.print(val_line(row, names, self.best_by, self.config.train.epochs, best=best))
-        self._write(row | self._tell(lambda observer: observer.validated(row, rows)))
+        row = row | {"split": "val", "images": result.images, "seconds": seconds}
+        names, epochs = result.names(), self.config.train.epochs
+        self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
+        self._write(row | self._tell(lambda observer: observer.validated(row, result.rows)))
 
     def _report(self) -> None:
         """Write the row of an interval of steps, if one was sent and not yet read."""
@@ -183,6 +171,8 @@ class RunLog(ExitStack):
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
+        refused = self.train_on_batch.disabled_reason or ""
+        times = times._replace(graph_refused=refused, slowdowns=self.monitor.slowdowns())
         starting = skip >= steps
         cold = before * schedule.batch_size < schedule.images
         self._times.append((times, (starting, cold)))
@@ -227,7 +217,7 @@ class RunLog(ExitStack):
             "history": state.history,
             "params_sha256": params_sha256(state.model),
             "seconds": time.monotonic() - started,
-            "seconds_to_first_step": self._entered - started,
+            "seconds_to_first_step": self._began - started,
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,

@@ -6,10 +6,8 @@ limits, unless the host delays it.
 """
 
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from engine.compute import Compute
 from engine.distributed import World
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
@@ -32,59 +30,51 @@ LARGE_FILES = 80_000
 ENGINES = "input-bound by the GPU's JPEG engines"
 
 
-def judge(
-    rows: Sequence[StepTimes],
-    shortest: float,
-    world: World,
-    compute: Compute,
-    feed: Feed,
-    **others: Any,
-) -> list[str]:
-    """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective.
-
-    `others`: what this rank knows in addition to the clock, such as `slowdowns`.
-    """
+def judge(rows: Sequence[StepTimes], shortest: float, world: World, feed: Feed) -> list[str]:
+    """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective."""
     times = None
     if sum(row.seconds for row in rows) >= shortest:
         who = f"rank {world.rank}" if world.size > 1 else "the training process"
         name = f"{who} on {socket.gethostname()}"
-        times = mean_of(rows)._replace(name=name, **others)
+        times = mean_of(rows)._replace(name=name)
     ranks = [rank for rank in world.all_gather(times) if rank is not None]
-    return verdict(ranks, remedies(compute, feed)) if len(ranks) == world.size else []
+    if len(ranks) < world.size:
+        return []
+    cause, finding = verdict(ranks)
+    helps = remedies(cause, feed)
+    return [finding, f"Remedies: {'; '.join(helps)}."] if helps else [finding]
 
 
-def remedies(compute: Compute, feed: Feed) -> dict[str, list[str]]:
-    """Return what helps against each cause, as far as it applies to this run."""
+def remedies(cause: str, feed: Feed) -> list[str]:
+    """Return what helps against a cause, as far as it applies to this run."""
     loader, dataset = feed.config.loader, feed.datasets.train
     typed = {loader.workers, loader.decoder} != {"auto"}
-    if compute.device.type != "cuda":  # where auto measures nothing: these may be its values
+    if not feed.train.cuda:  # where auto measures nothing: these may be its values
         typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
-    auto = ["set loader.workers=auto and loader.decoder=auto in a new run"] * typed
-    compiler = ["install a C compiler for loader.decoder=region"] * (dataset.decoder == "pillow")
+    no_compiler = dataset.decoder == "pillow" and not typed
     large = dataset.mean_bytes() > LARGE_FILES
-    smaller = ["re-encode the images once with scripts/prepare.py --side 352"] * large
-    decode = [*(auto or compiler), *smaller, "use a machine with more CPU cores"]
-    end = "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
-    return {
-        **dict.fromkeys(("input-bound by decode", "input-bound by loading", ENGINES), decode),
-        "input-bound by storage": ["move the images to faster storage", *auto, *smaller],
-        "input-bound by CPU cores": [end, *decode],
-        "core-bound": [end, *decode],
-        "copy-bound": ["use more PCIe lanes"],
-        "launch-bound": ["raise loader.batch_size"],
-        **{cause: [] for cause in ("input-bound by the hand-off", "compute-bound")},
+    storage = cause == "input-bound by storage"
+    core = cause in ("input-bound by CPU cores", "core-bound")
+    decode = core or cause in ("input-bound by decode", "input-bound by loading", ENGINES)
+    files = decode or storage
+    known = {  # remedy -> whether it helps
+        "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS": core,
+        "move the images to faster storage": storage,
+        "set loader.workers=auto and loader.decoder=auto in a new run": files and typed,
+        "install a C compiler for loader.decoder=region": decode and no_compiler,
+        "re-encode the images once with scripts/prepare.py --side 352": files and large,
+        "use a machine with more CPU cores": decode,
+        "use more PCIe lanes": cause == "copy-bound",
+        "raise loader.batch_size": cause == "launch-bound",
     }
+    return [remedy for remedy, helps in known.items() if helps]
 
 
-def verdict(ranks: Sequence[StepTimes], known: Mapping[str, list[str]]) -> list[str]:
-    """Name the cause that costs most, with its figures, and what to change.
-
-    `known`: from `remedies`.
-    """
+def verdict(ranks: Sequence[StepTimes]) -> tuple[str, str]:
+    """Return the name of the cause that costs most, and a sentence with its figures."""
     run = combined(ranks)
     cause = cause_of(run, ranks)
-    finding = f"{cause}: {'; '.join(figures(cause, run, ranks))}."
-    return [finding, *([f"Remedies: {'; '.join(known[cause])}."] if known[cause] else [])]
+    return cause, f"{cause}: {'; '.join(figures(cause, run, ranks))}."
 
 
 def combined(ranks: Sequence[StepTimes]) -> StepTimes:
@@ -167,8 +157,8 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         f"storage and {run.core_ms:.1f} ms for a core"
     )
     longest = max(ranks, key=lambda rank: rank.core)
-    exchange = "; a step includes the exchange of gradients" * (len(ranks) > 1)
-    refused = f"; the step is not one CUDA graph: {run.graph_refused}" * bool(run.graph_refused)
+    exchange = "; a step includes the exchange of gradients" if len(ranks) > 1 else ""
+    refused = f"; the step is not one CUDA graph: {run.graph_refused}" if run.graph_refused else ""
     of_cause = {
         "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core",
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
@@ -178,12 +168,13 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         if share >= AS_FAST
         else f"copies and transforms on the GPU run {run.copy:.0%} of the time",
     }
-    part = f", {share:.0%} of the {run.step_rate:,.0f} that it processed alone," * (share < AS_FAST)
+    alone = f", {share:.0%} of the {run.step_rate:,.0f} that it processed alone,"
     hot = max(ranks, key=lambda rank: rank.slowdowns)
     clock = f"{hot.name} has lowered the clock of its GPU ({hot.slowdowns}): check its cooling"
     return [
         f"the {'GPU' if run.on_gpu else 'CPU'} waited {run.data_wait:.1%} of the time for images",
-        f"the step can process {rate_without_waits(run):,.0f} img/s{part} and got {run.rate:,.0f}",
+        f"the step can process {rate_without_waits(run):,.0f} img/s"
+        f"{alone if share < AS_FAST else ''} and got {run.rate:,.0f}",
         of_cause.get(cause, images),
         *([clock] if hot.slowdowns else []),
     ]

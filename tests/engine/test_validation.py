@@ -58,12 +58,12 @@ def test_result_does_not_depend_on_the_batch_size(
     logits = model.eval()(images)
     places = logits.argsort(1, descending=True).eq(labels[:, None]).int().argmax(1)
     assert found.images == IMAGES
-    means = found.means
-    assert means["top1"] == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
-    assert means["top5"] == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
+    values = found.values()
+    assert values["top1"] == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
+    assert values["top5"] == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
     loss = nn.functional.cross_entropy(logits, labels).item()
-    assert means["loss"] == pytest.approx(loss, rel=1e-5)
-    assert 0 < means["top1"] < means["top5"] < 100
+    assert values["loss"] == pytest.approx(loss, rel=1e-5)
+    assert 0 < values["top1"] < values["top5"] < 100
     rows = found.rows
     assert torch.equal(rows["label"], labels)
     assert torch.equal(rows["prediction"], logits.argmax(1))

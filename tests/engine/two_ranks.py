@@ -138,7 +138,7 @@ def check_memory(world: World) -> None:
         return toy_loss(network, batch)
 
     step_function = partial(train_step, state, network, loss, lr=0.5)
-    graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network, "CPU")
+    graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network)
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))

@@ -1,6 +1,5 @@
 """The cause that limits a run, for measured numbers of each rank."""
 
-from collections import defaultdict
 from typing import Any
 
 
@@ -16,7 +15,7 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
             values |= {"mode": values["decoder"], "decoder": "region"}
         values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
         measured.append(StepTimes(**values))
-    return verdict(measured, defaultdict(list))[0].partition(":")[0]
+    return verdict(measured)[0]
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
