@@ -103,5 +103,5 @@ def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
         def all_gather(self, value: Any) -> list[Any]:
             return [value, ("cpu",) if isinstance(value, tuple) else value]
 
-    world = BesideAnotherMachine(0, 2, 0, 2, torch.device("cpu"))
+    world = BesideAnotherMachine(0, 2, 2, torch.device("cpu"))
     assert {mode for mode, _ in tune(20_000, SPEED, world=world)[2]} == {"cpu"}
