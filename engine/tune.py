@@ -47,8 +47,7 @@ PROBE_WORKERS, PROBE_IMAGES = 2, 512  # how many, and on how many images they ar
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
-LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
-MAX_TRIALS = 3  # of each mode
+MODE_SECONDS = 5.0  # of the trials of a mode, after which no other one begins
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
@@ -134,7 +133,6 @@ class Tuner:
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
     probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
-    deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: list[StepTimes] = field(default_factory=list)  # in their order
 
     def measure(self) -> dict[str, Any]:
@@ -143,7 +141,6 @@ class Tuner:
         for _ in range(FIRST_STEPS):  # these may compile
             self.train_on_batch(resident)
         began = time.perf_counter()
-        self.deadline = began + LATE_SECONDS
         self.probe, self.feed.step_rate = self.measure_worker(), self.measure_step(resident)
         self.search()
         trial = best_trial(self.trials)
@@ -189,9 +186,7 @@ class Tuner:
         if mode == "cpu":
             workers = min(workers, math.ceil(MARGIN * demand / per_worker))
         tried: dict[int, StepTimes] = {}  # by number of workers
-        while workers not in tried and len(tried) < MAX_TRIALS:
-            if tried and not self.world.on_rank_0(lambda: time.perf_counter() < self.deadline):
-                break
+        while workers not in tried and sum(t.seconds for t in tried.values()) < MODE_SECONDS:
             rate = min(demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
