@@ -52,7 +52,6 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
-MISJUDGED = 1.3  # a probe of two workers is wrong by up to this factor
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor of a rate that is worth more workers
 SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
@@ -181,7 +180,7 @@ class Tuner:
         dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if top and min(demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
+        if min(demand, device + workers * per_worker) <= PAYS * top:
             return
         if mode == "cpu":
             workers = min(workers, math.ceil(MARGIN * demand / per_worker))
