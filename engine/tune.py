@@ -54,7 +54,6 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 SHARED_MARGIN = 1.25
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor of a rate that is worth more workers
-SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
@@ -293,9 +292,7 @@ def slowed(trial: StepTimes) -> bool:
 
 def is_enough(trial: StepTimes) -> bool:
     """Whether CPU workers keep the step busy, without taking the cores that it needs."""
-    keeps_up = trial.data_wait <= TOLERANCE and not slowed(trial)
-    spare = trial.workers * trial.per_worker >= SPARE * trial.rate
-    return trial.mode == "cpu" and keeps_up and spare
+    return trial.mode == "cpu" and trial.data_wait <= TOLERANCE and not slowed(trial)
 
 
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
