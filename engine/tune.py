@@ -298,14 +298,13 @@ def is_enough(trial: StepTimes) -> bool:
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     """Return the trial of the fastest mode, with the fewest workers that make it so.
 
-    The CPU mode if it is enough and as fast, because its pixels are exact.
+    The CPU mode if it is as fast, because its pixels are exact.
     """
     fastest = max(trials, key=lambda trial: trial.rate)
-    exact = [trial for trial in trials if trial.mode == "cpu"]
-    as_fast = [trial for trial in exact if trial.rate * PAYS >= fastest.rate]
-    if fastest.mode == "cpu" or any(is_enough(trial) for trial in as_fast):
-        return min(as_fast, key=lambda trial: trial.workers)
-    return fastest  # fewer workers would take more of the device
+    as_fast = [trial for trial in trials if trial.rate * PAYS >= fastest.rate]
+    exact = [trial for trial in as_fast if trial.mode == "cpu"]
+    # In other modes, fewer workers would take more of the device.
+    return min(exact, key=lambda trial: trial.workers, default=fastest)
 
 
 def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
