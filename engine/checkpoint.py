@@ -113,17 +113,12 @@ def find_checkpoint(path: str | Path) -> Path:
     return candidates[-1]
 
 
-def intact(path: Path) -> bool:
-    """Return whether a file is a zip file whose CRC-32 sums fit: torch.load does not check them."""
-    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
-        return file.testzip() is None
-    return False
-
-
 def verify(path: Path) -> None:
-    """Raise CheckpointError if a file that torch.load has read is damaged all the same."""
-    if not intact(path):
-        raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
+    """Raise CheckpointError unless the CRC-32 sums of a file fit: torch.load does not check them."""
+    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
+        if file.testzip() is None:
+            return
+    raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
@@ -131,15 +126,16 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
     Raises CheckpointError if all are damaged, and what `load` raises.
     """
-    newest = next(filter(intact, paths), None)
-    if newest is None:
-        raise CheckpointError(
-            f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
-            "checkpoint.resume=never"
-        )
-    if newest != paths[0]:
-        logger.warning("%s: damaged; continuing from %s instead", paths[0], newest.name)
-    return newest, load(newest, verified=True)
+    for path in paths:
+        with suppress(CheckpointError):
+            verify(path)
+            if path != paths[0]:
+                logger.warning("%s: damaged; continuing from %s instead", paths[0], path.name)
+            return path, load(path, verified=True)
+    raise CheckpointError(
+        f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
+        "checkpoint.resume=never"
+    )
 
 
 def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
