@@ -44,8 +44,8 @@ def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(content, copies)  # which takes the copies in place of the tensors
 
 
-def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
-    """Write a checkpoint, let `best.pt` be the best one, and remove older checkpoints.
+def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
+    """Write a checkpoint, let `best.pt` be the best one so far, and remove older checkpoints.
 
     Raises CheckpointError if the disk is full or cannot be written; earlier ones are untouched.
 
@@ -53,9 +53,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         folder: `checkpoints/` of a run.
         content: PARTS and more: plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
-        best_step: step of the best checkpoint so far; may be the step of this one.
     """
-    path = folder / file_name(content["step"])
+    path, best_step = folder / file_name(content["step"]), content["state"]["best"].get("step")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -114,7 +113,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError unless the CRC-32 sums of a file fit: torch.load does not check them."""
+    """Raise CheckpointError unless a file's CRC-32 sums fit: torch.load does not check them."""
     with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
         if file.testzip() is None:
             return
