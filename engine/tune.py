@@ -317,6 +317,4 @@ def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
         return max(1, most - 1) if now == most else (now + more) // 2
     if slowed(trial):
         return max(1, 3 * now // 4)  # they take the step's cores
-    too_few = max((workers for workers in tried if workers < now), default=0)
-    enough = math.ceil(demand / trial.per_worker)
-    return max(min(enough, now), (too_few + now + 1) // 2)
+    return min(now, math.ceil(demand / trial.per_worker))
