@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from conf.schema import RunError, UserError
 from engine.files import replacing
-from models.weights import read_torch_file
+from models.weights import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -142,20 +142,14 @@ def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
 
     Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
     """
-    try:
-        content: dict[str, Any] = read_torch_file(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path}: cannot be read as a checkpoint: {reason}; give the path of a step-*.pt"
-        ) from error
-    if not verified:
-        verify(path)
+    give = "the path of a step-*.pt"
+    content: dict[str, Any] = read_file(path, origin=str(path), give=give)
     if not is_ours(content):
         raise UserError(
-            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give the path of "
-            "a step-*.pt"
+            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give {give}"
         )
+    if not verified:
+        verify(path)
     if content["format"] != FORMAT:
         raise UserError(
             f"{path}: written by another version of this program, which trains differently; give "
