@@ -43,7 +43,7 @@ from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
-PROBE_WORKERS, PROBE_IMAGES = 2, 512  # how many, and on how many images they are measured first
+PROBE_WORKERS, PROBE_IMAGES = 2, 256  # how many, and on how many images they are measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
