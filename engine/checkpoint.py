@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from conf.schema import RunError, UserError
 from engine.files import replacing
-from models.weights import read_torch_file
+from models.weights import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(content, copies)  # which takes the copies in place of the tensors
 
 
-def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
-    """Write a checkpoint, let `best.pt` be the best one, and remove older checkpoints.
+def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
+    """Write a checkpoint, let `best.pt` be the best one so far, and remove older checkpoints.
 
     Raises CheckpointError if the disk is full or cannot be written; earlier ones are untouched.
 
@@ -53,9 +53,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         folder: `checkpoints/` of a run.
         content: PARTS and more: plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
-        best_step: step of the best checkpoint so far; may be the step of this one.
     """
-    path = folder / file_name(content["step"])
+    path, best_step = folder / file_name(content["step"]), content["state"]["best"].get("step")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -113,17 +112,12 @@ def find_checkpoint(path: str | Path) -> Path:
     return candidates[-1]
 
 
-def intact(path: Path) -> bool:
-    """Return whether a file is a zip file whose CRC-32 sums fit: torch.load does not check them."""
-    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
-        return file.testzip() is None
-    return False
-
-
 def verify(path: Path) -> None:
-    """Raise CheckpointError if a file that torch.load has read is damaged all the same."""
-    if not intact(path):
-        raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
+    """Raise CheckpointError unless a file's CRC-32 sums fit: torch.load does not check them."""
+    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
+        if file.testzip() is None:
+            return
+    raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
@@ -131,15 +125,16 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
     Raises CheckpointError if all are damaged, and what `load` raises.
     """
-    newest = next(filter(intact, paths), None)
-    if newest is None:
-        raise CheckpointError(
-            f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
-            "checkpoint.resume=never"
-        )
-    if newest != paths[0]:
-        logger.warning("%s: damaged; continuing from %s instead", paths[0], newest.name)
-    return newest, load(newest, verified=True)
+    for path in paths:
+        with suppress(CheckpointError):
+            verify(path)
+            if path != paths[0]:
+                logger.warning("%s: damaged; continuing from %s instead", paths[0], path.name)
+            return path, load(path, verified=True)
+    raise CheckpointError(
+        f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
+        "checkpoint.resume=never"
+    )
 
 
 def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
@@ -147,20 +142,14 @@ def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
 
     Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
     """
-    try:
-        content: dict[str, Any] = read_torch_file(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path}: cannot be read as a checkpoint: {reason}; give the path of a step-*.pt"
-        ) from error
-    if not verified:
-        verify(path)
+    give = "the path of a step-*.pt"
+    content: dict[str, Any] = read_file(path, origin=str(path), give=give)
     if not is_ours(content):
         raise UserError(
-            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give the path of "
-            "a step-*.pt"
+            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give {give}"
         )
+    if not verified:
+        verify(path)
     if content["format"] != FORMAT:
         raise UserError(
             f"{path}: written by another version of this program, which trains differently; give "

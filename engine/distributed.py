@@ -29,7 +29,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     local_size: int  # ranks on this node
     device: torch.device
 
@@ -222,4 +221,4 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
                 backend, timeout=timeout, store=store, rank=rank, world_size=size
             )
             stack.callback(dist.destroy_process_group)
-        yield World(rank, size, local_rank, local_size, device)
+        yield World(rank, size, local_size, device)

@@ -164,11 +164,10 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any]) -> None:
-        weights, best = content["state"]["model"], content["state"]["best"]
+        weights = content["state"]["model"]
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             raise diverged(f"the weights are not finite at step {content['step']}")
-        keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
-        checkpoint.save(self.checkpoints, content, keep=keep, best_step=best_step)
+        checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def keep_measured(self, *, fitted_batch: int | None, mode: str) -> None:
         """Make what was measured at the start a part of the identity: a resumed run keeps it."""

@@ -43,20 +43,17 @@ from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
-PROBE_WORKERS, PROBE_IMAGES = 2, 512  # how many, and on how many images they are measured first
+PROBE_WORKERS, PROBE_IMAGES = 2, 256  # how many, and on how many images they are measured first
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
-LATE_SECONDS = 15.0  # no trial but the first of each mode begins after this time
-MAX_TRIALS = 3  # of each mode
+MODE_SECONDS = 5.0  # of the trials of a mode, after which no other one begins
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
-MISJUDGED = 1.3  # a probe of two workers is wrong by up to this factor
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor of a rate that is worth more workers
-SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
@@ -134,7 +131,6 @@ class Tuner:
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
     probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
-    deadline: float = math.inf  # in seconds of time.perf_counter()
     trials: list[StepTimes] = field(default_factory=list)  # in their order
 
     def measure(self) -> dict[str, Any]:
@@ -143,7 +139,6 @@ class Tuner:
         for _ in range(FIRST_STEPS):  # these may compile
             self.train_on_batch(resident)
         began = time.perf_counter()
-        self.deadline = began + LATE_SECONDS
         self.probe, self.feed.step_rate = self.measure_worker(), self.measure_step(resident)
         self.search()
         trial = best_trial(self.trials)
@@ -184,14 +179,12 @@ class Tuner:
         dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if top and min(demand, MISJUDGED * (device + workers * per_worker)) <= PAYS * top:
+        if min(demand, device + workers * per_worker) <= PAYS * top:
             return
         if mode == "cpu":
             workers = min(workers, math.ceil(MARGIN * demand / per_worker))
         tried: dict[int, StepTimes] = {}  # by number of workers
-        while workers not in tried and len(tried) < MAX_TRIALS:
-            if tried and not self.world.on_rank_0(lambda: time.perf_counter() < self.deadline):
-                break
+        while workers not in tried and sum(t.seconds for t in tried.values()) < MODE_SECONDS:
             rate = min(demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
@@ -299,22 +292,19 @@ def slowed(trial: StepTimes) -> bool:
 
 def is_enough(trial: StepTimes) -> bool:
     """Whether CPU workers keep the step busy, without taking the cores that it needs."""
-    keeps_up = trial.data_wait <= TOLERANCE and not slowed(trial)
-    spare = trial.workers * trial.per_worker >= SPARE * trial.rate
-    return trial.mode == "cpu" and keeps_up and spare
+    return trial.mode == "cpu" and trial.data_wait <= TOLERANCE and not slowed(trial)
 
 
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     """Return the trial of the fastest mode, with the fewest workers that make it so.
 
-    The CPU mode if it is enough and as fast, because its pixels are exact.
+    The CPU mode if it is as fast, because its pixels are exact.
     """
     fastest = max(trials, key=lambda trial: trial.rate)
-    exact = [trial for trial in trials if trial.mode == "cpu"]
-    as_fast = [trial for trial in exact if trial.rate * PAYS >= fastest.rate]
-    if fastest.mode == "cpu" or any(is_enough(trial) for trial in as_fast):
-        return min(as_fast, key=lambda trial: trial.workers)
-    return fastest  # fewer workers would take more of the device
+    as_fast = [trial for trial in trials if trial.rate * PAYS >= fastest.rate]
+    exact = [trial for trial in as_fast if trial.mode == "cpu"]
+    # In other modes, fewer workers would take more of the device.
+    return min(exact, key=lambda trial: trial.workers, default=fastest)
 
 
 def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
@@ -327,6 +317,4 @@ def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
         return max(1, most - 1) if now == most else (now + more) // 2
     if slowed(trial):
         return max(1, 3 * now // 4)  # they take the step's cores
-    too_few = max((workers for workers in tried if workers < now), default=0)
-    enough = math.ceil(demand / trial.per_worker)
-    return max(min(enough, now), (too_few + now + 1) // 2)
+    return min(now, math.ceil(demand / trial.per_worker))

@@ -24,6 +24,10 @@ Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. The moving average comes first: timm and
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+ANY_FILE = (
+    "a checkpoint, the folder of a run, a file with weights (.pth, .pt, .safetensors) or, to "
+    "train, model.weights=pretrained"
+)
 # Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
 RENAMED = (
     (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
@@ -32,38 +36,23 @@ RENAMED = (
 )
 
 
-def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save to the CPU, without executing code from it.
+def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
+    """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
 
-    Raises OSError if the file cannot be read, and ValueError if it is not of torch.save, or would
-    run code.
+    `origin`: the beginning of error messages; `give`: the files that they ask for. Raises UserError
+    if the file is missing, or cannot be read without executing code from it.
     """
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception:  # torch.load raises many types, with texts of many lines
-        raise ValueError("damaged, not by torch.save, or it would run code") from None
-
-
-def read_file(path: Path, *, origin: str) -> Any:
-    """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
-
-    `origin`: the beginning of error messages. Raises UserError if the file is missing, or cannot be
-    read without executing code from it.
-    """
-    try:
-        if path.suffix != ".safetensors":
-            return read_torch_file(path)
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{origin}: cannot be read ({reason}); give a checkpoint, the folder of a run, a file "
-            "with weights (.pth, .pt, .safetensors) or, to train, model.weights=pretrained"
-        ) from None
+    except Exception:  # torch.load raises many types, with texts of many lines
+        reason = "damaged, not by torch.save, or it would run code"
+    raise UserError(f"{origin}: cannot be read ({reason}); give {give}")
 
 
 def weights_in(content: Any, *, origin: str) -> Weights:

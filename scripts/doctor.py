@@ -293,11 +293,11 @@ def plan(case: Case) -> Iterator[Row]:
     They tell of GPUs that are not used, and of a driver that does not fit.
     """
     device = resolve_device(case.config.train.device, 0, case.ranks)
-    config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
+    config = case.config = train.resolve_config(case.config, World(0, 1, 1, device))
     if case.datasets is None:
         raise NotChecked("there is no plan without data, see data")
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
-    datasets, world = build_datasets(config, device), World(0, case.ranks, 0, case.ranks, device)
+    datasets, world = build_datasets(config, device), World(0, case.ranks, case.ranks, device)
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)

@@ -286,7 +286,7 @@ def test_best_on_other_validation_images_is_dropped(go: Any, folder: Path) -> No
     path = folder / "checkpoints" / "step-00000005.pt"
     content = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
     content["state"]["best"]["top1"] = 100.0  # nothing later is better
-    checkpoint.save(path.parent, content, keep=2, best_step=5)
+    checkpoint.save(path.parent, content, keep=2)
     go("optim.lr=0.1", ACCEPT, "train.max_steps=6")
     assert stored(folder)["best"]["step"] == 5, "the same images: still the best"
     go("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")

@@ -11,7 +11,7 @@ from engine.schedule import Schedule
 from pipeline.clock import StepTimes
 
 WAITED = StepTimes(steps=4, seconds=2.0, data_wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0)
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+ALONE = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 
 
 def config(

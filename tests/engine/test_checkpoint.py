@@ -27,9 +27,10 @@ from tests.helpers.processes import HANGS_SECONDS, needs_linux
 from tests.helpers.results import strictly_parsed
 
 
-def content(step: int, size: int = 1000) -> dict[str, Any]:
-    """A checkpoint whose content depends on the step."""
-    return content_of(step, {"weights": torch.full((size,), float(step))})
+def content(step: int, best: int | None = None) -> dict[str, Any]:
+    """A checkpoint whose content depends on the step, and the step of the best one."""
+    weights = torch.full((1000,), float(step))
+    return content_of(step, {"weights": weights, "best": {"step": best} if best else {}})
 
 
 def names(folder: Path) -> set[str]:
@@ -39,7 +40,7 @@ def names(folder: Path) -> set[str]:
 def test_keep_and_best(tmp_path: Path) -> None:
     kept = {}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
-        save(tmp_path, content(step), keep=2, best_step=best)
+        save(tmp_path, content(step, best), keep=2)
         kept[step] = {int(path.stem[5:]) for path in checkpoint.files(tmp_path)}
         assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "best.pt"
         assert (tmp_path / "best.pt").samefile(tmp_path / checkpoint.file_name(best))
@@ -59,7 +60,7 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     for step, best in ((1, 1), (2, 2), (3, 2)):
-        save(tmp_path, content(step), keep=1, best_step=best)
+        save(tmp_path, content(step, best), keep=1)
     assert names(tmp_path) == {"best.pt", "step-00000002.pt", "step-00000003.pt"}
     assert load(tmp_path / "best.pt")["step"] == 2
 
@@ -101,7 +102,7 @@ def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     record("replace", lambda *paths: tuple(Path(path).name for path in paths))
     record("unlink", lambda path: (Path(path).name,))
     folder = tmp_path / "checkpoints"
-    save(folder, content(1), keep=1, best_step=1)
+    save(folder, content(1, best=1), keep=1)
     expected: list[tuple[str, ...]] = []
     for name in ("step-00000001.pt", "best.pt"):
         expected += [
@@ -112,7 +113,7 @@ def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ]
     assert calls == expected
     calls.clear()
-    save(folder, content(2), keep=1, best_step=2)
+    save(folder, content(2, best=2), keep=1)
     assert calls[-1] == ("unlink", "step-00000001.pt")
     assert not any(call[0] == "unlink" and call[1].endswith(".pt") for call in calls[:-1])
     calls.clear()

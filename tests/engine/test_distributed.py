@@ -37,7 +37,7 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world == ALONE
     monkeypatch.setenv("WORLD_SIZE", "4")
     with join_world("cpu", timeout_seconds=60) as world:
-        assert world == World(3, 4, 1, 2, torch.device("cpu"))
+        assert world == World(3, 4, 2, torch.device("cpu"))
     store = {"store": "store", "rank": 3, "world_size": 4}
     assert given == [{"timeout": timedelta(minutes=10), **store}]
 

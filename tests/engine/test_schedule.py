@@ -116,12 +116,12 @@ def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | i
     """Equal parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
-        assert make_schedule(given, 100, World(0, ranks, 0, ranks, CPU)).micro_batches == found
+        assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).micro_batches == found
 
 
 def test_sync_bn_on_cpus_is_refused() -> None:
     given = dataclasses.replace(config(12), model=ModelConfig(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
-        make_schedule(given, 99, World(0, 2, 0, 2, CPU))
-    make_schedule(given, 99, World(0, 1, 0, 1, CPU))
-    make_schedule(given, 99, World(0, 2, 0, 2, CUDA))
+        make_schedule(given, 99, World(0, 2, 2, CPU))
+    make_schedule(given, 99, World(0, 1, 1, CPU))
+    make_schedule(given, 99, World(0, 2, 2, CUDA))

@@ -49,7 +49,7 @@ def digests(overrides: list[str]) -> dict[str, list[str]]:
     Fields are uint8 images and labels as the workers write them.
     """
     config = from_words(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     found: dict[str, list[str]] = {}
     with open_feed(config, build_datasets(config), world) as feed:
         for split, loader in (("train", feed.train.loader), ("val", feed.val.loader)):

@@ -126,7 +126,7 @@ def opened(
         train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
         datasets = replace(datasets, train=train)
     datasets = replace(datasets, modes=modes)
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
+    world = World(rank=0, size=1, local_size=1, device=device)
     with open_feed(config, datasets, world, **options) as feed:
         yield feed
 

@@ -186,7 +186,7 @@ class TwoRanks(World):
 
 
 def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) -> None:
-    world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    world = TwoRanks(rank=0, size=2, local_size=2, device=torch.device("cpu"))
     row = lasting(22.0, data_wait=0.1)
     assert judge([row], 20.0, world, feed) == SENTENCES
     assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4])

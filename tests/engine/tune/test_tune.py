@@ -83,7 +83,7 @@ def test_step_that_is_slower_while_workers_run(
     def train_on_batch(batch: Batch) -> None:
         clock.now += 0.04
 
-    world = kind(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
+    world = kind(rank=0, size=1, local_size=1, device=CPU)
     tuner = tuner_of(clocked, train_on_batch, cores=1, world=world)
     clocked.step_rate = 32 / 0.02
     found = tuner.trial("cpu", 1, 9)
@@ -110,7 +110,7 @@ def test_several_ranks_get_a_reserve_of_workers(
     def train_on_batch(batch: Batch) -> None:
         clock.now += 0.25
 
-    world = EqualRanks(rank=0, size=ranks, local_rank=0, local_size=ranks, device=CPU)
+    world = EqualRanks(rank=0, size=ranks, local_size=ranks, device=CPU)
     found = tuner_of(clocked, train_on_batch, cores=cores, world=world).measure()
     assert found["workers"] == workers
     assert found["step_rate"] == pytest.approx(32 / 0.25)

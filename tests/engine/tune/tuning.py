@@ -20,7 +20,6 @@ def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
     # Also on a busy machine, where steps are slow: so many steps in each trial.
     patch(tune, "MIN_STEPS", 2)
     patch(tune, "MAX_STEPS", 2)
-    patch(tune, "LATE_SECONDS", math.inf)
 
 
 def compare_always(patch: Patch) -> None:
