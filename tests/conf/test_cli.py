@@ -74,7 +74,9 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().err
     assert "No such file or directory: 'nowhere'; check the path" in printed
     assert printed.count("\n") == 1
-    for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
+    in_a_class_body = RuntimeError("Error calling __set_name__")
+    in_a_class_body.__cause__ = KeyboardInterrupt()
+    for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130), (in_a_class_body, 130)):
         assert cli.exit_status(Mock(side_effect=error)) == status
         assert capsys.readouterr().err == ""
 
