@@ -114,6 +114,7 @@ def _of_torchvision(
     **options: Any,
 ) -> nn.Module:
     from torchvision import models as vision
+    from torchvision.ops import StochasticDepth
 
     if name.startswith("vit_"):
         options["image_size"] = image_size
@@ -124,6 +125,9 @@ def _of_torchvision(
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())
+    drops = options.get("stochastic_depth_prob", 0) > 0
+    if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
+        raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
     if in_channels != RGB:
         # Each weight of the new first layer is drawn from those of the library, which knows their
         # distribution.
