@@ -203,7 +203,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         missing = next(part for part in (path, *path.parents) if part.parent.is_dir())
         beside = sorted({p.name for p in missing.parent.glob("[!.]*")} - {missing.name})
         raise UserError(
-            f"{key}={folder}: no such folder, .tar or .csv file; {missing.parent} holds "
+            f"{key}={folder}: there is no folder {missing}; {missing.parent} holds "
             f"{', '.join(beside[:5]) or 'nothing'}: data.root must hold train/<class>/* and "
             "val/<class>/* (data.train and data.val state other names), or with data.val_fraction="
             "0.1 be one folder of classes, .tar or .csv file (unpack others)"
