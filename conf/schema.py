@@ -256,7 +256,7 @@ class LoaderConfig:
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that
     works, or what the first start measures as faster (not with train.deterministic)"""
-    timeout_seconds: float = key(120.0, NOTHING, POSITIVE)
+    timeout_seconds: float = key(120.0, NOTHING, number(0, 1e6, above=True))
     """stop the run, and name the files, when a batch takes longer; ranks wait 10 times as long for
     each other"""
 

@@ -100,9 +100,8 @@ def plaid(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 def zigzag(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    return _edge(
-        _triangle(v + rng.uniform(0.6, 0.9) * _triangle(0.5 * u)) - rng.uniform(0.35, 0.65)
-    )
+    swing = rng.uniform(0.6, 0.9) * _triangle(0.5 * u)
+    return _edge(_triangle(v + swing) - rng.uniform(0.35, 0.65))
 
 
 def _fraction(x: Plane) -> Plane:

@@ -18,7 +18,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
 from pipeline.build import build_datasets
-from scripts.lib.published import exported, published, published_model, stored_name
+from scripts.lib.published import exported, published, stored_name, torchvision_files
 
 # The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
 # 20,000 images; but no image is seen more than MAX_EPOCHS times.
@@ -88,10 +88,11 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
     elif own := exported(path):
         values = own.values
     else:
-        name, stored = config.model.name, stored_name(content)
+        stored = stored_name(content)
         if stored is not None and stored not in models.available():
             stored = f"timm/{stored}"  # timm's files name the model without the prefix
-        name = name if names_model else published_model(path) or stored or name
+        stored, _ = torchvision_files().get(path.name, (stored, None))
+        name = config.model.name if names_model else stored or config.model.name
         val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
         stated = published(name, path, val_size=val_size)
         values = {"model.name": name} | (stated.values if stated else {})

@@ -3,7 +3,6 @@
 from models.weights import fit_weights as fit_weights
 from models.weights import load_weights as load_weights
 from models.weights import read_file as read_file
-from models.weights import safetensors_metadata as safetensors_metadata
 from models.weights import weights_in as weights_in
 from models.zoo import available as available
 from models.zoo import build as build

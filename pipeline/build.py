@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def build_datasets(
     train = build_transform(config.augment.train, "augment.train")
     val = build_transform(config.augment.val, "augment.val")
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train_split, val_split, classes = _splits(config, data, train, val)
+    train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         raise UserError(
             f"data.root={data.root}: all images have the class {classes[0]}; a classifier needs at "
@@ -101,20 +101,6 @@ def check_channels(data: DataConfig, channels: int) -> None:
             raise UserError(f"data.{key}: {wrong}; give one value per channel")
 
 
-def build_val(config: Config) -> Datasets:
-    """Build the validation split alone: synthetic images of 1 px stand for the training images.
-
-    data.root need not hold a training split, unless validation images are held out of it.
-    """
-    transform = build_transform(config.augment.val, "augment.val")
-    data = config.data
-    if held_out(data) is None:
-        data = replace(data, train=data.val)
-    _, val, classes = _splits(config, data, transform, transform)
-    nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
-    return Datasets(nothing, val, classes, 1, transform.image_size)
-
-
 def build_transform(entries: Sequence[Any], key: str) -> Compose:
     """Build the list of a config key, and apply it to a few images: some lists fail only then.
 
@@ -145,7 +131,7 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 Options = dict[str, Any]  # of a FolderDataset
 
 
-def _splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
+def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
     part = held_out(data)

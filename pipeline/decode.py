@@ -354,20 +354,14 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
 DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 
-def installed() -> list[str]:
-    """Return the installed decoders, fastest first."""
-    return [name for name in DECODERS if name != "region" or not isinstance(region.load(), str)]
-
-
 def resolve(name: str) -> str:
-    """Return the name of a CPU decoder; `auto` is the fastest installed one.
+    """Return the name of a CPU decoder; `auto` is the first one that works here.
 
-    Raises UserError if the decoder is not installed.
+    Raises UserError if the decoder does not work here.
     """
-    if name == "auto":
-        return installed()[0]
-    if name not in installed():
+    missing = region.load() if name != "pillow" else ""
+    if name == "region" and isinstance(missing, str):
         raise UserError(
-            f"loader.decoder={name}: not installed; {region.load()}, or use loader.decoder=auto"
+            f"loader.decoder=region: not installed; {missing}, or use loader.decoder=auto"
         )
-    return name
+    return "pillow" if isinstance(missing, str) else "region"

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import logging
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
+OPEN_MAX = 10240  # files; macOS allows no more, whatever the hard limit
 CACHE_FORMAT = 12  # of a scan, in the name of its file
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
@@ -84,7 +86,9 @@ def _opened(tar: Container) -> BinaryIO:
 
     Threads and forked processes may share it, because `pread` uses no file position.
     """
-    machine.raise_file_limit()  # also in a worker, which has the limit of the forkserver
+    # In each process: workers have the limit of the forkserver.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_MAX)), hard))
     file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there

@@ -12,7 +12,6 @@ import resource
 import tempfile
 from pathlib import Path
 
-OPEN_MAX = 10240  # macOS allows no more, whatever the hard limit
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -42,12 +41,6 @@ def cores_for_workers(local_size: int = 1) -> int:
     The ranks of a node share its cores; each training process keeps one.
     """
     return max(1, math.floor(min(cores(), cpu_quota()) / local_size) - 1)
-
-
-def raise_file_limit() -> None:
-    """Let this process open OPEN_MAX files, or as many as the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_MAX)), hard))
 
 
 def default_cache_dir() -> Path:

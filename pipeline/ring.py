@@ -268,7 +268,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     start_method: str = START_METHOD
 
     def __post_init__(self) -> None:
-        self.timeout_seconds = min(self.timeout_seconds, 1e6)  # poll(2) waits at most 24 days
         self.waiting: deque[Task] = deque()
         self.unreadable: set[int] = set()  # training samples that were replaced
         self.workers: list[Worker] = []

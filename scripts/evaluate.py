@@ -60,7 +60,7 @@ from engine.metrics import METRICS, Metric, add_values, shown
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
-from pipeline.build import Datasets, build_val
+from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.decode import describe
@@ -70,7 +70,7 @@ from pipeline.machine import cores_for_workers
 from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
-from scripts.lib.trained import Trained, exit_status, open_trained, sorted_as_text
+from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text
 
 METRICS["top1_real"] = Metric(".2f", " %")
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
@@ -170,7 +170,7 @@ def run(
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
-        "step": trained.step,
+        "step": trained.stored.get("step"),
         "averaged_weights": trained.averaged,
         **values,
         **({} if labels is None else {"images_real": len(hits)}),

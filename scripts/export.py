@@ -74,7 +74,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-import models
+from models.weights import safetensors_metadata
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.decode import describe
@@ -155,7 +155,7 @@ class Job:
             "image_size": trained.image_size,
             "num_classes": trained.num_classes,
             "checkpoint": trained.name,
-            "step": trained.step,
+            "step": trained.stored.get("step"),
             "averaged_weights": trained.averaged,
         }
         texts = {"classes": trained.classes, "preprocessing": preprocessing, "model": model}
@@ -200,7 +200,7 @@ def accuracy(trained: Trained) -> str:
     """State the top-1 of a checkpoint's validation with its 95 % interval (Wilson 1927)."""
     row, identity = (trained.stored.get(name, {}) for name in ("validation", "identity"))
     images = re.match(r"[\d,]+", identity.get("data.val", ""))  # of the split's fingerprint
-    if images is None or "top1" not in row or row["step"] != trained.step:
+    if images is None or "top1" not in row or row["step"] != trained.stored.get("step"):
         return "not known"
     p, n, z = row["top1"] / 100, int(images[0].replace(",", "")), 1.96
     middle, half = p + z * z / 2 / n, z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2)
@@ -258,10 +258,10 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
     elif job.to == "hub":
         import timm
 
-        texts = models.safetensors_metadata(job.file(path))
+        texts = safetensors_metadata(job.file(path))
         predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     else:
-        predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
+        predict, texts = open_trained(path).build(CPU), safetensors_metadata(path)
     return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 

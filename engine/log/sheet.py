@@ -33,9 +33,8 @@ def sheet(images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.
     font = ImageFont.load_default(14)
     for i, (pixels, caption) in enumerate(zip(map(rgb, images), captions, strict=True)):
         tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
-        # The pixels of small images stay visible.
-        filter = Image.Resampling.NEAREST if len(pixels) < SIDE else Image.Resampling.BILINEAR
-        tile.paste(Image.fromarray(pixels).resize((SIDE, SIDE), filter))
+        # A box filter leaves the pixels of a small image visible.
+        tile.paste(Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BOX))
         text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
         ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
         drawn.paste(tile, (8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT))

@@ -99,11 +99,8 @@ class Tracker(ExitStack):
                     board.add_scalar(tag, value, row["step"])
 
         if self._rows is not None:
-            rounded = {
-                key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
-                for key, value in row.items()
-            }
-            self.guard("metrics.jsonl", self._rows.write, json_text(rounded) + "\n")
+            named = {key.replace("/", "_"): value for key, value in row.items()}
+            self.guard("metrics.jsonl", self._rows.write, json_text(named) + "\n")
         self.board("TensorBoard", add_curves)
 
     def images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:

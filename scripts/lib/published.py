@@ -39,7 +39,7 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
         return _of_timm(name.removeprefix("timm/"), val_size)
     from torchvision import models as vision
 
-    model, entry = _torchvision_files().get(path.name, (name, None))
+    model, entry = torchvision_files().get(path.name, (name, None))
     if str(path) == "pretrained" and name in vision.list_models(module=vision):
         entry = vision.get_model_weights(name).DEFAULT
     if entry is None or model != name:
@@ -51,11 +51,6 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
     return Stated(values, tuple(entry.meta["categories"] or ()))  # none for features without a head
 
 
-def published_model(path: Path) -> str | None:
-    """Return the name of the model of a file that torchvision publishes; None for other files."""
-    return _torchvision_files().get(path.name, (None, None))[0]
-
-
 def stored_name(content: Any) -> str | None:
     """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
     if not isinstance(content, dict):
@@ -64,7 +59,7 @@ def stored_name(content: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _torchvision_files() -> dict[str, tuple[str, Any]]:
+def torchvision_files() -> dict[str, tuple[str, Any]]:
     """Return the model and the entry of each file that torchvision publishes, by file name."""
     from torchvision import models as vision
 

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import from_checkpoint, from_words, read_yaml
+from conf.compose import from_checkpoint, from_words
 from conf.named import import_object
-from conf.schema import FOLDER, Config, ModelConfig, UserError, typed_keys
+from conf.schema import Config, ModelConfig, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
 from models.weights import head_of
 from models.zoo import RGB
-from pipeline.build import check_channels
+from pipeline.build import Datasets, build_splits, build_transform, check_channels
+from pipeline.dataset import FakeDataset
+from pipeline.splits import held_out
 from scripts.lib.published import exported, published, stored_name
 
 # Sections and keys of the machine or the training, not of the model: their defaults are used.
@@ -66,11 +68,6 @@ class Trained:
     def image_dtype(self) -> np.dtype[Any]:
         """Dtype of an image before it is normalised."""
         return np.dtype(self.stored.get("plan", {}).get("image_dtype", "uint8"))
-
-    @property
-    def step(self) -> int | None:
-        """Number of optimiser steps; None for files of other projects."""
-        return self.stored.get("step")
 
     def channels_last(self, model: nn.Module, device: torch.device) -> bool:
         """Return the memory format for a model on a device."""
@@ -175,9 +172,6 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     values = {key: value for key, value in given.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
-    file = FOLDER / "data" / f"{values.get('data.source')}.yaml"
-    if file.is_file():  # earlier versions stored the name of the group
-        values["data.source"] = read_yaml(file)["source"]
     return from_checkpoint(values, overrides)
 
 
@@ -210,6 +204,20 @@ def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
             f"{trained.num_classes} classes; give one name per line, in the order of the logits"
         )
     return names
+
+
+def build_val(config: Config) -> Datasets:
+    """Build the validation split alone: synthetic images of 1 px stand for the training images.
+
+    data.root need not hold a training split, unless validation images are held out of it.
+    """
+    transform = build_transform(config.augment.val, "augment.val")
+    data = config.data
+    if held_out(data) is None:
+        data = replace(data, train=data.val)
+    _, val, classes = build_splits(config, data, transform, transform)
+    nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
+    return Datasets(nothing, val, classes, 1, transform.image_size)
 
 
 def sorted_as_text(names: Sequence[str]) -> bool:

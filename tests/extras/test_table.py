@@ -12,8 +12,9 @@ import pytest
 from conf.compose import from_words
 from conf.schema import UserError
 from pipeline.batch import Field
-from pipeline.build import Datasets, build_datasets, build_val
+from pipeline.build import Datasets, build_datasets
 from scripts.evaluate import outputs_of
+from scripts.lib.trained import build_val
 
 
 def load_table(root: Path, *words: str, **splits: str) -> Datasets:

@@ -12,6 +12,8 @@ from pipeline import decode
 from tests.helpers.drawings import draw_image
 from tests.reliability.odd_images import KINDS, SIZE, encoded, exif, jpeg
 
+INSTALLED = sorted({"pillow", decode.resolve("auto")})
+
 
 def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> decode.Picture:
     return decode.open_picture(data, decoder, exif_orientation=upright)
@@ -24,7 +26,7 @@ def test_decoding_waits_until_pixels_are_needed() -> None:
         picture.pixels()
 
 
-@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
 def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
     decoder: str, kind: str
@@ -64,7 +66,7 @@ def test_damaged_exif_data_turn_nothing() -> None:
 
 
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
-@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("decoder", INSTALLED)
 def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
     from torchvision.transforms.v2 import InterpolationMode, functional
@@ -81,7 +83,7 @@ def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
             np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
-@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize(
     ("size", "box", "scale"),
     [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
@@ -99,7 +101,7 @@ def test_decoding_at_a_fraction_is_close(
     assert abs(quick - exact).mean() < min(2.5, abs(quick - moved).mean())
 
 
-@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png"])
 def test_the_number_of_pixels_is_checked_before_decoding(
     decoder: str, kind: str, monkeypatch: pytest.MonkeyPatch

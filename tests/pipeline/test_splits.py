@@ -8,9 +8,10 @@ import pytest
 
 from conf.compose import from_words
 from conf.schema import Config, DataConfig
-from pipeline.build import build_datasets, build_val
+from pipeline.build import build_datasets
 from pipeline.index import Folder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
+from scripts.lib.trained import build_val
 from tests.helpers.small_run import SMALL
 from tests.helpers.stored import as_tar, samples
 

@@ -19,12 +19,11 @@ from engine import checkpoint
 from engine.compute import set_up_kernels
 from engine.distributed import join_world
 from pipeline.batch import Batch, Field, ImageFormat, image_field
-from pipeline.build import build_val
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import FolderDataset
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
-from scripts.lib.trained import Trained, open_trained
+from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
@@ -257,7 +256,7 @@ def test_file_of_another_project(
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
-    assert (other.trained.step, evaluate.name_of(other.trained)) == (None, "weights.pth")
+    assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, "weights.pth")
     with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))

@@ -16,11 +16,10 @@ from conf.schema import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline import augment, decode
 from pipeline.augment import Compose
-from pipeline.build import build_val
 from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import published
-from scripts.lib.trained import Trained, open_trained
+from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
 from tests.helpers.libraries import timm_module
 

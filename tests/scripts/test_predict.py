@@ -17,9 +17,8 @@ from PIL import Image
 
 import models
 import train
-from pipeline.build import build_val
 from scripts import predict
-from scripts.lib.trained import exit_status, open_trained
+from scripts.lib.trained import build_val, exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.helpers.processes import Started

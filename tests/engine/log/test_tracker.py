@@ -108,7 +108,7 @@ def test_tags_and_values(tmp_path: Path) -> None:
         tracker.row({**train_row(20), "grad_norm": 1.23456789, "memory/alloc_retries": 0})
         tracker.row({**val_row(20), "ece": 0.25})
         tracker.images(drawn("val/worst"), 3)
-    assert [row.get("grad_norm") for row in rows(tmp_path)] == [1.23457, None]
+    assert [row.get("grad_norm") for row in rows(tmp_path)] == [1.23456789, None]
     events = curves(tmp_path)
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
     expected = {"lr": 0.1, "throughput/images_per_second": 1234.5677, "gpu/power_watts": 600}
