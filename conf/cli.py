@@ -110,6 +110,7 @@ def exit_status(
         complain(message or described(error))
         return 1
     except KeyboardInterrupt:
+        complain("interrupted")
         return 130
 
 

@@ -204,14 +204,13 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     files = find_storage(folder)
     if not files:
         path = Path(os.path.abspath(folder))
-        missing = next(part for part in (path, *path.parents) if part.parent.is_dir())
-        beside = sorted({p.name for p in missing.parent.glob("[!.]*")} - {missing.name})
+        beside = sorted(each.name for each in path.parent.glob("[!.]*"))
         raise UserError(
-            f"{key}={folder}: there is no folder {missing}; {missing.parent} holds "
+            f"{key}={folder}: there is no such folder; {path.parent} holds "
             f"{', '.join(beside[:5]) or 'nothing'}: data.root must hold train/<class>/* and "
             "val/<class>/* (data.train and data.val state other names), or with data.val_fraction="
             "0.1 be one folder of classes, .tar or .csv file (unpack others)"
-            f"{did_you_mean(missing.name, beside)}"
+            f"{did_you_mean(path.name, beside)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()

@@ -23,7 +23,6 @@ SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+fou
 SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
-BLOCK = 512  # bytes, of a tar file
 LOOSE = "in no class folder"  # why an image is left out
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
@@ -166,7 +165,7 @@ def tar_members(path: str, start: int = 0) -> dict[bytes, tuple[int, int]]:
                         raise ValueError(f"{header.name} is a link")
             # tarfile takes a damaged or missing header for the end, which is a block of zeros.
             file.seek(at)
-            if file.read(BLOCK) != bytes(BLOCK):
+            if file.read(512) != bytes(512):
                 raise ValueError("no header and no end")
     except OSError:
         raise

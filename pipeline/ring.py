@@ -416,7 +416,6 @@ class Loader:
         self.ring = self.pool.rings[self.number]
         self.dataset, self.local_batch_size = self.ring.dataset, self.ring.local_batch_size
         self.queue_size = self.ring.slots - self.in_use
-        assert self.queue_size >= 1, "the ring needs a slot more than its consumer uses"
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 

@@ -35,7 +35,6 @@ class TrainSampler:
     labels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        assert self.batch_size % self.world_size == 0
         share = self.batch_size // self.world_size
         self.share = slice(self.rank * share, (self.rank + 1) * share)
         # Two orders are needed at a time: a batch may contain the end of an epoch.

@@ -26,11 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class SharedArray:
-    """A numpy array in shared memory that a child process gets with any start method.
+    """A numpy array in shared memory: pickling passes the file descriptor, never the bytes.
 
-    With fork it inherits the mapping; with spawn and forkserver, pickling passes the file
-    descriptor, never the bytes. Raises UserError if the system does not allocate the memory.
-    Attribute `array`: the array; every process that has it sees all writes.
+    Attribute `array`: the array; every process that has it sees all writes. Raises UserError if the
+    system does not allocate the memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, handle: Any = None) -> None:

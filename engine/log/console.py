@@ -65,11 +65,11 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
 
     `resumes`: the same command resumes an interrupted run.
     """
-    step, epoch, rate = (summary[name] for name in ("step", "epoch", "images_per_second"))
-    steps = f"{step:,} step{'' if step == 1 else 's'}, {epoch:.4g} epoch{'' if epoch == 1 else 's'}"
+    rate, took = summary["images_per_second"], duration(summary["seconds"])
+    done = f"step {summary['step']:,}, epoch {summary['epoch']:.4g}"
     lines = [
         "",
-        f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",
+        f"status    {summary['status']} after {done}; this start took {took}",
         f"result    {_result(summary)}",
     ]
     # What an observer adds to the summary may have a line to print.

@@ -179,7 +179,7 @@ def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
     assert content(tmp_path / "train.tar") == [("a/1.jpg", b"a/1.jpg")]
     shutil.rmtree(tmp_path / "train")
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
-    assert "there is no folder" in refusal(tmp_path / "val")
+    assert "there is no such folder" in refusal(tmp_path / "val")
 
 
 def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
