@@ -44,8 +44,8 @@ from engine.compute import (
     set_up_kernels,
 )
 from engine.distributed import World, average_gradients, join_world, sync_gradients
-from engine.log.introduction import introduce
 from engine.log.observer import named_observers
+from engine.log.plan import print_plan
 from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
@@ -69,7 +69,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises:
-        UserError: the config or the data is wrong; nothing is created, unless it is an observer's.
+        UserError: the config or the data is wrong; nearly always, nothing has been created.
         LoaderError, CheckpointError, TrainingError: training failed.
     """
     started = time.monotonic()
@@ -80,7 +80,7 @@ def train(config: Config) -> dict[str, Any]:
         run = enter(Run(config, world))
         datasets, schedule, compute, loss_fn, state = build_parts(config, run, world)
         run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
-        introduce(datasets, schedule, compute, state, run)
+        print_plan(datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
             return run.finished_summary
 
@@ -281,10 +281,10 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
 
 
 def resolve_config(config: Config, world: World) -> Config:
-    """Let train.prepare change the config; return it with rank 0's `run` keys. Collective.
+    """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
-    ${now:} gives each rank a different time. Raises UserError if the kind of device differs between
-    the ranks, or another key than those that say where the samples are; and what train.prepare
+    ${now:} differs between the ranks. Raises UserError if the ranks have different kinds of device,
+    or different values of a key that does not say where the samples are; and what train.prepare
     raises.
     """
     if config.train.prepare is not None:
@@ -301,7 +301,7 @@ def build_parts(
 ) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
     """Find the images and the checkpoint to resume, and build what the training needs. Collective.
 
-    Raises UserError for nearly all that the user must change, before a run directory is made.
+    Raises UserError for nearly every mistake of the user, before the run directory is created.
     """
     world.on_all_ranks(lambda: add_values(config.log.values))
     world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them

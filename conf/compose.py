@@ -37,9 +37,9 @@ from conf.schema import (
     did_you_mean,
     group_names,
     last_name,
+    override_keys,
     result_keys,
     show,
-    typed_keys,
 )
 
 SECTIONS = {name.split(".")[0] for name in FIELDS}
@@ -103,7 +103,7 @@ def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
     augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
     """
-    typed, values = typed_keys(words), dict(stored)
+    typed, values = override_keys(words), dict(stored)
     if "recipe" in typed:
         raise UserError("recipe=NAME: the checkpoint holds the whole config; omit it")
     if {"augment.val", "data.val_size"} <= values.keys():
@@ -260,7 +260,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    typed, values, left_out = typed_keys(words), dotted(tree), set[str]()
+    typed, values, left_out = override_keys(words), dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
@@ -311,11 +311,11 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Such as `cifar10,optim.lr=0.3,data.root=photos`. With the default recipe, which says nothing
-    about own images, it begins with the model. A fold and typed keys, in which runs are to differ,
-    come before keys that a group sets, and those of the input are last. A path is shortened to its
-    last part; the run's identity tells two folders of one name apart. Characters that are unsafe in
-    a file name are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that
-    two commands have the same name only for the same training.
+    about own images, it begins with the model. A fold and typed keys come first, then keys that a
+    group sets, and keys of data, loader and augment last. A path is shortened to its last part; the
+    run's identity tells two folders of one name apart. Characters that are unsafe in a file name
+    are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands
+    have the same name only for the same training.
     """
     values = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights

@@ -83,7 +83,7 @@ def group_names(group: str) -> list[str]:
 
 
 def all_but(group: str, *names: str) -> dict[str, Check]:
-    """For `when`: every name of a group except `names`, so also that of a fork's own code."""
+    """For `when`: any name except `names`, including names of a fork's own code."""
     others = [name for name in group_names(group) if name not in names]
     return {f"{group}.name": Check(lambda name: name not in names, " or ".join(others))}
 
@@ -321,7 +321,7 @@ class ScheduleConfig:
     name: str = key("step", RESULT, one_of(*group_names("schedule")))
     """learning rate after warm-up: constant, drops (step) or falls to final_lr (linear, cosine)"""
     warmup_epochs: float = key(0.0, RESULT, number(0, MAX_EPOCHS))
-    """epochs of linear warm-up from zero; if over half of a typed train.epochs, a tenth of it"""
+    """epochs of linear warm-up from zero; if not typed and over half of train.epochs, a tenth"""
     step_epochs: float = key(30.0, RESULT, POSITIVE, when=STEP)
     """step: epochs between drops"""
     step_gamma: float = key(0.1, RESULT, number(0, 1, above=True), when=STEP)
@@ -450,8 +450,8 @@ def config_values(config: Config) -> dict[str, Any]:
     return {name: attrgetter(name)(config) for name in FIELDS}
 
 
-def typed_keys(overrides: Iterable[str]) -> set[str]:
-    """Return the keys and groups of overrides as typed."""
+def override_keys(overrides: Iterable[str]) -> set[str]:
+    """Return the keys and groups that overrides name."""
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
@@ -481,7 +481,7 @@ def check(config: Config) -> None:
 
     Raises UserError, which names the key that disables another one.
     """
-    values, typed = config_values(config), typed_keys(config.overrides)
+    values, typed = config_values(config), override_keys(config.overrides)
     for name, value in values.items():
         allowed, shown = FIELDS[name].metadata["check"], f"{name}={show(value)}"
         if not allowed.allows(value):

@@ -38,7 +38,7 @@ class CheckpointError(RunError):
 
 def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     """Copy nested containers, and their tensors to the host. Waits for the GPU."""
-    # By their ids, the weights are there once, not twice.
+    # Keyed by id, so that weights that appear twice are copied once.
     tensors = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)}
     copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
     return copy.deepcopy(content, copies)  # which takes the copies in place of the tensors

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import would keep the group in default arguments
+import torch.distributed.nn.functional  # a later import would store the group in default arguments
 from torch import Tensor, nn
 
 import models
@@ -154,8 +154,8 @@ def average_gradients(network: nn.Module, *, exchange: bool = True) -> None:
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
         return
     parameters = [p for p in network.parameters() if p.requires_grad]
-    # A parameter without a gradient may have one on another rank: to know would take a wait for the
-    # device. So if no rank has one, weight decay and momentum change it here, not on a single rank.
+    # A parameter without a gradient here may have one on another rank, and asking would wait for
+    # the device. So it gets zeros, and weight decay and momentum change it; with one rank not.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
     views, offset = [], 0

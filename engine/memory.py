@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from engine.distributed import World
-from engine.schedule import Schedule, micro_batches
+from engine.schedule import Schedule, count_micro_batches
 from engine.state import TrainingError, TrainState, restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
@@ -54,7 +54,7 @@ def fit_memory(
                     f"loader.batch_size={schedule.batch_size}: out of memory on {world.device} "
                     "with micro-batches of 1; use a smaller model.name or data.image_size"
                 )
-            count = micro_batches(images, images // count // 2)
+            count = count_micro_batches(images, images // count // 2)
     if world.device.type == "cuda":  # StepGraph reads the peak; what was tried does not count
         torch.cuda.reset_peak_memory_stats()
     if count == schedule.micro_batches:
@@ -67,7 +67,7 @@ def fit_memory(
 
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
-    """Take a step in `count` micro-batches on this rank alone and undo it; return if it fits."""
+    """Take a step in `count` micro-batches on this rank alone, and undo it; whether it fits."""
     state.exchanges = fits = False
     with suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)

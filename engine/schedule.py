@@ -47,7 +47,7 @@ class Schedule:
     def micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
         most = self.config.train.micro_batch or self.fitted_batch
-        return micro_batches(self.local_batch_size, most)
+        return count_micro_batches(self.local_batch_size, most)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -158,7 +158,7 @@ def make_schedule(
     return Schedule(config, images, ranks, fitted)
 
 
-def micro_batches(images: int, most: int | None) -> int:
+def count_micro_batches(images: int, most: int | None) -> int:
     """Return the least number of equal parts of at most `most` images; without it 1."""
     fewest = math.ceil(images / (most or images))
     return next(parts for parts in range(fewest, images + 1) if images % parts == 0)

@@ -76,7 +76,7 @@ def tune_loader(
     stop: StopSignal,
     tracker: Tracker,
 ) -> None:
-    """Set mode and workers of the feed for loader.workers=auto, and its speed of the step.
+    """Choose mode and workers of the feed for loader.workers=auto; measure the step's images/s.
 
     The result is measured, or that of an earlier run with the same images and model on this
     machine, from the user's cache. Raises LoaderError if an image cannot be read.

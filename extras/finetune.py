@@ -13,7 +13,7 @@ from pathlib import Path
 
 import models
 from conf.compose import KeyValues, from_words, with_size
-from conf.schema import Config, UserError, config_values, show, typed_keys
+from conf.schema import Config, UserError, config_values, override_keys, show
 from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
@@ -45,7 +45,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
             "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
             "torchvision or timm, or the folder of a run"
         )
-    typed = typed_keys(config.overrides)
+    typed = override_keys(config.overrides)
     decided = {
         f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
@@ -56,7 +56,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
     for reason, values in decided.items():
         same = [f"{k}={show(used[k])}" for k in values if k in flat and used[k] == flat[k]]
         notes += [f"{reason}: {', '.join(same)}"] if same else []
-    return replace(found, run=config.run, notes=notes)  # named after what is typed
+    return replace(found, run=config.run, notes=notes)  # the run is named after the overrides alone
 
 
 def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:

@@ -21,7 +21,7 @@ from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
 RGB = 3  # input channels of every library's first convolution
-# Functions of (num_classes, image_size, **model.args), and in_channels if they are not RGB.
+# Functions of (num_classes, image_size, **model.args), and in_channels, if the images are not RGB.
 OURS: dict[str, Callable[..., nn.Module]] = {
     each.__name__: each for each in (resnet_tiny, resnet11_cifar, resnet18_cifar, vit_s16)
 }

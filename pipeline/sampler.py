@@ -3,13 +3,12 @@
 Journey of a batch, 1: step -> this rank's [(epoch, index), ...].
 
 The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
-batch may contain samples of two epochs: no batch is short, none is dropped, and every epoch uses
-each sample exactly once. Resuming needs only the step, and another number of ranks only splits each
+batch may contain samples of two epochs: no batch is short, none is dropped, and by default an epoch
+uses each sample once. Resuming needs only the step, and another number of ranks only splits each
 batch differently.
 
-With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as without, but each of
-its images several times, each time with another augmentation. With classes of equal probability,
-it also has as many, and those of a rare class several times.
+With repeated augmentation (arXiv 1902.05509), an epoch has as many samples of fewer images, each
+several times with another augmentation; if classes are drawn alike, images of rare ones repeat.
 """
 
 from dataclasses import dataclass

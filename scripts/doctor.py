@@ -42,7 +42,7 @@ from conf.schema import Config, RunError, UserError
 from engine.checkpoint import find_checkpoint
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
-from engine.log.introduction import setup_notes
+from engine.log.plan import setup_notes
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
 from pipeline import decode, machine

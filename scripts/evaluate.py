@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import UserError, typed_keys
+from conf.schema import UserError, override_keys
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 
@@ -192,7 +192,7 @@ def run(
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to this machine. Raises UserError: no data.root."""
     config = trained.config
-    loader, data, typed = config.loader, config.data, typed_keys(overrides)
+    loader, data, typed = config.loader, config.data, override_keys(overrides)
     if "loader.batch_size" not in typed:
         size = loader.batch_size
         if not trained.stored and world.device.type == "cpu":

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import RunError, UserError, typed_keys
+from conf.schema import RunError, UserError, override_keys
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 # format -> packages that it needs, besides torch
@@ -48,7 +48,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
     if options.out is not None and options.out.suffix != f".{to}" and to != "hub":
         parser.error(f"--out {options.out}: give a file that ends in .{to}")
-    if "train.precision" in typed_keys(options.overrides):
+    if "train.precision" in override_keys(options.overrides):
         parser.error("train.precision: an exported file computes in fp32; leave the key out")
     return options
 

@@ -67,7 +67,7 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import UserError, typed_keys
+from conf.schema import UserError, override_keys
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.files import json_text
@@ -160,7 +160,7 @@ class Predictor:
         highest = Field(self.dtype).highest
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
         self.batch_size = loader.batch_size
-        if device.type != "cuda" and "loader.batch_size" not in typed_keys(config.overrides):
+        if device.type != "cuda" and "loader.batch_size" not in override_keys(config.overrides):
             self.batch_size = min(CPU_BATCH, loader.batch_size)
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))

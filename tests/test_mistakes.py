@@ -129,7 +129,7 @@ RANK_MISTAKES = {
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
         rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
     ),
-    "import shutil; shutil.rmtree('images')": r"data\.val=images/val: there is no such folder .*",
+    "import shutil; shutil.rmtree('images/val')": r"data\.val=images/val: there is no .*",
 }
 """What is wrong on rank 1, and the message."""
 

@@ -99,7 +99,7 @@ class RunLog:
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.
 
-        This does not wait for the GPU, except where the loop waits next, or an epoch has ended.
+        Waits for the GPU only before a validation or a checkpoint, and at the end of an epoch.
         """
         step = self.state.step
         self._report()  # of an earlier step: its values have arrived while this one was launched

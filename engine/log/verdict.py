@@ -94,7 +94,7 @@ def combined(ranks: Sequence[StepTimes]) -> StepTimes:
     waits = [rank.idle + rank.ranks_wait for rank in ranks]
     stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
     wait, late = row.data_wait, row.late + stalled
-    # A feed that is always busy delivers each batch in the last moment, to one rank later than to
+    # A feed that is always busy delivers each batch at the last moment, to some ranks later than to
     # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
     # of cores also make a feed look busy; then they explain half of the time that is lost.
     hosts = max(stalled + max(rank.late for rank in ranks), *cores)

@@ -19,7 +19,7 @@ import models
 from conf import cli
 from conf.compose import from_checkpoint, from_words
 from conf.named import import_object
-from conf.schema import Config, ModelConfig, UserError, typed_keys
+from conf.schema import Config, ModelConfig, UserError, override_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -162,7 +162,7 @@ def open_trained(
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
-    if "data.image_size" in typed_keys(overrides):
+    if "data.image_size" in override_keys(overrides):
         raise UserError(
             "data.image_size: is the size of the training images, which the checkpoint fixes; "
             "write data.val_size"
@@ -179,7 +179,7 @@ def _config_of_foreign(
     path: Path, content: Any, overrides: Sequence[str]
 ) -> tuple[Config, Sequence[str]]:
     """Return the config that the overrides and the library state, and the names of the classes."""
-    typed = typed_keys(overrides)
+    typed = override_keys(overrides)
     if not typed & NAMES_A_MODEL:
         name = stored_name(content)
         says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""

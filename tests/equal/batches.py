@@ -11,6 +11,7 @@ import torch
 from PIL import ExifTags, Image
 
 from conf.compose import from_words
+from conf.schema import group_names
 from engine.distributed import World
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
@@ -72,9 +73,9 @@ def of_recipe(recipe: str, root: Path) -> dict[str, list[str]]:
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stored lines with the answers of this code."""
+    """The answers of this code for each recipe."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         files = draw(root)
-        recipes = [line["recipe"] for line in lines]
+        recipes = group_names("recipe")
         return [{"recipe": name, "files": files, **of_recipe(name, root)} for name in recipes]

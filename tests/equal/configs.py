@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from conf.compose import from_words
-from conf.schema import UserError, config_values
+from conf.compose import DEFAULT_RECIPE, from_words
+from conf.schema import UserError, config_values, group_names
 
 Values = dict[str, str]  # dotted key -> Python's repr of its value
 
@@ -46,7 +46,7 @@ def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | Non
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The stored lines with the answers of this code."""
-    recipes = [line["recipe"] for line in lines if "recipe" in line]
+    recipes = sorted(group_names("recipe"), key=lambda name: name != DEFAULT_RECIPE)
     bare = {recipe: compose(recipe, []) or {} for recipe in recipes}
     usual = bare[recipes[0]]
     found: list[dict[str, Any]] = [usual]

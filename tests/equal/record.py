@@ -3,7 +3,7 @@
 Each kind is a file of JSON lines, with the answers of the code to the inputs in it:
 
     batches   SHA-256 of 16 training and validation batches of each recipe, on drawn JPEG files
-    configs   values and run name of 60 lists of overrides for each of 15 recipes
+    configs   values and run name of 60 lists of overrides for each recipe
     verdicts  the cause that limits a run, for measured numbers of its ranks
     searches  the number of workers that loader.workers=auto chooses, for recorded sweeps
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conf.schema import group_names
 from tests.equal import batches, configs
 from tests.equal.record import KINDS, stored
 from tests.helpers.processes import needs_extras
@@ -19,6 +20,13 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The images, and their digest."""
     root = tmp_path_factory.mktemp("drawn")
     return root, batches.draw(root)
+
+
+def test_all_recipes_are_stored() -> None:
+    for kind in ("batches", "configs"):
+        assert {line["recipe"] for line in stored(kind) if "recipe" in line} == {
+            *group_names("recipe")
+        }
 
 
 @pytest.mark.parametrize("line", stored("batches"), ids=lambda line: line["recipe"])

@@ -46,7 +46,7 @@ def test_values_from_the_number_of_images(pretrained: Path) -> None:
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
 
 
-def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
+def test_override_keys_override_what_the_program_decides(pretrained: Path) -> None:
     weights = f"model.weights={pretrained / 'checkpoints' / 'best.pt'}"
     values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03

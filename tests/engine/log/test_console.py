@@ -11,9 +11,9 @@ from torch import Tensor
 
 from conf.compose import from_words
 from engine.distributed import join_world
-from engine.log import introduction
+from engine.log import plan
 from engine.log.console import header, train_line, val_line
-from engine.log.introduction import setup_notes
+from engine.log.plan import setup_notes
 from engine.log.runlog import train_row
 from engine.metrics import BestBy, Meter
 from pipeline.build import build_datasets
@@ -65,7 +65,7 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert same.startswith("data.val holds the training images")
 
     (driver := tmp_path / "version").touch()
-    monkeypatch.setattr(introduction, "DRIVER", driver)
+    monkeypatch.setattr(plan, "DRIVER", driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (unused,) = notes("data=fake")
     version = torch.__version__

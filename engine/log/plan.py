@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conf.schema import Config, typed_keys
+from conf.schema import Config, override_keys
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
 from engine.log.console import outcome
@@ -20,7 +20,7 @@ DRIVER = Path("/proc/driver/nvidia/version")  # on a machine with NVIDIA's drive
 FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
-def introduce(
+def print_plan(
     datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, run: Run
 ) -> None:
     """Print what the run will do, or the summary of an earlier start that finished it."""
@@ -29,7 +29,7 @@ def introduce(
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
         f"run      {run.path}",
-        *facts(datasets, schedule, compute, state.model),
+        *plan_lines(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
         *(f"history  {line}" for line in state.history),
     ]
@@ -47,7 +47,7 @@ def introduce(
     print(*lines, sep="\n", flush=True)
 
 
-def facts(
+def plan_lines(
     datasets: Datasets, schedule: Schedule, compute: Compute, model: nn.Module
 ) -> Iterable[str]:
     """Yield lines about the images, the steps, the model and the device."""
@@ -90,9 +90,10 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"{images:,} images, try loader.batch_size={smaller} "
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
-    if "optim.name" in config.changed and not typed_keys(config.overrides) & {"optim", "optim.lr"}:
+    typed = override_keys(config.overrides)
+    if "optim.name" in config.changed and not typed & {"optim", "optim.lr"}:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
-        notes.append(f"{lr} is that of another optimiser than {name}; type it, too, such as 0.001")
+        notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         command = f"torchrun --nproc-per-node {count} train.py ..."
