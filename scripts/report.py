@@ -5,10 +5,10 @@
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
 Reads config.yaml, metrics.jsonl, summary.json, verdict.json and per_class.json of each run
-directory. Files may be missing: a run may be in progress, killed, or of another version. A folder
-of runs stands for its runs. The report is one self-contained file. Without --out it is report.html
-in the given folder, or for several folders in the current one. Every numeric key of metrics.jsonl
-gets a chart, including metrics that a fork adds, unless it is always 0.
+directory. Files may be missing, as in a run that is in progress. A folder of runs stands for its
+runs. The report is one file: FILE, or report.html in the given folder, for several folders in the
+current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. The page links
+to what evaluate.py has made of the best checkpoint in evaluation/ of the current folder.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -38,16 +38,18 @@ if __name__ == "__main__":
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from signal import Signals
 from statistics import fmean, stdev
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import yaml
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Template
 
 from conf import cli
 from conf.compose import dotted, read_yaml
@@ -56,11 +58,14 @@ from conf.schema import UserError, show
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
+LABELS["best"] = "best checkpoint"  # a curve of one point
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 WORST = 20  # classes that are listed
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
+# Names of values of the machine begin or end so; other values are of the training.
+MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
@@ -92,13 +97,12 @@ class Run:
 
     def headline(self) -> dict[str, str]:
         """Return the result, label -> text: the best value of the validations comes first."""
-        (name, _, row), config, summary = self.best(), self.config, self.summary
-        value, epoch = number_in(row.get(name)), rounded(round(number_in(row.get("epoch")), 1))
-        cells = dict[str, str]()
-        if row:
+        (name, _, best), config, summary = self.best(), self.config, self.summary
+        cells, epochs = dict[str, str](), rounded(number_in(config.get("train.epochs")))
+        for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
+            value, epoch = number_in(row.get(name)), round(number_in(row.get("epoch")), 1)
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
-            cells[f"best {name}"] = text
-            cells["epoch"] = f"{epoch} of {rounded(number_in(config.get('train.epochs')))}"
+            cells[f"{label} {name}"] = f"{text} after epoch {rounded(epoch)} of {epochs}"
         if "seconds" in summary:
             cells["time"] = str(timedelta(seconds=round(number_in(summary["seconds"], 0))))
             cells["device"] = summary.get("device", UNKNOWN)
@@ -148,8 +152,15 @@ def read_run(folder: Path) -> Run:
         run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
     if line := (run.summary.get("expectation") or {}).get("line"):
         run.verdict = [*run.verdict, " ".join(line.split())]
-    read_rows(run)
-    read_classes(run)
+    for line in read_text(run, "metrics.jsonl").splitlines():
+        try:
+            row = json.loads(line)
+            run.rows[row["split"]].append(row)
+        except ValueError:
+            run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
+    if (path := folder / "per_class.json").exists():
+        for row in json.loads(path.read_bytes())["classes"]:
+            run.classes[row["class"]] = row["name"], row["images"], number_in(row["top1"])
     return run
 
 
@@ -162,40 +173,13 @@ def read_text(run: Run, name: str) -> str:
         return ""
 
 
-def read_rows(run: Run) -> None:
-    """Fill `rows`; if steps were repeated after a restart, the later rows count."""
-    for line in read_text(run, "metrics.jsonl").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
-            continue
-        for split, rows in run.rows.items():
-            while rows and rows[-1]["step"] + (split == row["split"]) > row["step"]:
-                rows.pop()
-        run.rows[row["split"]].append(row)
-
-
-def read_classes(run: Run) -> None:
-    """Fill `classes` with those that have images, if the run has written per_class.json."""
-    path = run.folder / "per_class.json"
-    try:
-        rows = json.loads(path.read_bytes())["classes"] if path.exists() else []
-        found = [(row["class"], (row["name"], row["images"], row["top1"])) for row in rows]
-        run.classes = {key: about for key, about in found if about[1] > 0 and about[2] >= 0}
-    except (OSError, *DAMAGED) as error:
-        run.notes.append(f"per_class.json cannot be read ({type(error).__name__}: {error})")
-
-
 def rounded(value: Any) -> str:
-    """Format a float with 3 or 4 significant digits: 7,290, 76.13, 0.123; anything else in full."""
+    """Format a float with 4 significant digits: 7,290, 76.13, 0.1235; anything else in full."""
     if not isinstance(value, float):
         return show(value)
     if not math.isfinite(value):
         return UNKNOWN
-    if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3e}"
-    return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def compared(values: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -219,10 +203,10 @@ def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     first = runs[0].classes
     if not first or any(run.classes.keys() != first.keys() for run in runs):
         return []
-    top1 = {key: [run.classes[key][2] for run in runs] for key in first}
+    top1 = {key: [run.classes[key][2] for run in runs] for key in first if first[key][1]}
     columns = [f"run {i}" for i in range(1, len(runs) + 1)] if len(runs) > 1 else ["top1, %"]
     table = [["class", "images", *columns]]
-    for key in sorted(first, key=lambda key: fmean(top1[key]))[:WORST]:
+    for key in sorted(top1, key=lambda key: fmean(top1[key]))[:WORST]:
         name, images, _ = first[key]
         table.append([name, f"{images:,}", *(f"{value:.1f}" for value in top1[key])])
     return table
@@ -235,11 +219,10 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe.
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
-    place = "epoch" if all(math.isfinite(number_in(row.get("epoch"))) for row in rows) else "step"
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    learning = {key for run in runs for row in run.rows["val"] for key in row} | {"loss", "lr"}
-    drawn = [(run, split, str(i), i % 8) for i, run in enumerate(runs, 1) for split in SPLITS]
+    splits = dict.fromkeys(SPLITS, "") | {"best": " best"}
+    drawn = [(r, s, f"{i}{splits[s]}", i % 8) for i, r in enumerate(runs, 1) for s in splits]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
     found = []
@@ -247,22 +230,24 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
             for run, split, label, colour in drawn
-            if len(curve := curve_of(run, split, place, key))
+            if len(curve := curve_of(run, split, key))
         ]
         if any(curve[:, 1:].any() for _, curve in curves):
-            section = "Learning" if key in learning else "Training steps"
-            found.append({"title": key, "section": section, "place": place, **draw(curves)})
+            machine = key.startswith(MACHINE[0]) or key.endswith(MACHINE[1])
+            found.append({"title": key, "machine": machine, **draw(curves)})
     return found
 
 
-def curve_of(run: Run, split: str, place: str, key: str) -> np.ndarray:
-    """Return the finite points of a key, float64 [points, 4]: x, y, and minimum and maximum there.
+def curve_of(run: Run, split: str, key: str) -> np.ndarray:
+    """Return the finite points of a key, float64 [points, 4]: epoch, value, minimum and maximum.
 
     A long curve is shortened to the means of BUCKETS neighbourhoods.
     """
     rows = run.rows.get(split, run.rows["val"])
+    if split == "best":  # the last point is no news
+        rows = [row for row in rows[:-1] if row is run.best()[2]]
     name = f"reference_{key}" if split == "reference" else key
-    columns = place, name, f"{name}_min", f"{name}_max"
+    columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(column)) for column in columns] for row in rows])
     points = points.reshape(-1, 4)
     points = points[np.isfinite(points[:, :2]).all(1)]
@@ -292,8 +277,8 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
         drawn.append({**about, "line": line, "band": band, "last": rounded(y[-1])})
     return {
         "curves": drawn,
-        "x": [*zip(places(ticks_x, ticks_x, WIDTH), labels(ticks_x), strict=True)],
-        "y": [*zip(places(ticks_y, ticks_y, HEIGHT), labels(ticks_y), strict=True)],
+        "x": [*zip(places(ticks_x, ticks_x, WIDTH), ticks_x, strict=True)],
+        "y": [*zip(places(ticks_y, ticks_y, HEIGHT), ticks_y, strict=True)],
     }
 
 
@@ -306,23 +291,28 @@ def ticks(low: float, high: float) -> np.ndarray:
     return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
-def labels(values: np.ndarray) -> list[str]:
-    """Format the ticks of an axis with as many digits as make them differ."""
-    texts = ([f"{value:.{digits}g}" for value in values] for digits in range(4, 17))
-    return next(ticks for ticks in texts if len({*ticks}) == len(ticks))
+def evaluations(run: Run, out: Path) -> dict[str, str]:
+    """Return the folders of evaluate.py about the best checkpoint: name -> link from `out`."""
+    links = {}
+    for path in sorted(Path("evaluation").glob("*/evaluation.json")):
+        found = json.loads(path.read_bytes())
+        of_run = run.folder.resolve() in Path(found.get("checkpoint", "")).resolve().parents
+        if of_run and found.get("step") == run.best()[2].get("step"):
+            links[path.parent.name] = quote(os.path.relpath(path.parent, out.parent))
+    return links
 
 
-def build(runs: Sequence[Run]) -> str:
+def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
-    names = [run.name for run in runs]
-    for run in runs:
-        run.name = str(run.folder) if names.count(run.name) > 1 else run.name
-    rows = [{"": i, "run": run.name, **run.headline()} for i, run in enumerate(runs, 1)]
-    loader = FileSystemLoader(Path(__file__).parent / "lib")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html").render(
+    rows = [{"": i, "run": str(run.folder), **run.headline()} for i, run in enumerate(runs, 1)]
+    best = max(runs, key=lambda run: run.best()[1])
+    lib = Path(__file__).parent / "lib"
+    template = (lib / "report.html").read_text("utf-8")
+    return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        best=max(runs, key=lambda run: run.best()[1]) if len(runs) > 1 else None,
+        best=best,
+        evaluations=evaluations(best, out),
+        about=read_yaml(lib / "values.yaml"),
         headlines=[*zip(*compared(rows), *differences(runs), strict=True)],
         charts=charts(runs),
         classes=worst_classes(runs),
@@ -381,7 +371,7 @@ def run(options: argparse.Namespace) -> int:
         print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-    page = build(runs)
+    page = build(runs, out)
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
     out.write_text(page, encoding="utf-8")
     print(f"written to {out}")
