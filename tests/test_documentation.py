@@ -67,7 +67,8 @@ COMMANDS["colab.ipynb"] = commands_of_the_notebook()
 
 @pytest.fixture
 def desk(tmp_path: Path, image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder, with stand-ins for the files of a reader."""
+    """The current folder, with stand-ins for the files of a reader; data.root may be missing."""
+    monkeypatch.setattr(cli, "require_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the scripts change these three
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -24,9 +24,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_all_recipes_are_stored() -> None:
     for kind in ("batches", "configs"):
-        assert {line["recipe"] for line in stored(kind) if "recipe" in line} == {
-            *group_names("recipe")
-        }
+        recipes = {line["recipe"] for line in stored(kind) if "recipe" in line}
+        assert recipes == {*group_names("recipe")}
 
 
 @pytest.mark.parametrize("line", stored("batches"), ids=lambda line: line["recipe"])

@@ -53,7 +53,7 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
     assert len(build_datasets(from_words(["data=fake", "data.fake_images=60"])).val) == 6
     (kept,) = notes("data=fake", "optim.name=nadam")
-    assert kept.startswith("optim.lr=0.1 is that of another optimiser than nadam; ")
+    assert kept.startswith("optim.lr=0.1 was chosen for another optimiser than nadam; ")
     assert notes("data=fake", "optim.name=nadam", "optim.lr=0.002") == []
     own = f"data.root={image_root}"
     assert notes(own, "loader.batch_size=8") == []  # no smaller batch is advised
