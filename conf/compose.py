@@ -283,7 +283,8 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10
-        config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs, a tenth"]
+        cure = "if the loss grows, type optim.clip_norm=1"
+        config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs; {cure}"]
     check(config)
     if left_out:
         names = ", ".join(sorted(left_out))

@@ -243,19 +243,18 @@ def accepted_changes(
     stored = content["identity"]
     changes = {
         name: f"{name} was {show(stored.get(name))}, is {show(value)}"
-        for name, value in identity.items()
+        for name, value in sorted(identity.items(), key=lambda item: item[0] not in FIXED)
         if stored.get(name) != value
     }
     fixed = [name for name in changes if name in FIXED]
     if not changes or (accept and not fixed):
         return changes
-    reason = "these changes affect the result"
+    reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     remedy = "give run.name=NAME to train in another directory"
-    if fixed:
-        reason = f"{fixed[0]} cannot change within a run"
-    else:
+    if not fixed:
         remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint"
-    raise UserError(f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {remedy}")
+    listed = [*changes.values()][:5] + [f"and {len(changes) - 5} more"] * (len(changes) > 5)
+    raise UserError(f"cannot resume {path}: {'; '.join(listed)}; {reason}: {remedy}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:

@@ -29,13 +29,9 @@ from pipeline.index import Folder, Index
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
 COUNTS = {"train": 2000, "val": 500}  # images of each split
-MEAN_BYTES = 22_000  # of a file
 MARKER = "demo.json"
 # version: of the drawings, raised with any change that alters a pixel
 MARKED = {"version": 1, "seed": 0, **{f"{split}_images": count for split, count in COUNTS.items()}}
-# 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait for the
-# GIL), 10.8 s with 2 processes.
-THREADS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +192,7 @@ class DemoDataset(FolderDataset):
         super().__init__(Index.of_files(folder, files), transform, **options)
 
     def mean_bytes(self) -> float:
-        return MEAN_BYTES
+        return 22_000
 
     def create_files(self) -> None:
         draw_dataset(self.root)
@@ -227,8 +223,9 @@ def draw_dataset(root: Path) -> None:
     folders = itertools.product(enumerate(COUNTS), enumerate(CLASSES))
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.demo-") as temporary:
         draft = Path(temporary) / "images"
-        draft.mkdir()
-        with ThreadPoolExecutor(THREADS) as pool:
+        # 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait
+        # for the GIL), 10.8 s with 2 processes.
+        with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
         (draft / MARKER).write_text(json.dumps(MARKED))
         try:

@@ -33,13 +33,12 @@ class Profiler(Observer):
         self._profile: Any = None
 
     def begin_step(self, step: int) -> None:
-        if self._profile is not None or not self.first <= step <= self.last:
-            return
-        self.first = step
-        self._synchronize()
-        self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
-        self._profile.start()
-        self.log.feed.train.clock.skip()
+        if self._profile is None and self.first <= step <= self.last:
+            self.first = step
+            self._synchronize()
+            self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
+            self._profile.start()
+            self.log.feed.train.clock.skip()
 
     def end_step(self, step: int) -> None:
         if self._profile is not None and step > self.last:

@@ -14,11 +14,11 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from hydra import initialize_config_module
@@ -94,10 +94,12 @@ class Sweep:
         """
         script, fixed = os.path.abspath(sys.argv[0]), self.fixed
         of = "" if self.sweeper else f" of {math.prod(map(len, self.columns)):,}"
+        told = set[str]()  # lines of earlier jobs
 
         def run_job(_: Any) -> float:
-            job = HydraConfig.get()
-            return _run_job(script, [*fixed, *job.overrides.task], f"job {job.job.num + 1:,}{of}")
+            job, values = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
+            values = [word.lstrip("+") for word in values]
+            return _run_job(script, [*fixed, *values], f"job {job:,}{of}: {' '.join(values)}", told)
 
         folder = Path(next(iter(self.jobs.values())).run.dir).parent
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
@@ -127,14 +129,14 @@ class Sweep:
             config = self.jobs.get(job) or from_words([*self.fixed, *job])
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
-            rows.append((-score, status, f"{text}  {' '.join(job)}", config.run.dir))
+            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         rows.sort(key=lambda row: row[0])
         add_values(config.log.values)
         by = config.train.best_by.removeprefix("-")
         print(f"{by}{metric_of(by).unit.replace(' ', ', ')}, the best job first:")
-        print(f"{rows[0][2]}  best, in {rows[0][3]}", *(row[2] for row in rows[1:]), sep="\n")
+        print(*(text for *_, text in rows), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
                 spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
@@ -165,17 +167,16 @@ def _values(text: str) -> list[str]:
     return found
 
 
-def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
+def _run_job(script: str, overrides: Sequence[str], name: str, told: set[str]) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
-    overrides = [word.lstrip("+") for word in overrides]
     GlobalHydra.instance().clear()  # composing uses Hydra, too
     config = from_words(overrides)
-    print(f"{name}: {' '.join(overrides)}: {config.run.dir}", flush=True)
+    print(f"{name}: {config.run.dir}", flush=True)
+    told.add(f"run      {config.run.dir}\n")
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
-    finished = same and _result(config)[2] == "finished"
-    if not finished or config.checkpoint.resume == "never":
-        status = _run_child([sys.executable, script, *overrides])
+    if not same or _result(config)[2] != "finished" or config.checkpoint.resume == "never":
+        status = _run_child([sys.executable, script, *overrides], told)
         if status == 2 or status > 128:
             sys.exit(status)
         if status != 0:
@@ -183,7 +184,7 @@ def _run_job(script: str, overrides: Sequence[str], name: str) -> float:
     return _result(config)[0]
 
 
-def _run_child(command: Sequence[str]) -> int:
+def _run_child(command: Sequence[str], told: set[str]) -> int:
     """Run a process, indent what it prints, and pass on stop signals; 128 + signal after one."""
 
     def begin() -> None:
@@ -191,12 +192,15 @@ def _run_child(command: Sequence[str]) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    no, pipe = subprocess.DEVNULL, subprocess.PIPE
-    child = subprocess.Popen(command, stdin=no, stdout=pipe, preexec_fn=begin)
+    child = Popen(command, stdin=DEVNULL, stdout=PIPE, errors="replace", preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
+            in_plan = True  # until a line is indented
             for line in child.stdout or ():
-                print(f"    {line.decode(errors='replace')}", end="", flush=True)
+                in_plan &= not line[0].isspace()
+                if not (in_plan and line in told):
+                    print(f"    {line}", end="", flush=True)
+                told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()

@@ -94,12 +94,9 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
 def windows(
     process: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Measure units per second in each of WINDOWS windows.
+    """Measure units per second in each of WINDOWS windows, which take `seconds` together.
 
-    Args:
-        process: processes some units and returns their number.
-        seconds: of all windows together.
-        finish: waits until the units are complete.
+    `process` returns how many units it has processed; `finish` waits until they are complete.
     """
     rates = []
     for _ in range(WINDOWS):

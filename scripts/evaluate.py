@@ -118,12 +118,7 @@ def run(
     all_outputs: bool = False,
     real: Path | None = None,
 ) -> Evaluated:
-    """Evaluate one model on its validation images. Collective.
-
-    Args:
-        flip: average the outputs for an image and its mirror image.
-        all_outputs: whether those of classes without images compete.
-        real: the file of `read_real`.
+    """Evaluate one model on its validation images, with the script's options. Collective.
 
     Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
     read.

@@ -121,10 +121,6 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
 class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
-    Args:
-        top: number of classes per image, at most all.
-        features: whether the results hold the input of the last layer.
-
     Raises UserError: a transform, the decoder or the size of the images is wrong.
     """
 
@@ -133,8 +129,8 @@ class Predictor:
         trained: Trained,
         device: torch.device,
         *,
-        top: int = 5,
-        features: bool = False,
+        top: int = 5,  # classes of each image, at most all
+        features: bool = False,  # also the input of the last layer
     ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform = build_transform(config.augment.val, "augment.val")

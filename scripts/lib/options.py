@@ -1,6 +1,7 @@
 """The command line of a script that takes options, paths and overrides; torch is not imported."""
 
 import argparse
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,21 +56,26 @@ def parse_paths(
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program.
 
     An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
-    and a link to nowhere, which cannot be read. `several`: whether the paths of images, which may
-    be missing, follow that of the checkpoint.
+    and a link to nowhere, which cannot be read, and what has `=` after a `/` only. `several`:
+    whether the paths of images, which may be missing, follow that of the checkpoint.
     """
     from conf.compose import read_words
 
     options, words = parser.parse_known_args(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
-    typed = [w for w in words if w not in found and (w in NAMES or w[:1] in "-+" or "=" in w)]
+    typed = [w for w in words if w in NAMES or w[:1] in "-+" or "=" in w.partition("/")[0]]
+    typed = [word for word in typed if word not in found]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
     try:
         read_words(typed)
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
-    if not several and (missing := [path for path in options.paths if path not in found]):
-        parser.error(f"{missing[0]}: no such file or folder; give {CHECKPOINT}")
+    if missing := next((path for path in options.paths[:1] if path not in found), None):
+        folders = Path(missing).parent, Path("runs")
+        runs = {str(held.parent) for folder in folders for held in folder.glob("*/checkpoints")}
+        near = ", ".join(difflib.get_close_matches(missing, sorted(runs), cutoff=0))
+        give = f"the nearest runs are {near}" if near else f"give {CHECKPOINT}"
+        parser.error(f"{missing}: there is no such run directory or file; {give}")
     if not several and len(options.paths) != 1:
         parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     return options

@@ -111,10 +111,13 @@ def test_changes_and_remedies_are_listed() -> None:
         compare(stored, now)
     assert str(error.value) == (
         "cannot resume step-7.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; optim.momentum "
-        "was null, is 0.9; these changes affect the result: give run.name=NAME to train in another "
+        "was null, is 0.9; these keys affect the result: give run.name=NAME to train in another "
         "directory, or checkpoint.accept_changes=true to continue from this checkpoint"
     )
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
+    many = dict.fromkeys([*"abcdefg", "optim.name"], 8)
+    with pytest.raises(UserError, match=r": optim.name was 8, .*; d was 8, is 9; and 3 more; "):
+        compare(many, dict.fromkeys(many, 9))
     for name in FIXED:  # tensors would not fit
         with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
             compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)

@@ -19,6 +19,7 @@ PATHS = "give a checkpoint, then images or folders, or - for a list"
         (export, ". --to safetensors --preprocessing", "--preprocessing: a safetensors file has n"),
         (export, ". --to pt2 train.precision=bf16", "train.precision: an exported file computes i"),
         (export, ". --to onnx", "onnxscript, onnxruntime; `pip install onnx onnxscript onnxruntim"),
+        (predict, "runs/b,lr=1 a.jpg", "runs/b,lr=1: there is no such run directory or file; give"),
         (predict, "- .", PATHS),
         (predict, ".", PATHS),
         (predict, ". . --top 0", "--top 0: give 1 or more"),
