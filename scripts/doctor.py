@@ -27,7 +27,6 @@ import hashlib
 import logging
 import os
 import shutil
-import timeit
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +34,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 
 import models
@@ -63,9 +61,12 @@ LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
 # Files that training accepts, but that are better converted once, are a warning above this part.
 MAX_ODD = 0.01
+CORE_FLOPS = 3e10  # operations per second of a CPU core in training, measured for ResNet-18 and -50
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
+MISNAMED = "of another format than their ending says"
 TURNED = "rotated by their EXIF data"
 CURES = {
+    MISNAMED: "training reads the content; rename them for other programs",
     SLOW: "scripts/prepare.py --side converts such JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
@@ -169,7 +170,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
-            file.odd = tuple(oddities(image))
+            file.odd = tuple(oddities(image, file.path))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
         begin = f"not an image, begins with {content[:16]!r}"
@@ -184,8 +185,11 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     return file
 
 
-def oddities(image: Image.Image) -> Iterator[str]:
+def oddities(image: Image.Image, path: str) -> Iterator[str]:
     """Yield keys of CURES."""
+    stated = Image.registered_extensions().get(os.path.splitext(path)[1].lower(), image.format)
+    if stated != image.format and {stated, image.format} != {"JPEG", "MPO"}:
+        yield MISNAMED
     if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
         yield SLOW
     if decode.orientation_of(image) > 1:
@@ -312,14 +316,10 @@ def plan(case: Case) -> Iterator[Row]:
         f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
         f"images of {datasets.train_size} px on {case.compute.name}"
     )
-    if device.type == "cpu":
-        # On two cores, a training step of ResNet-18 or -50 has half the rate of this product.
-        matrix = torch.ones(1024, 1024)
-        rate = 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1))
-        work = 3 * case.compute.flops * schedule.stop_step * schedule.batch_size
-        if (days := work / rate / 86_400) > 1:
-            cure = "try a GPU, or model.name=resnet18, data.image_size=64 or fewer train.epochs"
-            yield warn(f"about {days:,.1f} days on this CPU", cure)
+    work = 3 * case.compute.flops * schedule.stop_step * schedule.batch_size
+    if device.type == "cpu" and (days := work / CORE_FLOPS / machine.cores() / 86_400) > 1:
+        cure = "try a GPU, or model.name=resnet18, data.image_size=64 or fewer train.epochs"
+        yield warn(f"about {days:,.0f} days on this CPU", cure)
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)

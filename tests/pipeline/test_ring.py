@@ -42,11 +42,7 @@ def begun(loader: Loader) -> list[Task]:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [
-        *((workers, "fork") for workers in (0, 2)),
-        (1, "forkserver"),
-        pytest.param(2, "spawn", marks=pytest.mark.slow),
-    ],
+    [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str

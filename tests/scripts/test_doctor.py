@@ -132,6 +132,7 @@ ODD = {
     "CMYK": encoded(drawn("CMYK")),
     "progressive": encoded(drawn(), progressive=True),
     "large": encoded(Image.new("RGB", (6000, 4200))),
+    "misnamed": encoded(drawn(), "PNG"),
 }
 
 
@@ -149,7 +150,7 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
         case.examined["train"] += case.examined["val"] * 10
     if "prepare.py" in row.do:  # it helps
         mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
-        assert not [*doctor.oddities(decode.open_image(mended))]
+        assert not [*doctor.oddities(decode.open_image(mended), "odd.jpg")]
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
