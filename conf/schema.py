@@ -502,15 +502,15 @@ def check(config: Config) -> None:
 
 def require_root(config: Config) -> None:
     """Refuse to train without data.root, or with one that does not exist, with a UserError."""
-    root = Path(config.data.root or "").expanduser()
-    if config.data.source == "folder" and not config.data.root:
+    root, needed = Path(config.data.root or "").expanduser(), config.data.source == "folder"
+    if needed and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `make demo`, which draws its own"
         )
-    if config.data.source == "folder" and not root.exists():
-        close = did_you_mean(root.name, [near.name for near in root.absolute().parent.glob("*")])
-        raise UserError(f"data.root={root}: there is no such folder or file{close}")
+    if needed and not root.is_dir() and root.suffix not in (".tar", ".csv"):
+        close = did_you_mean(root.name, [near.name for near in root.absolute().parent.glob("*/")])
+        raise UserError(f"data.root={root}: no such folder, .tar or .csv (unpack others){close}")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -155,7 +155,7 @@ def average_gradients(network: nn.Module, *, exchange: bool = True) -> None:
         return
     parameters = [p for p in network.parameters() if p.requires_grad]
     # A parameter without a gradient here may have one on another rank, and asking would wait for
-    # the device. So it gets zeros, and weight decay and momentum change it; with one rank not.
+    # the device. So it gets zeros, and weight decay and momentum change it, unlike with one rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
     views, offset = [], 0

@@ -67,7 +67,7 @@ def fit_memory(
 
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
-    """Take a step in `count` micro-batches on this rank alone, and undo it; whether it fits."""
+    """Return whether a step in `count` micro-batches fits on this rank alone; undo the step."""
     state.exchanges = fits = False
     with suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
