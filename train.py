@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from conf.cli import announce, parse
 
     CONFIG = parse(sys.argv[1:], script="train.py", purpose=__doc__)
-    announce()
+    announce(CONFIG)
 
 import gc
 import time

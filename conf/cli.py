@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from glob import glob
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
@@ -24,6 +25,7 @@ from conf.schema import (
     UserError,
     config_values,
     described,
+    did_you_mean,
     group_names,
     require_root,
     sentences,
@@ -65,8 +67,13 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     return config
 
 
-def announce() -> None:
-    """Say on rank 0 what the first seconds are for. The images may still refuse the run."""
+def announce(config: Config) -> None:
+    """Say on rank 0 what the first seconds are for, or that there is no such data.root."""
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(config.data.root or "")))
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several ranks refuse it together, later
+    if alone and config.data.source == "folder" and not os.path.exists(f"{folder}/{name}"):
+        close = did_you_mean(name, map(os.path.basename, glob(f"{folder}/*")))
+        fail(f"data.root={config.data.root}: there is no such folder or file{close}")
     with suppress(OSError):  # a closed output must not end the training
         if os.environ.get("RANK", "0") == "0":
             print("start    importing torch, then reading the images", flush=True)
@@ -110,7 +117,6 @@ def exit_status(
         complain(message or described(error))
         return 1
     except KeyboardInterrupt:
-        complain("interrupted")
         return 130
 
 

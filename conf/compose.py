@@ -49,7 +49,7 @@ TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str |
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 # Keys in which `module:name` is not a name of code in this checkout.
-NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights"}
+NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights", "model.args", "optim.args"}
 # Group -> key that takes more than the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
@@ -174,7 +174,7 @@ def read_words(words: Iterable[str]) -> dict[str, Any]:
             advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{_advice(name)}; {FLAGS}"
             raise UserError(f"{text}: not an option; {advice}")
         if not equals:
-            raise UserError(f"{text}: is not key=value, as data.root=/images is; {_advice(name)}")
+            raise UserError(f"{text}: write key=value, such as data.root=/images; {_advice(name)}")
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)

@@ -170,6 +170,7 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
 )
 DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
+RUN_NAME = Check(lambda name: re.fullmatch(r"(?!\.\.?$)[^/]+", name), "a name without slashes")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
@@ -313,7 +314,7 @@ class OptimConfig:
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
     clip_norm: float | None = key(None, RESULT, POSITIVE | NULL)
-    """maximum global gradient norm; null: no clipping"""
+    """maximum global gradient norm; null: no clipping, unless the warm-up has been shortened"""
 
 
 @dataclass
@@ -389,7 +390,7 @@ class CheckpointConfig:
 
 @dataclass
 class RunConfig:
-    name: str | None = key(None, NOTHING, NOT_EMPTY | NULL)
+    name: str | None = key(None, NOTHING, RUN_NAME | NULL)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
     dir: str = key("runs/${run.name}", NOTHING, NOT_EMPTY)
     """output folder of the run; the same command with the same run.dir resumes"""
@@ -501,16 +502,12 @@ def check(config: Config) -> None:
 
 
 def require_root(config: Config) -> None:
-    """Refuse to train without data.root, or with one that does not exist, with a UserError."""
-    root, needed = Path(config.data.root or "").expanduser(), config.data.source == "folder"
-    if needed and not config.data.root:
+    """Refuse to train without data.root, which has no default, with a UserError."""
+    if config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `make demo`, which draws its own"
         )
-    if needed and not root.is_dir() and root.suffix not in (".tar", ".csv"):
-        close = did_you_mean(root.name, [near.name for near in root.absolute().parent.glob("*/")])
-        raise UserError(f"data.root={root}: no such folder, .tar or .csv (unpack others){close}")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -198,7 +198,7 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                if not (in_plan and line in told):
+                if not (in_plan and line in told) or line.startswith(("state", "history")):
                     print(f"    {line}", end="", flush=True)
                 told.add(line)
             status = child.wait()

@@ -32,7 +32,6 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-OPEN_MAX = 10240  # files; macOS allows no more, whatever the hard limit
 CACHE_FORMAT = 12  # of a scan, in the name of its file
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
@@ -86,9 +85,9 @@ def _opened(tar: Container) -> BinaryIO:
 
     Threads and forked processes may share it, because `pread` uses no file position.
     """
-    # In each process: workers have the limit of the forkserver.
+    # In each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_MAX)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
     file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
@@ -207,9 +206,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         beside = sorted(each.name for each in path.parent.glob("[!.]*"))
         raise UserError(
             f"{key}={folder}: there is no such folder; {path.parent} holds "
-            f"{', '.join(beside[:5]) or 'nothing'}: data.root must hold train/<class>/* and "
-            "val/<class>/* (data.train and data.val state other names), or with data.val_fraction="
-            "0.1 be one folder of classes, .tar or .csv file (unpack others)"
+            f"{', '.join(beside[:5]) or 'no folder'}: data.root must hold train/<class>/* and "
+            "val/<class>/*, or with data.val_fraction=0.1 be classes, .tar or .csv (unpack others)"
             f"{did_you_mean(path.name, beside)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)

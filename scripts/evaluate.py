@@ -292,7 +292,7 @@ def write(result: Evaluated, folder: Path) -> None:
 
 def name_of(trained: Trained) -> str:
     """Return the name of a checkpoint and of its split: `,test`, and nothing for val."""
-    return f"{trained.name},{Path(trained.config.data.val).name}".removesuffix(",val")
+    return f"{trained.name},{Path(trained.config.data.val).name or 'all'}".removesuffix(",val")
 
 
 def print_result(found: Evaluated, folder: Path) -> None:

@@ -39,6 +39,7 @@ if __name__ == "__main__":
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -158,8 +159,8 @@ def read_run(folder: Path) -> Run:
             run.rows[row["split"]].append(row)
         except ValueError:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
-    if (path := folder / "per_class.json").exists():
-        for row in json.loads(path.read_bytes())["classes"]:
+    with suppress(OSError, *DAMAGED):  # there is none, or it is damaged
+        for row in json.loads((folder / "per_class.json").read_bytes())["classes"]:
             run.classes[row["class"]] = row["name"], row["images"], number_in(row["top1"])
     return run
 
@@ -295,10 +296,11 @@ def evaluations(run: Run, out: Path) -> dict[str, str]:
     """Return the folders of evaluate.py about the best checkpoint: name -> link from `out`."""
     links = {}
     for path in sorted(Path("evaluation").glob("*/evaluation.json")):
-        found = json.loads(path.read_bytes())
-        of_run = run.folder.resolve() in Path(found.get("checkpoint", "")).resolve().parents
-        if of_run and found.get("step") == run.best()[2].get("step"):
-            links[path.parent.name] = quote(os.path.relpath(path.parent, out.parent))
+        with suppress(OSError, *DAMAGED):  # of another run, perhaps
+            found = json.loads(path.read_bytes())
+            of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
+            if of_run and found["step"] == run.best()[2]["step"]:
+                links[path.parent.name] = quote(os.path.relpath(path.parent, out.parent))
     return links
 
 

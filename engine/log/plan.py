@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conf.schema import Config, override_keys
+from conf.schema import Config
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
 from engine.log.console import outcome
@@ -90,8 +90,7 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"{images:,} images, try loader.batch_size={smaller} "
             f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
         )
-    typed = override_keys(config.overrides)
-    if "optim.name" in config.changed and not typed & {"optim", "optim.lr"}:
+    if "optim.name" in config.changed and "optim.lr" not in config.changed:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
         notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0

@@ -150,8 +150,8 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
             assert CLASSES[entry["index"]] == entry["class"] == entry["name"]
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130 and process.stdout.read() == ""
-    *lines, last = (tmp_path / "stderr").read_text().splitlines()
-    assert all(line.startswith("import time:") for line in lines) and "interrupted" in last
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    assert all(line.startswith("import time:") for line in lines)
     # The compiler takes as long to import as the rest of torch.
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
