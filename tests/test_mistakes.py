@@ -78,12 +78,13 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(workplace)
     before, children = tree(workplace), descendants(os.getpid())
     try:
-        typed = [*SMALL, *shlex.split(words)]
-        found = train.main(cli.parse(typed, script="train.py", purpose=""))
+        config = cli.parse([*SMALL, *shlex.split(words)], script="train.py", purpose="")
+        cli.announce(config)
+        found = train.main(config)
     except SystemExit as stop:
         found = stop.code
     out, err = capsys.readouterr()
-    assert (found, out) == (int(status), "")
+    assert found == int(status) and out.partition("start  ")[0] == "" and out.count("\n") <= 1
     assert err.count("\n") == 1 and err.endswith("\n"), err
     assert re.search(".*".join(map(re.escape, message.split("..."))), err), err
     # The keys that it tells to write exist; `key=value` stands for any.

@@ -85,8 +85,7 @@ def test_checkpoint(folder: Path, name: str) -> None:
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
-    assert found.name == f"{folder.name},{found.path.stem}"
-    assert found.stored["step"] == state["step"]
+    assert (found.name, found.stored["step"]) == (f"{folder.name},{found.path.stem}", state["step"])
     config = found.config
     assert config.model.name == "resnet_tiny" and config.data.val_size == 32
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
