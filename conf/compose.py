@@ -286,7 +286,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs"]
         if config.optim.clip_norm is None and "optim.clip_norm" not in typed:
             config.optim.clip_norm = 1.0  # else the loss of CIFAR-10 grows from 3 to 100 in 3 steps
-            config.notes = [f"{config.notes[0]}, and gradients clipped to a norm of 1"]
+            config.notes += ["gradients are clipped to a norm of 1, because of the short warm-up"]
     check(config)
     config.notes += [f"left out, because it is not in this copy: {n}" for n in sorted(left_out)]
     return config
