@@ -29,7 +29,7 @@ test: env  ## the tests that take seconds each
 quick: env  ## the test files that start no process and run no training: 1 minute
 	@$(PYTEST) $(ARGS) \
 	    $$(grep -rLE --include='test_*.py' --exclude-dir=equal \
-        -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|ring)|tests.*(small_run|processes))( |\.|$$)' \
+        -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
 
 gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an H100

@@ -62,7 +62,7 @@ from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.ring import start_forkserver
+from pipeline.loader import start_forkserver
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -38,8 +38,8 @@ from pipeline.batch import Batch
 from pipeline.clock import StepTimes
 from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
+from pipeline.loader import LoaderError
 from pipeline.machine import default_cache_dir
-from pipeline.ring import LoaderError
 
 logger = logging.getLogger(__name__)
 
@@ -280,9 +280,6 @@ class Tuner:
         if failure is None and self.feed.datasets.train.device_rate == math.inf:
             failure = "it has decoded no image"
         return next(filter(None, self.world.all_gather(failure)), None)
-
-
-# What is tried next and what is chosen are functions of the trials so far.
 
 
 def slowed(trial: StepTimes) -> bool:

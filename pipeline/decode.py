@@ -200,9 +200,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# Geometry.
-
-
 def crop(pixels: np.ndarray, box: Box, fill: int | None) -> np.ndarray:
     """Crop the region `box` of [H, W, ...]; for `fill`, see `CropResize`."""
     left, top, right, bottom = box
@@ -245,9 +242,6 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
     """Return the largest of 1, 2, 4, 8 by which the region can shrink and still cover `size`."""
     factor = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
     return 1 << min(3, max(0, int(math.log2(factor)) if factor >= 1 else 0))
-
-
-# Headers.
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -313,9 +307,6 @@ def lost(data: bytes) -> tuple[int, bool]:
 def has_end(data: bytes) -> bool:
     """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
     return b"\xff\xd9" in data[-64:]
-
-
-# Decoders.
 
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:

@@ -16,8 +16,8 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.dataset import Dataset, FakeDataset
+from pipeline.loader import Loader, Pool, Ring, slots_needed
 from pipeline.prefetcher import Prefetcher
-from pipeline.ring import Loader, Pool, Ring, slots_needed
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 

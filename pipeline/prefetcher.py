@@ -20,7 +20,7 @@ from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
 from pipeline.batch_augment import Mixing
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
-from pipeline.ring import Loader
+from pipeline.loader import Loader
 
 
 @dataclass(eq=False)

@@ -66,8 +66,8 @@ from pipeline.dataset import Dataset
 from pipeline.decode import describe
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
+from pipeline.loader import TASK_ROWS, start_forkserver
 from pipeline.machine import cores_for_workers
-from pipeline.ring import TASK_ROWS, start_forkserver
 from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text

@@ -65,7 +65,7 @@ def test_slow_packages_are_imported_when_used() -> None:
     assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})
     torch, worker, program = loaded_by(
         "import torch",  # a build for CUDA imports pynvml
-        "import pipeline.ring",
+        "import pipeline.loader",
         "import train",
     )
     assert "pipeline" in worker and {"models", "engine"} <= program

@@ -24,7 +24,7 @@ from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
 from pipeline.decode import JpegFile, Picture
-from pipeline.ring import TASK_ROWS
+from pipeline.loader import TASK_ROWS
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from engine.metrics import BestBy, accuracy, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
-from pipeline.ring import EMPTY_ROW
+from pipeline.loader import EMPTY_ROW
 from tests.engine.plans import ALONE
 from tests.helpers.batches import batch_of, on_device, without_waiting
 from tests.helpers.batches import toy_values as measure

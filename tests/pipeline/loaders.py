@@ -19,7 +19,7 @@ from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import Folder, Index, load_index
-from pipeline.ring import Loader, Pool, Ring
+from pipeline.loader import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import SharedArray, page_locked
 from tests.helpers.batches import on_device

@@ -16,7 +16,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
 from pipeline.build import DATASETS, build_datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.ring import LoaderError
+from pipeline.loader import LoaderError
 from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded
 

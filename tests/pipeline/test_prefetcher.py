@@ -20,8 +20,8 @@ from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
+from pipeline.loader import slots_needed
 from pipeline.prefetcher import Prefetcher
-from pipeline.ring import slots_needed
 from tests.conftest import Clock
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same

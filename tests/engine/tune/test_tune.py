@@ -14,12 +14,12 @@ from engine import tune
 from engine.distributed import World
 from engine.stop_signal import StopSignal
 from engine.tune import Tuner, slowed
-from pipeline import ring
+from pipeline import loader
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed
-from pipeline.ring import Pool
+from pipeline.loader import Pool
 from tests.conftest import Clock
 from tests.pipeline.loaders import opened
 
@@ -48,7 +48,7 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
             return {"image": np.zeros((32, 32, 3), np.uint8), "label": 0}
 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
-    monkeypatch.setattr(ring, "waited_for_core", lambda: 0.0)
+    monkeypatch.setattr(loader, "waited_for_core", lambda: 0.0)
     monkeypatch.setattr(Pool, "activate", lambda pool, workers: None)
     small = ["data.image_size=32", "loader.batch_size=32"]
     with opened(image_root, *small, kind=Clocked, workers=4) as feed:
@@ -58,7 +58,7 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
 def test_times_of_a_worker(clock: Clock, clocked: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each 0.1 ms, it computes for 50 %, waits for a core for 20 %, and for storage."""
     monkeypatch.setattr(time, "thread_time", lambda: 0.5 * clock.now)
-    monkeypatch.setattr(ring, "waited_for_core", lambda: 0.2 * clock.now)
+    monkeypatch.setattr(loader, "waited_for_core", lambda: 0.2 * clock.now)
     list(clocked.train.loader.batches(0, 3))
     found = StepTimes(**clocked.train.loader.ring.worker_ms())
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((0.05, 0.02, 0.03))

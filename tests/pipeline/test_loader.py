@@ -18,7 +18,7 @@ from pipeline.batch import Batch
 from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset
 from pipeline.decode import Picture, UnreadableError
 from pipeline.index import Folder
-from pipeline.ring import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
+from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
@@ -107,7 +107,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         def targets(self, *_: Any) -> dict[str, Any]:
             return {"label": len(self._ahead)}
 
-    monkeypatch.setattr("pipeline.ring.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.loader.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
@@ -205,7 +205,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 from pathlib import Path
-from pipeline.ring import Pool, Ring, Task
+from pipeline.loader import Pool, Ring, Task
 from tests.pipeline.loaders import Stuck, crops
 from tests.helpers.processes import descendants, is_running
 

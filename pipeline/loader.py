@@ -118,11 +118,8 @@ class Ring:
         return {"cpu_ms": cpu_ms, "storage_ms": max(0.0, storage_ms), "core_ms": core_ms}
 
 
-# In a worker.
-
-
 def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
-    """Fill the rows of a task. The reply reports an exception; the worker goes on.
+    """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
 
     With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
 
@@ -177,7 +174,7 @@ def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[s
 
 
 def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
-    """Run tasks until the pipe closes or the training process ends."""
+    """Run tasks, in a worker, until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # "Corrupt EXIF data" and the like: the pixels are not affected
@@ -205,15 +202,12 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-# In the training process.
-
-
 class LoaderError(RunError):
     """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
 
 
 def start_forkserver() -> None:
-    """Start the server that forks workers, where one does; do not wait for its imports (1 s)."""
+    """Start the forkserver, if workers use one; its imports (1 s) continue in the background."""
     if START_METHOD == "forkserver":
         with _starting_children():
             forkserver.ensure_running()
@@ -221,7 +215,7 @@ def start_forkserver() -> None:
 
 @contextlib.contextmanager
 def _starting_children() -> Iterator[None]:
-    """Start child processes with the signals blocked that workers ignore.
+    """Block the signals that workers ignore while child processes start.
 
     The forkserver and the resource tracker keep them blocked. The children do not import the main
     script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
