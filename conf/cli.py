@@ -14,7 +14,7 @@ from functools import partial
 from glob import glob
 from typing import NoReturn
 
-from conf.compose import MULTIRUN, SECTIONS, from_words, to_yaml
+from conf.compose import MULTIRUN, SECTIONS, from_overrides, to_yaml
 from conf.named import import_object
 from conf.schema import (
     FIELDS,
@@ -53,12 +53,12 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     if any(word.startswith("--cfg") for word in arguments):  # else -p is pytorch/examples' flag
         parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
     try:
-        options, words = parser.parse_known_args(list(arguments))
+        options, overrides = parser.parse_known_args(list(arguments))
         if options.help:
             _show(help_text(script, (purpose or script).splitlines()[0]) + "\n")
         if options.multirun:
-            sys.exit(import_object(MULTIRUN, "-m")(words, script, options))
-        config = from_words(words)
+            sys.exit(import_object(MULTIRUN, "-m")(overrides, script, options))
+        config = from_overrides(overrides)
         if options.cfg is not None:
             _show(to_yaml(config, options.package))
         require_root(config)

@@ -64,8 +64,8 @@ KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
 
-def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -> Config:
-    """Compose and check a config from the words of a command line.
+def from_overrides(overrides: Sequence[str] = (), *, decided: KeyValues | None = None) -> Config:
+    """Compose and check a config from the overrides on a command line.
 
     A typed group of a section with a name (optim, schedule, model) also resets the keys that it
     does not set, because the values of a recipe for one optimiser are wrong for another. In other
@@ -74,7 +74,7 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     `decided`: values that replace the recipe's; other values of the recipe may refer to them.
     Raises UserError for a key, group choice or value that is not allowed.
     """
-    typed = read_words(words)
+    typed = read_overrides(overrides)
     groups = {name: typed.pop(name) for name in GROUPS if name in typed}
     recipe = groups.pop("recipe", None) or _choice_file("recipe", DEFAULT_RECIPE)
     tree = copy.deepcopy(DEFAULTS)
@@ -87,7 +87,7 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
         _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = dotted(tree)
     _set(tree, typed)
-    config = _checked(tree, words)
+    config = _checked(tree, overrides)
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(before, tree, config)
     if config.run.name is None:
@@ -97,13 +97,13 @@ def from_words(words: Sequence[str] = (), *, decided: KeyValues | None = None) -
     return config
 
 
-def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
-    """Compose and check a config from the values in a checkpoint and typed words.
+def from_checkpoint(stored: KeyValues, overrides: Sequence[str] = ()) -> Config:
+    """Compose and check a config from the values in a checkpoint and typed overrides.
 
     Unknown keys are ignored, and missing ones have their default: another version wrote them. In
-    augment.val, sizes that equal data.val_size follow this key. Raises UserError as `from_words`.
+    augment.val, sizes equal to data.val_size follow this key. Raises UserError as `from_overrides`.
     """
-    typed, values = override_keys(words), dict(stored)
+    typed, values = override_keys(overrides), dict(stored)
     if "recipe" in typed:
         raise UserError("recipe=NAME: the checkpoint holds the whole config; omit it")
     if {"augment.val", "data.val_size"} <= values.keys():
@@ -111,7 +111,7 @@ def from_checkpoint(stored: KeyValues, words: Sequence[str] = ()) -> Config:
         values["augment.val"] = with_size(values["augment.val"], size, "${data.val_size}")
     # This version may refuse the stored value of a typed key.
     decided = {k: v for k, v in values.items() if k in FIELDS and k not in typed}
-    return from_words(words, decided=decided)
+    return from_overrides(overrides, decided=decided)
 
 
 def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
@@ -157,15 +157,15 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
-def read_words(words: Iterable[str]) -> dict[str, Any]:
-    """Read the words of a command line; `+` and `++` before a key mean nothing.
+def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Read the overrides on a command line; `+` and `++` before a key mean nothing.
 
     A value has Hydra's grammar; a word or a path without quotes or brackets is taken as it is.
     Returns dotted key -> value, and group -> file of its choice; the last of equal ones counts.
     Raises UserError for a key, choice or value that no config allows.
     """
     typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
-    for text in words:
+    for text in overrides:
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
             shown = ascii(text)[1:-1]
@@ -254,13 +254,13 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
+def _checked(tree: DictConfig, overrides: Sequence[str]) -> Config:
     """Return a tree as a Config; raise UserError for a value that is not allowed.
 
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
-    typed, values, left_out = override_keys(words), dotted(tree), set[str]()
+    typed, values, left_out = override_keys(overrides), dotted(tree), set[str]()
     for key, value in values.items():
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
@@ -279,7 +279,7 @@ def _checked(tree: DictConfig, words: Sequence[str]) -> Config:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
-    config.overrides = list(words)
+    config.overrides = list(overrides)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
         config.schedule.warmup_epochs = tenth = epochs / 10

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import models
-from conf.compose import KeyValues, from_words, with_size
+from conf.compose import KeyValues, from_overrides, with_size
 from conf.schema import Config, UserError, config_values, override_keys, show
 from engine import checkpoint
 from engine.distributed import World
@@ -51,7 +51,7 @@ def completed(config: Config, images: int, ranks: int = 1) -> Config:
         f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
     flat = {key: v for values in decided.values() for key, v in values.items() if key not in typed}
-    found = from_words(config.overrides, decided=flat)
+    found = from_overrides(config.overrides, decided=flat)
     used, notes = config_values(found), list(found.notes)
     for reason, values in decided.items():
         same = [f"{k}={show(used[k])}" for k in values if k in flat and used[k] == flat[k]]

@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import Config, UserError, show
 from engine.checkpoint import file_name
 from engine.distributed import World
@@ -39,9 +39,9 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
     last = config.train.max_steps or max(step, *starts) + 1
     start = max(first for first in starts if first <= min(step, last - 1))
     end = min((first for first in starts if start < first < last), default=None)
-    words = [f"data.image_size={starts[start]}", f"data.val_size={config.data.val_size}"]
-    words += [] if end is None else [f"train.max_steps={end}"]
-    found = from_words([*config.overrides, *words])
+    overrides = [f"data.image_size={starts[start]}", f"data.val_size={config.data.val_size}"]
+    overrides += [] if end is None else [f"train.max_steps={end}"]
+    found = from_overrides([*config.overrides, *overrides])
     if end is not None:
         found.notes.append(f"{starts[start]} px until step {end:,}, then the program starts again")
         path = Path(own.dir, "checkpoints", file_name(end))
@@ -57,9 +57,9 @@ def _written(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _start_again(path: Path, before: float, words: list[str]) -> None:
-    """Replace this process by its own command with more words, if it has written the checkpoint."""
+def _start_again(path: Path, before: float, overrides: list[str]) -> None:
+    """Replace this process by its command with more overrides, if it wrote the checkpoint."""
     if _written(path) not in (0.0, before):
         sys.stdout.flush()
         os.environ["TRAINER_STORE_PREFIX"] = path.stem  # the same on all ranks
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *words])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *overrides])

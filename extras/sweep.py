@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from conf.compose import from_words, read_words, to_yaml
+from conf.compose import from_overrides, read_overrides, to_yaml
 from conf.named import ROOT
 from conf.schema import NAMES, Config, UserError, group_names, require_root
 from conf.start import handle_stops, stop_with_parent
@@ -78,9 +78,9 @@ class Sweep:
             self.settings.append(f"++{swept}")
         if math.prod(map(len, self.columns)) > MAX_JOBS:
             raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
-        read_words(itertools.chain(*self.columns))
+        read_overrides(itertools.chain(*self.columns))
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
-        self.jobs = {job: from_words([*self.fixed, *job]) for job in jobs}
+        self.jobs = {job: from_overrides([*self.fixed, *job]) for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
             raise UserError(
                 "-m: some jobs have the same run directory; give each its own, for example "
@@ -126,7 +126,7 @@ class Sweep:
 
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
-            config = self.jobs.get(job) or from_words([*self.fixed, *job])
+            config = self.jobs.get(job) or from_overrides([*self.fixed, *job])
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
             rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
@@ -170,7 +170,7 @@ def _values(text: str) -> list[str]:
 def _run_job(script: str, overrides: Sequence[str], name: str, told: set[str]) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     GlobalHydra.instance().clear()  # composing uses Hydra, too
-    config = from_words(overrides)
+    config = from_overrides(overrides)
     print(f"{name}: {config.run.dir}", flush=True)
     told.add(f"run      {config.run.dir}\n")
     stored = Path(config.run.dir) / "config.yaml"

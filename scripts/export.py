@@ -189,9 +189,9 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     save_for_hf(model, str(folder), named)
     (folder / "pytorch_model.bin").unlink()  # `save` writes the weights
     typed = trained.path.resolve().parents[1] / "overrides.yaml"
-    words = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]
+    overrides = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]
     facts = {"classes": few(trained.classes, 20), "accuracy": accuracy(trained)}
-    facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *words])}
+    facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *overrides])}
     card = CARD.read_text("utf-8").format(job=job, **facts)
     (folder / "README.md").write_text(card, "utf-8", "surrogateescape")
 

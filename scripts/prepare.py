@@ -253,14 +253,14 @@ def run(options: argparse.Namespace) -> int:
     listed.unlink(missing_ok=True)
     if unreadable:
         replace_file(listed, "\n".join([*unreadable, ""]))
-    words = [f"data.root={to}", *["data.val_fraction=0.1"] * ("val" not in images)]
+    overrides = [f"data.root={to}", *["data.val_fraction=0.1"] * ("val" not in images)]
     report = {
         "settings": settings,
         "classes": len({sample.label for sample in samples}),
         "images": len(samples),
         **{name: counts[name] for name in (*OUTCOMES, "bytes")},
         "seconds": round(time.monotonic() - began, 3),
-        "train_with": shlex.join(["python", "train.py", *words]),
+        "train_with": shlex.join(["python", "train.py", *overrides]),
     }
     write_json(to / MARKER, report)
     print(

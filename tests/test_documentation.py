@@ -21,7 +21,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from conf import cli
-from conf.compose import read_words
+from conf.compose import read_overrides
 from conf.schema import FIELDS, NAMES
 from tests.helpers.processes import ROOT, needs_extras
 
@@ -179,7 +179,7 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
     for code in inline_of(page) if page.name not in OF_FORKS else ():
         words = shlex.split(code) if "=" in code else []
         for word in words if all(each.partition("=")[0] in NAMES for each in words) else ():
-            read_words([word])
+            read_overrides([word])
 
 
 def test_the_version_is_the_same_everywhere() -> None:

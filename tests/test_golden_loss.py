@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from models import zoo
 from models.vit import PatchEmbed, VisionTransformer
 from tests.helpers.results import rows
@@ -49,7 +49,8 @@ def test_losses_are_the_stored_ones(
 ) -> None:
     """Every training and validation loss in metrics.jsonl of 20 steps."""
     monkeypatch.setitem(zoo.OURS, "golden", golden_model)
-    assert train.main(from_words([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])) == 0
+    config = from_overrides([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])
+    assert train.main(config) == 0
     val = rows(tmp_path, "val")
     found = {
         "train": [row["loss"] for row in rows(tmp_path, "train")],

@@ -59,7 +59,7 @@ def loaded_by(*statements: str) -> list[set[str]]:
 def test_slow_packages_are_imported_when_used() -> None:
     """torch takes seconds: --help and a mistake are answered without it."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
-    composed = "compose.from_words(['data=fake'])"
+    composed = "compose.from_overrides(['data=fake'])"
     (conf,) = loaded_by(f"from conf import cli, compose; {composed}; cli.help_text('train.py', '')")
     assert {"conf", "hydra"} <= conf
     assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})

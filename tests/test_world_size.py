@@ -66,7 +66,7 @@ def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
 
 VALIDATES = """
 import json, sys
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.distributed import join_world
 from engine.validation import evaluate
 from engine.compute import choose_compute
@@ -78,7 +78,7 @@ from train import build_state
 found = []
 with join_world("cpu") as world:
     for words in json.loads(sys.argv[1]):
-        config = from_words(words)
+        config = from_overrides(words)
         datasets = build_datasets(config)
         compute = choose_compute(config, datasets, world.device, 0)
         network = build_state(config, datasets, compute, world).model

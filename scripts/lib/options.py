@@ -59,7 +59,7 @@ def parse_paths(
     and a link to nowhere, which cannot be read, and what has `=` after a `/` only. `several`:
     whether the paths of images, which may be missing, follow that of the checkpoint.
     """
-    from conf.compose import read_words
+    from conf.compose import read_overrides
 
     options, words = parser.parse_known_args(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
@@ -67,7 +67,7 @@ def parse_paths(
     typed = [word for word in typed if word not in found]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
     try:
-        read_words(typed)
+        read_overrides(typed)
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
     if missing := next((path for path in options.paths[:1] if path not in found), None):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import from_checkpoint, from_words
+from conf.compose import from_checkpoint, from_overrides
 from conf.named import import_object
 from conf.schema import Config, ModelConfig, UserError, override_keys
 from engine import checkpoint
@@ -185,12 +185,12 @@ def _config_of_foreign(
         says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
         cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
         raise UserError(f"{path}: is no checkpoint of this version of the program; {cure}")
-    config = from_words(overrides)
+    config = from_overrides(overrides)
     val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
     stated = published(config.model.name, path, val_size=val_size)
     if stated is None:
         return config, ()
-    return from_words(overrides, decided=stated.values), stated.classes
+    return from_overrides(overrides, decided=stated.values), stated.classes
 
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from conf import cli
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import Config, UserError
 
 DATA = "data.root=/nowhere"  # composing does not read it
@@ -20,10 +20,10 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err.partition(": ")[2].rstrip("\n")
 
 
-def offered(words: list[str]) -> Config:
+def offered(overrides: list[str]) -> Config:
     """Compose a config; skip the test if this copy of the program lacks what it names."""
     try:
-        return from_words(words)
+        return from_overrides(overrides)
     except UserError as error:
         if str(error).endswith("only its files are run"):
             pytest.skip(str(error))

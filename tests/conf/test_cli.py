@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conf import cli
-from conf.compose import SECTIONS, from_words
+from conf.compose import SECTIONS, from_overrides
 from conf.schema import FIELDS, RESULT, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, run_python
@@ -26,7 +26,7 @@ def sections(config: Config) -> dict[str, object]:
 @needs_extras
 def test_help_shows_the_composed_defaults() -> None:
     """Except for these keys: tests/equal has their values."""
-    composed, declared = config_values(from_words([DATA])), config_values(Config())
+    composed, declared = config_values(from_overrides([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
     differ |= {"data.on_device", "model.rewrite", "log.values", "log.observers"}  # in config.yaml
     assert {name for name in composed if declared[name] != composed[name]} == differ
@@ -94,7 +94,7 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
-        expected = sections(from_words(words[-1:]))
+        expected = sections(from_overrides(words[-1:]))
         assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
 
 
@@ -105,5 +105,5 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)"]
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_taken_literally(path: str) -> None:
-    config = from_words([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
+    config = from_overrides([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)

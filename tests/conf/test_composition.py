@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conf.compose import NAME_LENGTH, from_checkpoint, from_words
+from conf.compose import NAME_LENGTH, from_checkpoint, from_overrides
 from conf.schema import Config, UserError, config_values, result_keys
 from tests.conf.refused import offered
 
@@ -77,7 +77,7 @@ def test_names_are_for_a_person(typed: str) -> None:
     found = name(typed)
     assert found.startswith(NAMES[typed]) and len(found) <= NAME_LENGTH + 9
     assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
-    config = from_words([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
+    config = from_overrides([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
     assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
 
 
@@ -134,7 +134,7 @@ def test_stored_values_are_checked(values: dict[str, Any], value: Any) -> None:
 
 def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", "/images")
-    config = from_words(
+    config = from_overrides(
         ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]
     )
     assert config.data.root == "/images/more"

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import train
-from conf.compose import from_checkpoint, from_words
+from conf.compose import from_checkpoint, from_overrides
 from conf.schema import config_values
 from scripts.lib.trained import open_trained
 from tests.conf.refused import DATA, refusal
@@ -40,11 +40,11 @@ def folder(tmp_path: Path) -> Path:
 def test_recipe_and_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The absolute path is among the values, which hold in another folder too."""
     monkeypatch.setenv("HOME", str(folder.parent))
-    config = from_words([f"recipe=~/{folder.name}/recipe/mine.yaml"])
+    config = from_overrides([f"recipe=~/{folder.name}/recipe/mine.yaml"])
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
     assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 0.5)
-    assert from_words(config.overrides, decided={"optim.lr": 0.5}).optim.lr == 0.5
-    other = from_words([DATA, f"model={folder}/model/wide.yaml", "optim=adamw", "optim.lr=1"])
+    assert from_overrides(config.overrides, decided={"optim.lr": 0.5}).optim.lr == 0.5
+    other = from_overrides([DATA, f"model={folder}/model/wide.yaml", "optim=adamw", "optim.lr=1"])
     assert (other.model.name, other.optim.name, other.optim.lr) == ("resnet50", "adamw", 1)
 
 
@@ -55,7 +55,7 @@ def test_a_run_needs_the_folder_only_for_its_command(
     (folder / "model" / "wide.yaml").write_text("name: resnet_tiny\n")
     run = tmp_path / "run"
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
-    config = from_words([f"recipe={folder}/recipe/mine.yaml", *small])
+    config = from_overrides([f"recipe={folder}/recipe/mine.yaml", *small])
     train.train(config)
     assert yaml.safe_load((run / "overrides.yaml").read_text()) == config.overrides
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 0.05

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.compute import choose_precision, compiled, count_flops, resolve_compile
 from tests.engine.plans import compute
 
@@ -83,7 +83,7 @@ def test_peak_rate() -> None:
 def test_compile_mode_of_resnet50(
     word: str, device: torch.device, epochs: float, found: str
 ) -> None:
-    config = from_words(["data=fake", f"train.epochs={epochs}", word])
+    config = from_overrides(["data=fake", f"train.epochs={epochs}", word])
     steps = round(5_004.5 * epochs)
     assert resolve_compile(config, device, steps, 3 * 8_180_000_000 * 256 * steps) == found
 

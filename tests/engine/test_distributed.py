@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import UserError
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
@@ -66,7 +66,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sync_bn_keeps_weights_and_keys() -> None:
     """Only its conversion: torch has SyncBatchNorm for GPUs only."""
-    config = from_words(
+    config = from_overrides(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
     )
     datasets = build_datasets(config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import TrainConfig, UserError
 from engine.losses import LOSSES, Criterion, build_criterion, class_weights
 from pipeline.build import Datasets
@@ -74,7 +74,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
 def test_class_weights_by_name() -> None:
     """In any order; the name of a class may be a number."""
     for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
-        config = from_words(["data=fake", f"train.class_weights={typed}"])
+        config = from_overrides(["data=fake", f"train.class_weights={typed}"])
         assert weights_of(config.train.class_weights, "a", "b", "7") == [1, 3, 0.5]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine import memory
 from engine.compute import choose_compute
 from engine.distributed import World, join_world
@@ -32,7 +32,7 @@ Built = tuple[Schedule, TrainState, StepGraph, Batch]
 
 
 def schedule_of(*overrides: str, ranks: int = 1) -> Schedule:
-    config = from_words(
+    config = from_overrides(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "data.val_size=32", *overrides]
     )
     return Schedule(config, config.data.fake_images, ranks)

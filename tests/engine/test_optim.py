@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import OptimConfig, UserError, unmet
 from engine.optim import UNFIT, build_optimizer
 from models import build
@@ -50,7 +50,7 @@ CLASSES = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()
 @pytest.mark.parametrize("name", sorted(CLASSES.keys() - UNFIT.keys()))
 def test_a_class_of_torch_gets_the_keys_that_have_an_effect(name: str) -> None:
     """conf.schema lists them, because conf imports no torch."""
-    config = from_words(["data=fake", f"optim.name={name}"])
+    config = from_overrides(["data=fake", f"optim.name={name}"])
     optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **KEYS))
     assert type(optimizer).__name__ == CLASSES[name]
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}

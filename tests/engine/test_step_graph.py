@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.metrics import Values
@@ -37,7 +37,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
-    config = from_words([*OPTIONS, *overrides])
+    config = from_overrides([*OPTIONS, *overrides])
     datasets = build_datasets(config)
     compute = choose_compute(config, datasets, world.device, 0)
     set_up_kernels(deterministic=True, precision=compute.precision)

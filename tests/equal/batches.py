@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import group_names
 from engine.distributed import World
 from pipeline.build import build_datasets
@@ -49,7 +49,7 @@ def digests(overrides: list[str]) -> dict[str, list[str]]:
 
     Fields are uint8 images and labels as the workers write them.
     """
-    config = from_words(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
+    config = from_overrides(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
     world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     found: dict[str, list[str]] = {}
     with open_feed(config, build_datasets(config), world) as feed:

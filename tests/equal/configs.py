@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from conf.compose import DEFAULT_RECIPE, from_words
+from conf.compose import DEFAULT_RECIPE, from_overrides
 from conf.schema import UserError, config_values, group_names
 
 Values = dict[str, str]  # dotted key -> Python's repr of its value
@@ -12,7 +12,7 @@ Values = dict[str, str]  # dotted key -> Python's repr of its value
 def values_of(overrides: list[str]) -> dict[str, Any] | None:
     """Adapter: dotted key -> value of the composed config; None if it is refused."""
     try:
-        return config_values(from_words(overrides))
+        return config_values(from_overrides(overrides))
     except UserError:
         return None
 

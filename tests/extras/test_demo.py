@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import DataConfig, UserError
 from extras import demo
 from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
@@ -93,8 +93,8 @@ def test_mistakes_are_found_before_it_is_drawn(
     words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
     words += ["loader.workers=0", "run.dir=run"]
     for mistake in ("model.name=nope", "loader.batch_size=41", "data.val=elsewhere"):
-        assert train.main(from_words([*words, mistake])) == 2
+        assert train.main(from_overrides([*words, mistake])) == 2
         assert names(tmp_path) == []
     for steps in (1, 2):  # the first start draws it, the second resumes the first
-        assert train.main(from_words([*words, f"train.max_steps={steps}"])) == 0
+        assert train.main(from_overrides([*words, f"train.max_steps={steps}"])) == 0
     assert names(tmp_path) == ["data", "run"]

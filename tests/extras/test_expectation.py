@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch import nn
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.named import ROOT
 from conf.schema import UserError, group_names
 from engine.metrics import BestBy
@@ -37,7 +37,7 @@ def expectation(
     **changes: Any,
 ) -> Expectation:
     """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
-    config = from_words(["data.root=/imagenet", *overrides])
+    config = from_overrides(["data.root=/imagenet", *overrides])
     train = type("Images", (), {"__len__": lambda _: 1_281_167, "name": lambda *_: image})()
     datasets = SimpleNamespace(classes=range(1000), train=train, val=range(50_000))
     config.expect = {**FACTS, "reference": CURVE, **changes}
@@ -178,7 +178,7 @@ def test_the_curve_of_five_runs() -> None:
 @pytest.mark.parametrize("recipe", group_names("recipe"))
 def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
     """docs/accuracy.md has a row with these facts, README.md the rounded accuracy."""
-    config = from_words([f"recipe={recipe}", "data.root=/data"])
+    config = from_overrides([f"recipe={recipe}", "data.root=/data"])
     expect = config.expect
     if expect is None:
         pytest.skip("the recipe states no accuracy")

@@ -8,7 +8,7 @@ import torch
 
 import models
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import UserError, config_values
 from extras.finetune import completed
 from tests.helpers import small_run
@@ -29,12 +29,12 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     """Dotted key -> value of a config that has been completed."""
-    config = from_words(["recipe=finetune", "data.root=/nowhere", *typed])
+    config = from_overrides(["recipe=finetune", "data.root=/nowhere", *typed])
     return config_values(completed(config, images, ranks))
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:
-    config = from_words(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    config = from_overrides(["recipe=finetune", "data.root=/x", f"model.weights={pretrained}"])
     weights, images = completed(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
     assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, ")
@@ -95,5 +95,5 @@ def test_what_is_decided_is_the_same_at_the_next_start(
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):
-        config = from_words([*words, f"train.max_steps={steps}"])
+        config = from_overrides([*words, f"train.max_steps={steps}"])
         assert train.train(config)["step"] == steps

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.optim import build_optimizer
 from extras.lamb import Lamb
 
@@ -38,7 +38,7 @@ def test_by_its_formula(zeros: bool) -> None:
 
 
 def test_its_options() -> None:
-    config = from_words(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
+    config = from_overrides(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
     assert (config.optim.name, config.changed["optim.name"]) == ("extras.lamb:lamb", "lamb")
     optimizer = build_optimizer(nn.Linear(2, 2), config.optim)
     assert type(optimizer) is Lamb

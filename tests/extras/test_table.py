@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import UserError
 from pipeline.batch import Field
 from pipeline.build import Datasets, build_datasets
@@ -21,7 +21,7 @@ def load_table(root: Path, *words: str, **splits: str) -> Datasets:
     for name, text in splits.items():
         (root / f"{name}.csv").write_text(text)
     place = ["data=table", f"data.root={root}", "data.image_size=16"]
-    return build_datasets(from_words([*place, *words]))
+    return build_datasets(from_overrides([*place, *words]))
 
 
 def test_a_table_gives_each_image_its_numbers(image_root: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
         numbers = split.numbers.array[:, 0].astype(int).tolist()
         assert numbers == [int(Path(split.name(i)).stem) % 4 for i in range(len(split))]
         assert np.bincount(numbers).tolist() == 4 * [each]
-    config = from_words(["data=table", f"data.root={tmp_path / 'train.csv'}", key])
+    config = from_overrides(["data=table", f"data.root={tmp_path / 'train.csv'}", key])
     assert build_val(config).val.fingerprint() == found.val.fingerprint()
     widths = "".join(f"{i}.jpg,{i}.5\n" for i in range(40))
     other = load_table(tmp_path, key, train=f"path,width\n{widths}")
@@ -77,11 +77,11 @@ def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
     with pytest.raises(UserError, match=r"train\.csv: no such file; data=table reads numbers"):
         load_table(tmp_path / "none")
     with pytest.raises(UserError, match=r"^data\.root is missing: give a folder with train\.csv"):
-        build_datasets(from_words(["data=table"]))
+        build_datasets(from_overrides(["data=table"]))
 
 
 def test_other_columns_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
-    config = from_words(["data=table", f"data.root={tmp_path}"])
+    config = from_overrides(["data=table", f"data.root={tmp_path}"])
     trained = SimpleNamespace(classes=("a", "b"), num_classes=2, config=config)
     text = "path,b,a\n1.jpg,1,2\n"
     with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, the .* on a, b"):

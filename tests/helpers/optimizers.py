@@ -2,11 +2,11 @@
 
 from contextlib import suppress
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import OptimConfig, UserError, group_names
 
 OPTIMIZERS: dict[str, OptimConfig] = {}
 """Choice of the group -> its values."""
 for choice in group_names("optim"):
     with suppress(UserError):  # a fork has deleted it
-        OPTIMIZERS[choice] = from_words(["data=fake", f"optim={choice}"]).optim
+        OPTIMIZERS[choice] = from_overrides(["data=fake", f"optim={choice}"]).optim

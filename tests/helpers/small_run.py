@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import Config
 from tests.helpers import toy
 
@@ -21,7 +21,7 @@ def overrides_of(root: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
-    return from_words(overrides_of(root, folder, *overrides))
+    return from_overrides(overrides_of(root, folder, *overrides))
 
 
 def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.distributed import World
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch import Batch
@@ -119,7 +119,7 @@ def opened(
     """Open a feed of small batches that Pillow decodes; `kind`: class of the training split."""
     fixed = [f"data.root={root}", "loader.batch_size=6"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
-    config = from_words([*fixed, *usual, f"loader.workers={workers}", *overrides])
+    config = from_overrides([*fixed, *usual, f"loader.workers={workers}", *overrides])
     datasets = build_datasets(config, device)
     if kind is not None:
         plain: Any = datasets.train

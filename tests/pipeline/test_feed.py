@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import Config
 from pipeline import feed, machine
 from pipeline.build import choose_modes
@@ -25,7 +25,7 @@ class Moded(FolderDataset):
 
 
 def small(*overrides: str) -> Config:
-    return from_words(["data=fake", "data.image_size=24", "loader.batch_size=8", *overrides])
+    return from_overrides(["data=fake", "data.image_size=24", "loader.batch_size=8", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import UserError
 from pipeline.augment import build
 from pipeline.batch import Batch, Field, channels_first, image_field
@@ -79,7 +79,7 @@ def opened(fields: Callable[[int], Fields], *overrides: str, **changed: Any) -> 
     """A feed of 20 and 11 samples in batches of 8."""
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
     options = ["loader.batch_size=8", "loader.workers=0"]
-    config = from_words([*fixed, *options, *overrides])
+    config = from_overrides([*fixed, *options, *overrides])
     splits = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE)), ("a", "b")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "fake", lambda *_: splits)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import Config, DataConfig
 from pipeline.build import build_datasets
 from pipeline.index import Folder, Index, load_index
@@ -21,7 +21,7 @@ def splits(root: object, **keys: object) -> tuple[Index, Index]:
 
 
 def config(root: Path, *overrides: str) -> Config:
-    return from_words([*SMALL, f"data.root={root}", *overrides])
+    return from_overrides([*SMALL, f"data.root={root}", *overrides])
 
 
 # data.val_fraction.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from pipeline import decode, machine
 from scripts import doctor, prepare
 from scripts.doctor import Case, Row
@@ -31,7 +31,7 @@ def root(image_root: Path, tmp_path: Path, cache: Path) -> Path:
 
 def case_of(root: Path, *overrides: str, **options: Any) -> Case:
     run = f"run.dir={root.parent / 'run'}"
-    return Case(from_words([*SMALL, f"data.root={root}", run, *overrides]), **options)
+    return Case(from_overrides([*SMALL, f"data.root={root}", run, *overrides]), **options)
 
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:

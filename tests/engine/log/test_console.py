@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.distributed import join_world
 from engine.log import plan
 from engine.log.console import header, train_line, val_line
@@ -46,12 +46,12 @@ def test_table() -> None:
 
 
 def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def notes(*words: str) -> list[str]:
-        given = from_words([*words, "model=resnet_tiny", "data.image_size=32", "data.val_size=32"])
+    def notes(*typed: str) -> list[str]:
+        given = from_overrides([*typed, "model=resnet_tiny", "data.image_size=32"])
         return setup_notes(given, build_datasets(given), ALONE)
 
     assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
-    assert len(build_datasets(from_words(["data=fake", "data.fake_images=60"])).val) == 6
+    assert len(build_datasets(from_overrides(["data=fake", "data.fake_images=60"])).val) == 6
     (kept,) = notes("data=fake", "optim.name=nadam")
     assert kept.startswith("optim.lr=0.1 was chosen for another optimiser than nadam; ")
     assert notes("data=fake", "optim.name=nadam", "optim.lr=0.002") == []
@@ -85,9 +85,6 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dark, clear = notes(f"data.root={root}", "loader.batch_size=1")
     assert dark.startswith("the 16-bit images have levels up to 4,095 of 65,535") and "16" in dark
     assert clear.startswith("2 of 6 images looked at have transparent pixels")
-
-
-# What the log rows hold.
 
 
 def values(**named: float) -> dict[str, Tensor]:

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from engine.log.sheet import draw_batch, rgb
 from engine.log.tracker import Tracker
 from pipeline.batch import ImageFormat
 from tests.helpers.batches import batch_of
 
-CONFIG = from_words(["recipe=cifar10", "data=fake"])
+CONFIG = from_overrides(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
 FIGURES = {"gpu/power_watts": 600.0, "memory/allocated_gib": 10.0}
 TAGS = {

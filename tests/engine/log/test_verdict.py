@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import NAMES
 from engine.distributed import World
 from engine.log.verdict import judge, remedies, verdict
@@ -163,7 +163,7 @@ def test_remedies_that_apply(
 ) -> None:
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow"]
-    config = from_words([*auto, *overrides])
+    config = from_overrides([*auto, *overrides])
     prefetcher = SimpleNamespace(cuda="loader.decoder=region" not in overrides)
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
     datasets = SimpleNamespace(train=dataset)
@@ -175,7 +175,7 @@ def test_remedies_that_apply(
     assert without == {"input-bound by the hand-off", "compute-bound"}
     texts = " ".join(text for each in causes for text in remedies(each, feed))
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
-    from_words(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
+    from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
 
 
 class TwoRanks(World):

@@ -105,13 +105,13 @@ def test_without_a_measurement(
 MEASURES = """
 import sys
 import train
-from conf.compose import from_words
+from conf.compose import from_overrides
 from tests.engine.tune.tuning import measure_on_cpu
 from tests.helpers.toy import TASK
 
 measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
 vars(train).update(TASK)
-sys.exit(train.main(from_words(sys.argv[1:])))
+sys.exit(train.main(from_overrides(sys.argv[1:])))
 """
 
 

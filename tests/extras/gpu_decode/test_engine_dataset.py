@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from conf.schema import UserError
 from engine import checkpoint
 from extras import gpu_decode
@@ -171,7 +171,7 @@ class Edges(Files):
 
 
 def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
-    return engines(dataset, from_words(["data=fake", *overrides]), device)
+    return engines(dataset, from_overrides(["data=fake", *overrides]), device)
 
 
 @pytest.mark.usefixtures("pillow")

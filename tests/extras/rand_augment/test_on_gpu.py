@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from conf.compose import from_words
+from conf.compose import from_overrides
 from extras.rand_augment import (
     LISTS,
     MATRICES,
@@ -200,10 +200,10 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
     ):
         dataset: Any = crops(image_root / "train", kind)
         dataset.transform = Compose(transforms, SIZE)
-        found = on_gpu.on_gpu(dataset, from_words(["data=fake"]), CPU)
+        found = on_gpu.on_gpu(dataset, from_overrides(["data=fake"]), CPU)
         assert isinstance(found, DrawnOperations) == drawn and (drawn or found is dataset)
     fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)
-    assert on_gpu.on_gpu(fake, from_words(["data=fake"]), CPU) is fake
+    assert on_gpu.on_gpu(fake, from_overrides(["data=fake"]), CPU) is fake
     assert not has_kernels(CPU)  # the function that was imported
 
 
