@@ -31,12 +31,12 @@ class Metric:
     unit: str = ""  # what follows the number
     lower: bool = False  # whether a lower value is better
     console: bool = True  # whether the console shows it; by default, unless its name has a slash
-    # For a value that is not a mean over the images: called once per validation with the
-    # rows of the whole split, in its order, on the CPU
+    # For a value that is not a mean over the images: called once per validation with its
+    # `inputs`, [N, ...] over the whole split in its order, on the CPU
     compute: Callable[..., float] | None = None
-    # The names of the rows that `compute` takes; without them, the value is left out. An input
-    # of `compute` that is not in METRICS itself is not averaged.
-    rows: tuple[str, ...] = ()
+    # Names of values of `validation_values` that `compute` takes; if one is missing, so is this
+    # value. One that is not in METRICS itself is not averaged.
+    inputs: tuple[str, ...] = ()
 
 
 def macro_recall(label: Tensor, prediction: Tensor) -> float:
@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
     "top1": Metric(".2f", " %"),
     "top5": Metric(".2f", " %"),
     "macro_recall": Metric(
-        ".2f", " %", console=False, compute=macro_recall, rows=("label", "prediction")
+        ".2f", " %", console=False, compute=macro_recall, inputs=("label", "prediction")
     ),
 }
 
@@ -69,19 +69,20 @@ def add_values(tables: Iterable[str]) -> None:
 
 
 def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float | Tensor]]:
-    """Return what computes each value of a validation, by name: a `compute`, or the mean of a row.
+    """Return what computes each value of a validation, by name: its `compute`, or a mean.
 
-    A `compute` needs all of its rows. Rows that only a `compute` takes are not averaged.
+    A `compute` needs all of its inputs. An input of a `compute` is not averaged itself, unless it
+    is in METRICS.
     """
-    inputs = {"confidence", "score", *(row for metric in METRICS.values() for row in metric.rows)}
+    inputs = {"confidence", "score", *(name for m in METRICS.values() for name in m.inputs)}
     values: dict[str, Callable[[], float | Tensor]] = {
         name: partial(torch.mean, row, dtype=torch.float64)
         for name, row in rows.items()
         if row.ndim == 1 and row.is_floating_point() and (name in METRICS or name not in inputs)
     }
     for name, metric in METRICS.items():
-        if metric.compute and rows.keys() >= set(metric.rows):
-            values[name] = partial(metric.compute, *(rows[row] for row in metric.rows))
+        if metric.compute and rows.keys() >= set(metric.inputs):
+            values[name] = partial(metric.compute, *(rows[each] for each in metric.inputs))
     return values
 
 

@@ -72,8 +72,8 @@ def _mean_ratio(part: Counts, whole: Counts) -> float:
 
 PERCENT = partial(Metric, ".2f", " %", console=False)
 METRICS = {
-    "macro_precision": PERCENT(compute=macro_precision, rows=("label", "prediction")),
-    "macro_f1": PERCENT(compute=macro_f1, rows=("label", "prediction")),
-    "ece": PERCENT(compute=calibration_error, rows=("top1", "confidence"), lower=True),
-    "auc": PERCENT(compute=roc_auc, rows=("label", "score")),
+    "macro_precision": PERCENT(compute=macro_precision, inputs=("label", "prediction")),
+    "macro_f1": PERCENT(compute=macro_f1, inputs=("label", "prediction")),
+    "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower=True),
+    "auc": PERCENT(compute=roc_auc, inputs=("label", "score")),
 }

@@ -189,7 +189,7 @@ class TorchvisionTransform:
             # Not torch.manual_seed, which also seeds the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
             pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
-        return Picture(pixels.numpy(), moved=True)
+        return Picture(pixels.numpy(), untracked=True)
 
 
 @cache  # no attribute: to unpickle it, each worker would import torchvision at its start
@@ -212,7 +212,7 @@ def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray
         picture: what the transforms made of the image.
         fill: value of the pixels from outside the mask.
     """
-    if picture.moved:
+    if picture.untracked:
         raise ValueError(
             "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
             "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"

@@ -114,7 +114,8 @@ class Picture:
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    moved: bool = False  # it changed in another way than by the geometry: no mask can follow
+    # A transform changed pixels in a way that `geometry` does not record: no mask can follow.
+    untracked: bool = False
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
@@ -148,7 +149,7 @@ class Picture:
         return self._then(CropResize((0, 0, *self.size), self.size, mirrored=True))
 
     def _then(self, step: CropResize) -> "Picture":  # dataclasses.replace takes 4 us
-        return Picture(self.source, (*self.geometry, step), self.moved)
+        return Picture(self.source, (*self.geometry, step), self.untracked)
 
     def pixels(self) -> np.ndarray:
         """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
@@ -179,7 +180,7 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
     """
     try:
         if exif_orientation and orientation_of(image := open_image(data)) > 1:
-            return Picture(rgb_pixels(ImageOps.exif_transpose(image)), moved=True)
+            return Picture(rgb_pixels(ImageOps.exif_transpose(image)), untracked=True)
         if (size := colour_size(data)) is None:
             image = open_image(data)
             if image.format == "TIFF":  # Pillow would turn it upright while it decodes it

@@ -83,7 +83,7 @@ class RandAugment:
         image = Image.fromarray(pixels)
         for operation in self.sample(picture.size, rng):
             image = apply(image, operation)
-        return Picture(np.asarray(image), moved=True)
+        return Picture(np.asarray(image), untracked=True)
 
     def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
         """Sample the operations of an image of this (width, height)."""

@@ -65,7 +65,7 @@ class DrawnOperations(DatasetWrapper):
         picture = self.transform(self.dataset.open(index), rng)
         rows = [kernel_row(each, picture.size) for each in self.last.sample(picture.size, rng)]
         # No mask can follow.
-        picture = Picture(picture.source, picture.geometry, moved=True)
+        picture = Picture(picture.source, picture.geometry, untracked=True)
         return picture, {OPERATIONS: rows, **self.dataset.targets(index, picture)}
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
