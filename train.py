@@ -43,7 +43,7 @@ from engine.compute import (
     garbage_collection_paused,
     set_up_kernels,
 )
-from engine.distributed import World, average_gradients, join_world, sync_gradients
+from engine.distributed import World, average_gradients, join_world, set_ddp_sync
 from engine.log.observer import named_observers
 from engine.log.plan import print_plan
 from engine.log.runlog import RunLog
@@ -69,7 +69,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises:
-        UserError: the config or the data is wrong; nearly always, nothing has been created.
+        UserError: the config or the data is wrong; usually before the run directory is created.
         LoaderError, CheckpointError, TrainingError: training failed.
     """
     started = time.monotonic()
@@ -78,38 +78,41 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        datasets, schedule, compute, loss_fn, state = build_parts(config, run, world)
+        stored = run.read_checkpoint().get("identity", {})  # {} at step 0
+        datasets, schedule, compute, loss_fn, state = build_parts(config, stored, world)
         run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
         print_plan(datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
             return run.finished_summary
 
-        feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
+        feed = enter(
+            open_feed(config, datasets, world, compute.dtype, channels_last=compute.channels_last)
+        )
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
-        tune_loader(feed, train_on_batch, compute, state, run, stop, tracker)
+        tune_loader(feed, train_on_batch, compute, state, run=run, stop=stop, tracker=tracker)
         run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
-        log = RunLog(schedule, compute, feed, train_on_batch, run, state, tracker)
+        log = RunLog(schedule, compute, feed, train_on_batch, run=run, state=state, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # A signal prevented the validation of this step, or its result was for other data.
-            validate(state, schedule, compute, feed, world, log, stop)
+            # The earlier start was interrupted in this validation, or data.val has changed since.
+            validate(state, compute, feed, log, stop)
             save(state, run, log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
-            values = train_on_batch(batch)  # forward, loss, backward, exchange, clip, update, EMA
+            values = train_on_batch(batch)  # forward, loss, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row)  # the newest row: raises if training has diverged
             if due.validate:
-                validate(state, schedule, compute, feed, world, log, stop)
+                validate(state, compute, feed, log, stop)
             if due.save:
                 save(state, run, log)
         check_loss(log.end_loop())
@@ -150,7 +153,7 @@ def train_step(
     clip_norm: float | None = None,
     micro_batches: int = 1,
 ) -> Values:
-    """Forward, loss, backward, exchange, clip, update, moving average.
+    """Forward, loss, backward, all-reduce, clip, update, moving average.
 
     Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
 
@@ -160,7 +163,7 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` uses lr * lr_scale.
         clip_norm: maximum global gradient norm; None disables clipping.
-        micro_batches: number of them; their gradients are averaged, and exchanged once per step.
+        micro_batches: number of them; their gradients are averaged, over the ranks once per step.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
@@ -169,12 +172,12 @@ def train_step(
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
-        sync_gradients(network, enabled=state.exchanges and number == micro_batches)
+        set_ddp_sync(network, enabled=state.averages_gradients and number == micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        state.scaler.scale(loss / micro_batches).backward()
+        state.scaler.scale(loss / micro_batches).backward()  # DDP averages here, if enabled
         logged.append({"loss": loss.detach(), **values})
-    average_gradients(network, exchange=state.exchanges)
-    # Without fp16, the scaler only calls the optimiser.
+    average_gradients(network, across_ranks=state.averages_gradients)
+    # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
@@ -183,7 +186,9 @@ def train_step(
     state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
-    means = {k: torch.stack([row[k].float() for row in logged]).mean() for k in logged[0]}
+    means: Values = {}
+    for name in logged[0]:
+        means[name] = torch.stack([row[name].float() for row in logged]).mean()
     if state.scaler.is_enabled():
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
@@ -224,7 +229,7 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     Not compiled: the CPU decodes the validation images, which usually takes longer.
 
     Returns:
-        Named values [B, ...] for each row. Float values [B] are averaged over the split, except
+        Named values of each sample, [B, ...]. Float values [B] are averaged over the split, except
         `confidence`, `score` and inputs of a metric in METRICS (engine/metrics.py) or log.values.
     """
     return classifier_values(network(batch["image"]).float(), batch["label"])
@@ -240,13 +245,7 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(
-    state: TrainState,
-    schedule: Schedule,
-    compute: Compute,
-    feed: Feed,
-    world: World,
-    log: RunLog,
-    stop: StopSignal,
+    state: TrainState, compute: Compute, feed: Feed, log: RunLog, stop: StopSignal
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -255,6 +254,7 @@ def validate(
     next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
+    schedule, world = log.schedule, log.world
     with log.pause():
         for network in networks:
             world.broadcast_buffers(network)
@@ -297,15 +297,15 @@ def resolve_config(config: Config, world: World) -> Config:
 
 
 def build_parts(
-    config: Config, run: Run, world: World
+    config: Config, stored: dict[str, Any], world: World
 ) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
-    """Find the images and the checkpoint to resume, and build what the training needs. Collective.
+    """Find the images, and build what the training needs. Collective.
 
-    Raises UserError for nearly every mistake of the user, before the run directory is created.
+    `stored`: identity of the checkpoint to resume. Raises UserError for nearly every mistake of the
+    user, before the run directory is created.
     """
     world.on_all_ranks(lambda: add_values(config.log.values))
     world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
-    stored = run.read_checkpoint().get("identity", {})  # of the checkpoint to resume
     if config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds
 
@@ -324,7 +324,7 @@ def build_parts(
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     BestBy.of(config.train.best_by).check(dry_run.names())
-    world.on_all_ranks(datasets.create_files)  # creates images that are missing, if it can
+    world.on_all_ranks(datasets.create_files)  # such as synthetic images, which a dataset draws
     return datasets, schedule, compute, loss_fn, state
 
 

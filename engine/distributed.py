@@ -100,13 +100,13 @@ class World:
     def wrap(self, model: nn.Module, image_shape: Sequence[int]) -> nn.Module:
         """Return the module to call in training: the model; with several nodes, DDP around it.
 
-        DDP exchanges gradients during the backward pass, which hides the time that the network
+        DDP averages gradients during the backward pass, which hides the time that the network
         between nodes takes. On one node, it costs more than it saves: it splits the compiled step
-        into several graphs and copies each gradient. There, `average_gradients` exchanges them.
+        into several graphs and copies each gradient. There, `average_gradients` does.
 
         DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
         with three or more ranks, the sums then round differently. So that the first step after a
-        restart rounds like any other, and a step without exchange waits for no rank, DDP passes
+        restart rounds like any other, and a step without averaging waits for no rank, DDP passes
         over an image of `image_shape` first, (..., C, S, S). In evaluation mode, this changes no
         buffer and uses no random number.
         """
@@ -137,18 +137,18 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
             tensor.detach().copy_(values)
 
 
-def sync_gradients(network: nn.Module, *, enabled: bool) -> None:
-    """Let DDP exchange the gradients of the next forward and backward pass, or not."""
+def set_ddp_sync(network: nn.Module, *, enabled: bool) -> None:
+    """Let DDP average the gradients of the next backward pass over all ranks, or not."""
     network.require_backward_grad_sync = enabled  # type: ignore[assignment]
 
 
-def average_gradients(network: nn.Module, *, exchange: bool = True) -> None:
+def average_gradients(network: nn.Module, *, across_ranks: bool = True) -> None:
     """Average the gradients of `World.wrap`'s network over all ranks, unless DDP has. Collective.
 
     Does not wait for a GPU. The gradients are copied into one tensor, averaged by a single
     all-reduce, and then replaced by views of this tensor. Four H200s on NVLink exchange ResNet-50's
-    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms. Without `exchange`, a rank
-    uses the same memory on its own.
+    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms. Without `across_ranks`, a
+    rank uses the same memory on its own.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or isinstance(network, nn.parallel.DistributedDataParallel):
@@ -163,9 +163,9 @@ def average_gradients(network: nn.Module, *, exchange: bool = True) -> None:
         views.append(flat.as_strided(gradient.size(), gradient.stride(), offset))
         offset += gradient.numel()
     torch._foreach_copy_(views, gradients)
-    if exchange and flat.is_cuda:
+    if across_ranks and flat.is_cuda:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-    elif exchange:  # gloo has no average
+    elif across_ranks:  # gloo has no average
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
     for parameter, view in zip(parameters, views, strict=True):

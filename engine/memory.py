@@ -68,12 +68,12 @@ def fit_memory(
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
     """Return whether a step in `count` micro-batches fits on this rank alone; undo the step."""
-    state.exchanges = fits = False
+    state.averages_gradients = fits = False
     with suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, micro_batches=count)
         fits = True
-    state.exchanges = True
+    state.averages_gradients = True
     if not fits:
         torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return fits

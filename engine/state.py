@@ -100,8 +100,8 @@ class TrainState:
     # Differences from a run with this config: the checkpoint it started from, and the changes
     # accepted at a step
     history: list[str] = field(default_factory=list)
-    # Whether a step averages the gradients of all ranks: not the one that `fit_memory` tries
-    exchanges: bool = True
+    # Whether a step averages gradients over the ranks; off while `fit_memory` tries a step
+    averages_gradients: bool = True
     # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 

@@ -67,7 +67,8 @@ def content(taken: Path) -> Content:
 def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
-    datasets, schedule, compute, _, state = train.build_parts(config, Run(config, ALONE), ALONE)
+    stored = checkpoint.load(taken)["identity"]
+    datasets, schedule, compute, _, state = train.build_parts(config, stored, ALONE)
     facts = run_facts(datasets, schedule, compute)
 
     def resume(path: Path) -> None:
