@@ -87,9 +87,6 @@ def test_another_seed(go: Any, short: Ended) -> None:
     assert go("train.seed=1")["params_sha256"] != short[1]["params_sha256"]
 
 
-# The files of a run.
-
-
 def test_run_directory(short: Ended) -> None:
     folder, summary = short
     texts = {"config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json"}
@@ -302,9 +299,6 @@ def test_weights_are_identified_by_their_content(status: Any, short: Ended, tmp_
     shutil.copy(nine, first)
     number, _, error = status(f"model.weights={first}", "train.max_steps=3")
     assert number == 2 and "model.weights was SHA-256 " in error
-
-
-# Faults.
 
 
 def test_corrupt_validation_image(

@@ -14,9 +14,9 @@ class Observer:
     """Does nothing; a subclass overrides what it is interested in. Only rank 0 has observers.
 
     A subclass is made with the engine.log.runlog.RunLog, whose parts it may use, and the parameters
-    of its entry in `log.observers`. A UserError that this raises ends the run before the first
-    step. After any other exception, also of a method, there is one warning, and the run continues
-    without the observer.
+    of its entry in `log.observers`. A UserError of its constructor ends the run, before the first
+    step. After any other exception, and a UserError of a method, there is one warning, and the run
+    continues without the observer.
     """
 
     def __init__(self, log: Any) -> None:

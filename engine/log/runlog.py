@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from conf.schema import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
@@ -40,7 +41,7 @@ FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the
 class RunLog:
     """Reports a run while the loop trains, from the first step to the last.
 
-    The tracker, which it uses for all output, also ends the observers and the monitor of the GPU.
+    It writes through the tracker, whose exit also closes the observers and the GPU monitor.
     """
 
     schedule: Schedule
@@ -74,7 +75,8 @@ class RunLog:
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
-            started = self.tracker.guard(name, partial(observer, self, **parameters))
+            create = partial(observer, self, **parameters)
+            started = self.tracker.guard(name, create, raised=UserError)  # before the first step
             if started is not None:
                 self._observers.append((name, started))
                 self.tracker.callback(self.tracker.guard, name, started.close)

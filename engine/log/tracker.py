@@ -126,22 +126,22 @@ class Tracker(ExitStack):
         if self._board is not None:
             self.guard(name, call, self._board)
 
-    def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def guard(self, name: str, call: Callable[..., Any], *arguments: Any, raised: Any = ()) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again.
 
-        A UserError is raised.
+        An error of a type in `raised` is raised instead.
         """
         if name in self._failed:
             return None
         try:
             return call(*arguments)
-        except UserError:
+        except raised:
             raise
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name
             remedy = f"; pip install {missing}" if missing else ""
             what = f"{type(error).__name__}: {error}; training continues without it{remedy}"
-            is_bug = not (missing or isinstance(error, OSError))
+            is_bug = not (missing or isinstance(error, (OSError, UserError)))
             logger.warning("%s: %s", name, what, exc_info=is_bug)
         self._failed.add(name)
         return None

@@ -29,9 +29,6 @@ def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
     return models.build("resnet_tiny", num_classes=num_classes, image_size=32)
 
 
-# Names and arguments.
-
-
 @pytest.mark.parametrize(
     ("name", "count"),
     [("resnet_tiny", 308_650), ("vit_s16", 21_593_482), ("swin_t", 27_527_044)],

@@ -52,7 +52,11 @@ class Recorder(Observer):
 
 
 class Refusing(Observer):
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog, *, later: bool = False) -> None:
+        if not later:
+            raise UserError("log.observers: not on a Sunday")
+
+    def end_step(self, step: int) -> None:
         raise UserError("log.observers: not on a Sunday")
 
 
@@ -88,6 +92,16 @@ def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{module}:Refusing")
     assert not CALLS and (tmp_path / "run").exists()
+
+
+def test_a_mistake_of_a_method_is_one_warning(
+    image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end rank 0 alone, and the other ranks would wait for it."""
+    summary = observed(image_root, tmp_path, "{{{module}:Refusing: {{later: true}}}}")
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.getMessage().endswith("not on a Sunday; training continues without it")
+    assert summary["status"] == "finished" and not warning.exc_info
 
 
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
