@@ -168,7 +168,6 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
     lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
     "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
-DECODER = one_of("auto", "region", "pillow", "gpu", "hybrid")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(lambda n: n not in ("", ".", "..") and "/" not in (n or "/"), "a name without /")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
@@ -252,7 +251,7 @@ class LoaderConfig:
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
     decoder: str = key(
-        "auto", RESULT, DECODER, short=lambda name: name if name in ("gpu", "hybrid") else "auto"
+        "auto", RESULT, TEXT, short=lambda name: "auto" if name in ("region", "pillow") else name
     )
     """JPEG decoder: region (only the crop; needs a C compiler) and pillow use the CPU and give the
     same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU decoder that

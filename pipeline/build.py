@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from conf.named import import_object, split_entry
-from conf.schema import Config, DataConfig, UserError
+from conf.schema import Config, DataConfig, UserError, did_you_mean
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, LABEL
@@ -84,8 +84,11 @@ def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) ->
     """
     name, modes = config.loader.decoder, tuple(dataset.modes)
     if name not in ("auto", *DECODERS, *modes):
-        choice = ", ".join(("auto", *DECODERS, *modes[1:]))
-        raise UserError(f"loader.decoder={name}: there is none here; give one of {choice}")
+        choices = ("auto", *DECODERS, *modes[1:])
+        raise UserError(
+            f"loader.decoder={name}: there is none here; give one of {', '.join(choices)}"
+            f"{did_you_mean(name, choices)}"
+        )
     if name == "auto":
         if stored is None:
             return modes

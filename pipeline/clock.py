@@ -41,7 +41,7 @@ class StepTimes(NamedTuple):
     storage_ms: float = 0.0
     core_ms: float = 0.0
     workers: int = 0  # with 0, the training process decodes
-    decoder: str = "none"  # of the CPU; none if the dataset has no files
+    decoder: str = "none"  # of the workers; none if they decode nothing
     mode: str = "cpu"  # of the dataset
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
@@ -51,6 +51,11 @@ class StepTimes(NamedTuple):
     def per_worker(self) -> float:
         """Images/s of one worker that always has a task."""
         return 1e3 / max(self.cpu_ms + self.storage_ms + self.core_ms, 1e-6)
+
+    @property
+    def device_decodes(self) -> bool:
+        """Whether the device decodes all images; workers only read the files."""
+        return self.mode != "cpu" and self.decoder == "none"
 
     @property
     def idle(self) -> float:

@@ -75,10 +75,10 @@ class Dataset(ABC):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
 
-    # Ways to make a sample, the default first: values of loader.decoder besides the CPU decoders.
-    # loader.workers=auto compares them.
+    # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
+    # decoder. loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
-    decoder = "none"  # that of the CPU, if there are files of images
+    decoder = "none"  # of the workers, if they decode images in the present mode
     device_rate = math.inf  # images/s that `on_device` can make at most, as far as it is known
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:

@@ -126,10 +126,11 @@ def input_cause(run: StepTimes) -> str:
     if run.storage_ms > run.cpu_ms:  # perhaps of single files: all workers wait for the slowest
         return "input-bound by storage"
     if run.workers * run.per_worker > SPARE * run.rate:
-        return ENGINES if run.mode == "gpu" else "input-bound by the hand-off"
+        return ENGINES if run.device_decodes else "input-bound by the hand-off"
     if run.core_ms > run.cpu_ms:
         return "input-bound by CPU cores"
-    return "input-bound by loading" if run.decoder == "none" else "input-bound by decode"
+    decodes = run.decoder != "none" or run.device_decodes
+    return "input-bound by decode" if decodes else "input-bound by loading"
 
 
 def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
@@ -140,7 +141,8 @@ def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
             return True
     late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
-    return idle and run.mode != "gpu" and rate_without_waits(run) < SLOWER * run.step_rate
+    slower = rate_without_waits(run) < SLOWER * run.step_rate
+    return idle and slower and not run.device_decodes
 
 
 def rate_without_waits(run: StepTimes) -> float:

@@ -86,9 +86,8 @@ def _needs_pixels(dataset: Any) -> str:
 class EngineDataset(DatasetWrapper):
     """A FolderDataset whose samples may be files with the geometry of their crop.
 
-    In the mode hybrid, workers decode a share of the images. It is the largest with which they and
-    the engines make `demand` images/s, so that decoding takes as little of the GPU as possible; if
-    that is too much for both, they finish together.
+    With hybrid, workers decode the largest share with which they and the engines make `demand`
+    images/s, to leave most of the GPU to the step. If both are too slow, they finish together.
     """
 
     modes = MODES
@@ -129,6 +128,7 @@ class EngineDataset(DatasetWrapper):
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers, self.demand = workers, demand
+        self.decoder = "none" if mode == GPU else self.dataset.decoder
         self.shared.array[MODE] = MODES.index(mode)
         self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
         self._balance()
