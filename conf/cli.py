@@ -24,12 +24,12 @@ from conf.schema import (
     RunError,
     UserError,
     config_values,
-    described,
     did_you_mean,
     group_names,
     require_root,
     sentences,
     show,
+    with_advice,
 )
 from conf.start import complain, fail
 
@@ -114,7 +114,7 @@ def exit_status(
             return 130
         if message is None and not isinstance(error, OSError):
             raise
-        complain(message or described(error))
+        complain(message or with_advice(error))
         return 1
     except KeyboardInterrupt:
         return 130

@@ -27,6 +27,10 @@ class UserError(ValueError):
     """A mistake of the user: `key=value: what is wrong; what to do`. One line, exit status 2."""
 
 
+class UnreadableError(ValueError):
+    """A file of a picture cannot be read or decoded; says why in one line."""
+
+
 class RunError(RuntimeError):
     """Something outside the program prevents what was asked: a disk, a file, another rank.
 
@@ -34,9 +38,18 @@ class RunError(RuntimeError):
     """
 
 
-def described(error: Exception) -> str:
-    """Return one line for an error that no other place of the program expects."""
+def with_advice(error: Exception) -> str:
+    """Return the message of an error of the system, and what to check."""
     return f"{error}; check the path, its permissions, the disk and the limits (ulimit -a)"
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an error; only the message if it says all in one line."""
+    # Pillow writes the address of a file in memory.
+    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
+    if text and isinstance(error, UnreadableError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Check(NamedTuple):

@@ -14,7 +14,7 @@ import torch.distributed.nn.functional  # a later import would store the group i
 from torch import Tensor, nn
 
 import models
-from conf.schema import RunError, UserError, described, show
+from conf.schema import RunError, UserError, show, with_advice
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class World:
         except (UserError, RunError) as raised:
             error = raised
         except OSError as raised:
-            error = UserError(described(raised))
+            error = UserError(with_advice(raised))
         if first := next(filter(None, self.all_gather(error)), None):
             raise first
         return cast("T", result)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from conf.schema import describe
 from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json
@@ -36,7 +37,6 @@ from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes
-from pipeline.decode import describe
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.loader import LoaderError
 from pipeline.machine import default_cache_dir

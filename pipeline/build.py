@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from conf.named import import_object, split_entry
-from conf.schema import Config, DataConfig, UserError, did_you_mean
+from conf.schema import Config, DataConfig, UserError, describe, did_you_mean
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.decode import DECODERS, Picture, describe
+from pipeline.decode import DECODERS, Picture
 from pipeline.splits import held_out, load_splits
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts

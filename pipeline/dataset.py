@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from conf.schema import UserError
+from conf.schema import UnreadableError, UserError, describe
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
-from pipeline.decode import Picture, UnreadableError, describe
+from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.listing import THREADS
 

@@ -10,7 +10,6 @@ plain colour JPEG, and each file that a faster decoder refuses.
 
 import io
 import math
-import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from conf.schema import UserError
+from conf.schema import UnreadableError, UserError, describe
 from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
@@ -40,11 +39,6 @@ ORIENTATION = 0x0112  # EXIF tag
 BASELINE, START_OF_SCAN = 0xC0, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-
-
-class UnreadableError(ValueError):
-    """A file of a picture cannot be read or decoded; says why in one line."""
-
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.
@@ -191,14 +185,6 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
         return Picture(JpegFile(data, size, DECODERS[decoder]))
     except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
         raise UnreadableError(describe(error)) from error
-
-
-def describe(error: BaseException) -> str:
-    """Return the type and the message of an error without the address of an in-memory file."""
-    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
-    if text and isinstance(error, UnreadableError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def crop(pixels: np.ndarray, box: Box, fill: int | None) -> np.ndarray:

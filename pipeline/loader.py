@@ -30,12 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from conf.schema import RunError
+from conf.schema import RunError, UnreadableError, describe
 from pipeline import machine
 from pipeline.batch import Batch
 from pipeline.clock import waited_for_core
 from pipeline.dataset import READ_AHEAD, Dataset
-from pipeline.decode import UnreadableError, describe
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)

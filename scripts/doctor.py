@@ -38,7 +38,7 @@ from PIL import Image, UnidentifiedImageError
 
 import models
 import train
-from conf.schema import Config, RunError, UserError
+from conf.schema import Config, RunError, UserError, describe
 from engine.checkpoint import find_checkpoint
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
@@ -48,7 +48,6 @@ from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import Dataset, FolderDataset
-from pipeline.decode import describe
 from pipeline.index import Index
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.published import published

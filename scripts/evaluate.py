@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import UserError, override_keys
+from conf.schema import UserError, describe, override_keys
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 
@@ -63,7 +63,6 @@ from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
-from pipeline.decode import describe
 from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.loader import TASK_ROWS, start_forkserver

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import RunError, UserError, override_keys
+from conf.schema import RunError, UserError, describe, override_keys
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 # format -> packages that it needs, besides torch
@@ -77,7 +77,6 @@ from torch import Tensor, nn
 from models.weights import safetensors_metadata
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
-from pipeline.decode import describe
 from scripts.lib.trained import Trained, exit_status, few, open_trained
 
 CPU = torch.device("cpu")

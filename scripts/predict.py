@@ -67,7 +67,7 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import UserError, override_keys
+from conf.schema import UserError, describe, override_keys
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.files import json_text
@@ -77,7 +77,6 @@ from pipeline.augment import sample_rng
 from pipeline.batch import IMAGE, Field, ImageFormat
 from pipeline.build import build_transform
 from pipeline.class_names import readable
-from pipeline.decode import describe
 from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
 from scripts.lib.progress import in_threads
 from scripts.lib.trained import Trained, exit_status, open_trained

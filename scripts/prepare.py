@@ -44,7 +44,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import UserError
+from conf.schema import UserError, describe
 from scripts.lib.options import Parser
 
 
@@ -81,7 +81,6 @@ from PIL import Image
 from conf import cli
 from engine.files import replace_file, replacing, write_json
 from pipeline import decode, machine
-from pipeline.decode import describe
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.sources.files import WHOLE, Place, Sample
 from scripts.lib.sources.layouts import read, recognise

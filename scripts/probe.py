@@ -35,8 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from conf import cli
-from conf.schema import UserError
-from pipeline.decode import describe
+from conf.schema import UserError, describe
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 PENALTIES = [10.0**power for power in range(6, -7, -1)]

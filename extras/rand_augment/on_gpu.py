@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import Config
+from conf.schema import Config, describe
 from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import DatasetWrapper, FolderDataset
-from pipeline.decode import Picture, describe
+from pipeline.decode import Picture
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conf.schema import UnreadableError
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
 from pipeline.dataset import FolderDataset
-from pipeline.decode import UnreadableError
 from pipeline.index import Folder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from conf.schema import UnreadableError
 from pipeline.augment import Compose
 from pipeline.batch import Batch
 from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset
-from pipeline.decode import Picture, UnreadableError
+from pipeline.decode import Picture
 from pipeline.index import Folder
 from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
