@@ -468,15 +468,15 @@ def override_keys(overrides: Iterable[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def unmet(config: Config, key: str) -> dict[str, Check]:
+def unmet(config: Config, name: str) -> dict[str, Check]:
     """Return what `when` of a key asks for and this config does not have.
 
     If there is anything, the key has no effect: optim.betas with optim.name=sgd.
     """
     return {
-        name: allowed
-        for name, allowed in FIELDS[key].metadata["when"].items()
-        if not allowed.allows(FIELDS[name].metadata["short"](attrgetter(name)(config)))
+        other: allowed
+        for other, allowed in FIELDS[name].metadata["when"].items()
+        if not allowed.allows(FIELDS[other].metadata["short"](attrgetter(other)(config)))
     }
 
 

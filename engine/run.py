@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size")
 WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
-VALIDATED_ON = {
-    *("data.val", "data.val_size", "data.mean", "data.std", "augment.val"),
-    "data.exif_orientation",
-}
+VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
+VALIDATED_ON |= {"data.exif_orientation"}
 
 
 class Run(AbstractContextManager["Run"]):

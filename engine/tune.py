@@ -53,14 +53,14 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
-PAYS = 1.015  # factor of a rate that is worth more workers
-SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
+MIN_GAIN = 1.015  # a rate must be this many times higher to justify more workers or another mode
+MIN_STEP_RATE = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
 # times as long per image in the run as in the trial.
 RESERVE = 1.4
-# The beginnings of what a run's identity has about the speed of its step and its images.
-MATTER = ("data.", "augment.", "loader.", "model.", "optim.name", "train.precision", "train.micro")
+# Prefixes of the names in a run's identity that affect the speed of the step or the loader.
+SPEED_NAMES = tuple("data. augment. loader. model. optim.name train.precision train.micro".split())
 
 
 class StoppedError(RuntimeError):
@@ -108,7 +108,8 @@ def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
     decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
     known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
-    known += [f"{name}={identity[name]}" for name in sorted(identity) if name.startswith(MATTER)]
+    identity = {name: v for name, v in sorted(identity.items()) if name.startswith(SPEED_NAMES)}
+    known += [f"{name}={value}" for name, value in identity.items()]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
     return default_cache_dir() / f"autotune-{name}.json"
 
@@ -143,7 +144,7 @@ class Tuner:
         self.search()
         trial = best_trial(self.trials)
         mode, workers = trial.mode, trial.workers
-        if self.world.size > 1 and mode == "cpu" and not slowed(trial):
+        if self.world.size > 1 and mode == "cpu" and not slows_step(trial):
             workers = max(workers, min(self.most_workers(mode), math.ceil(RESERVE * workers)))
         self.configure(mode, workers)
         if self.feed.train.cuda:  # a GPU that has become warm lowers its clock
@@ -179,7 +180,7 @@ class Tuner:
         dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
-        if min(demand, device + workers * per_worker) <= PAYS * top:
+        if min(demand, device + workers * per_worker) <= MIN_GAIN * top:
             return
         if mode == "cpu":
             workers = min(workers, math.ceil(MARGIN * demand / per_worker))
@@ -189,8 +190,8 @@ class Tuner:
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
             trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
             tried[workers] = trial
-            waits = trial.data_wait > TOLERANCE
-            if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slowed(trial)):
+            waits, slow = trial.data_wait > TOLERANCE, slows_step(trial)
+            if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slow):
                 break  # another mode is faster, or fewer workers would take more of the device
             workers = next_number(tried, demand, self.most_workers("cpu"))
         self.trials += tried.values()
@@ -198,7 +199,7 @@ class Tuner:
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
         """Train with a mode and a number of workers."""
         self.configure(mode, workers)
-        # What workers and device share is right after the batches begun with the first guess.
+        # The queued batches were split between workers and device by a first guess: skip them.
         queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
         warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
         ranks = self.times(self.train_on_batch, steps, warm)
@@ -282,14 +283,14 @@ class Tuner:
         return next(filter(None, self.world.all_gather(failure)), None)
 
 
-def slowed(trial: StepTimes) -> bool:
+def slows_step(trial: StepTimes) -> bool:
     """Whether the step was slower than alone, waits not counted: it lacks a core, or the GPU."""
-    return trial.rate < SLOWED * trial.step_rate * (1 - trial.data_wait)
+    return trial.rate < MIN_STEP_RATE * trial.step_rate * (1 - trial.data_wait)
 
 
 def is_enough(trial: StepTimes) -> bool:
     """Whether CPU workers keep the step busy, without taking the cores that it needs."""
-    return trial.mode == "cpu" and trial.data_wait <= TOLERANCE and not slowed(trial)
+    return trial.mode == "cpu" and trial.data_wait <= TOLERANCE and not slows_step(trial)
 
 
 def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
@@ -298,7 +299,7 @@ def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     The CPU mode if it is as fast, because its pixels are exact.
     """
     fastest = max(trials, key=lambda trial: trial.rate)
-    as_fast = [trial for trial in trials if trial.rate * PAYS >= fastest.rate]
+    as_fast = [trial for trial in trials if trial.rate * MIN_GAIN >= fastest.rate]
     exact = [trial for trial in as_fast if trial.mode == "cpu"]
     # In other modes, fewer workers would take more of the device.
     return min(exact, key=lambda trial: trial.workers, default=fastest)
@@ -312,6 +313,6 @@ def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
         if more not in tried:
             return more
         return max(1, most - 1) if now == most else (now + more) // 2
-    if slowed(trial):
+    if slows_step(trial):
         return max(1, 3 * now // 4)  # they take the step's cores
     return min(now, math.ceil(demand / trial.per_worker))

@@ -131,10 +131,9 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
             "data.image_size and the channels of the images"
         )
     if head:
-        logger.warning(
-            "%s: %s are new: the file has no head for these %d classes",
-            *(origin, ", ".join(head), own[head[0]].shape[0]),
-        )
+        new, classes = ", ".join(head), own[head[0]].shape[0]
+        message = "%s: %s are new: the file has no head for these %d classes"
+        logger.warning(message, origin, new, classes)
     own.update(weights)  # it has the versions of the layers, which MNASNet requires
     model.load_state_dict(own)
 

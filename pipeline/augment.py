@@ -28,12 +28,11 @@ LARGEST = 4096  # side of an image after a transform, in pixels
 PIXELS = whole(1, LARGEST)
 # The transforms of torchvision.transforms.v2 that need only one image and their own draws, and keep
 # the size and uint8.
-V2_NAMES = (
-    *("AugMix", "AutoAugment", "ElasticTransform", "RandAugment", "RandomAffine"),
-    *("RandomPerspective", "RandomRotation", "RandomVerticalFlip", "TrivialAugmentWide"),
-    *("ColorJitter", "GaussianBlur", "RandomAdjustSharpness", "RandomAutocontrast"),
-    *("RandomChannelPermutation", "RandomEqualize", "RandomErasing", "RandomGrayscale"),
-    *("RandomInvert", "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
+V2_NAMES = tuple(
+    "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
+    "RandomVerticalFlip TrivialAugmentWide ColorJitter GaussianBlur RandomAdjustSharpness "
+    "RandomAutocontrast RandomChannelPermutation RandomEqualize RandomErasing RandomGrayscale "
+    "RandomInvert RandomPhotometricDistort RandomPosterize RandomSolarize".split()
 )
 
 

@@ -53,7 +53,7 @@ def build_datasets(
     data = config.data
     train = build_transform(config.augment.train, "augment.train")
     val = build_transform(config.augment.val, "augment.val")
-    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # refuses mistakes
     train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         raise UserError(

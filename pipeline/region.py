@@ -25,10 +25,10 @@ SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
 # What region.c calls, in its order. Before version 3, which has the last one and cannot be asked
 # for its version, the library decodes some regions incorrectly.
-FUNCTIONS = (
-    *("jpeg_std_error", "jpeg_CreateDecompress", "jpeg_mem_src", "jpeg_read_header"),
-    *("jpeg_start_decompress", "jpeg_crop_scanline", "jpeg_skip_scanlines"),
-    *("jpeg_read_scanlines", "jpeg_destroy_decompress", "jpeg12_crop_scanline"),
+FUNCTIONS = tuple(
+    "jpeg_std_error jpeg_CreateDecompress jpeg_mem_src jpeg_read_header jpeg_start_decompress "
+    "jpeg_crop_scanline jpeg_skip_scanlines jpeg_read_scanlines jpeg_destroy_decompress "
+    "jpeg12_crop_scanline".split()
 )
 
 # (file, left, top, right, bottom, scale, address of the result) -> whether it was decoded. The

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
 # Times of a row, in the group `time`. StepTimes has them without `_fraction`.
-TIME = (
-    *("data_wait_fraction", "ranks_wait_fraction", "late_fraction", "copy_fraction"),
-    *("compute_fraction", "copy_ms", "step_ms", "step_worst_ms"),
+TIME = tuple(
+    "data_wait_fraction ranks_wait_fraction late_fraction copy_fraction compute_fraction copy_ms "
+    "step_ms step_worst_ms".split()
 )
 TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}

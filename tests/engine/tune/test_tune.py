@@ -13,7 +13,7 @@ import torch
 from engine import tune
 from engine.distributed import World
 from engine.stop_signal import StopSignal
-from engine.tune import Tuner, slowed
+from engine.tune import Tuner, slows_step
 from pipeline import loader
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes
@@ -90,7 +90,7 @@ def test_step_that_is_slower_while_workers_run(
     images = 32 * 1e-4  # seconds; they are made between the steps
     wait = images / (0.04 + images) if kind is World else 0.6
     assert (found.rate, found.data_wait) == pytest.approx((32 / (0.04 + images), wait))
-    assert slowed(found) == (kind is World)
+    assert slows_step(found) == (kind is World)
     assert found.cpu_ms == (pytest.approx(0.1) if kind is World else 9.0)
 
 
