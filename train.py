@@ -39,7 +39,7 @@ from engine.compute import (
     Compute,
     build_model,
     choose_compute,
-    compiled,
+    compile_function,
     garbage_collection_paused,
     set_up_kernels,
 )
@@ -200,7 +200,7 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     Raises UserError if train.loss or a key that belongs to it is wrong.
     """
     weights = class_weights(config.train, datasets, compute.device)
-    loss_fn = compute.autocast()(compiled(training_loss, compute.compile))
+    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile))
     return partial(loss_fn, criterion=build_criterion(config.train, weights))
 
 

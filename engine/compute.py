@@ -89,7 +89,7 @@ class Compute:
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
     """Build the model of the config for the images and classes of the datasets.
 
-    Raises UserError: see `models.build`.
+    Raises UserError as `models.build`.
     """
     return models.build(
         config.model.name,
@@ -230,7 +230,7 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function

@@ -68,7 +68,7 @@ def add_values(tables: Iterable[str]) -> None:
         METRICS.update(import_object(name, "log.values"))
 
 
-def computed(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float | Tensor]]:
+def value_functions(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float | Tensor]]:
     """Return what computes each value of a validation, by name: its `compute`, or a mean.
 
     A `compute` needs all of its inputs. An input of a `compute` is not averaged itself, unless it
@@ -91,7 +91,7 @@ def metric_of(name: str) -> Metric:
     return METRICS.get(name, Metric(console="/" not in name))
 
 
-def shown(name: str, number: float) -> str:
+def format_value(name: str, number: float) -> str:
     """Return a value as text, such as `top1 76.13 %`."""
     return f"{name} {number:{metric_of(name).form}}{metric_of(name).unit}"
 

@@ -36,6 +36,7 @@ WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 VALIDATED_ON |= {"data.exif_orientation"}
+BEGAN, WITH = "began at step ", " with "  # parts of a line of the history: a step, a checkpoint
 
 
 class Run(AbstractContextManager["Run"]):
@@ -49,7 +50,7 @@ class Run(AbstractContextManager["Run"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None  # the checkpoint from which this start continues
-        # Whether the folder has no checkpoint yet; `resumed` is None or of another run.
+        # Whether the folder has no checkpoint of its own; `resumed` is then None or another run's.
         self.is_first_start = True
         self.finished_summary: dict[str, Any] | None = None  # that of an earlier start
         self.facts: dict[str, Any] = {}  # of `run_facts`, in each checkpoint
@@ -72,9 +73,9 @@ class Run(AbstractContextManager["Run"]):
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
-            # The same command again resumes. The checkpoint with which it began may be gone.
-            began = [line for line in self._stored["state"]["history"] if line.startswith("began ")]
-            if given != "auto" and not any(line.endswith(f" with {given}") for line in began):
+            # The same command again must resume: `history` names the checkpoint it began with.
+            began = [line for line in self._stored["state"]["history"] if line.startswith(BEGAN)]
+            if given != "auto" and not any(line.endswith(f"{WITH}{given}") for line in began):
                 raise UserError(
                     f"checkpoint.resume={given}: {self.path} holds a run that has not begun with "
                     f"this checkpoint; leave the key out to continue from {self.resumed.name}, or "
@@ -114,7 +115,7 @@ class Run(AbstractContextManager["Run"]):
                 state.best, state.last = {}, {}
             if self.is_first_start:
                 given = self.config.checkpoint.resume
-                state.history.append(f"began at step {state.step:,} with {given}")
+                state.history.append(f"{BEGAN}{state.step:,}{WITH}{given}")
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._stored = {}  # frees the memory
@@ -177,7 +178,8 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock."""
-        self._thread.shutdown()  # an error of the checkpoint would hide the one that ends the run
+        # Does not raise the checkpoint's error, which would hide the one that ends the run.
+        self._thread.shutdown()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -235,8 +237,8 @@ def accepted_changes(
 ) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> sentence.
 
-    A key of the checkpoint alone is disabled now, by a key that differs. Raises UserError for
-    changes that are not accepted.
+    A key that only the checkpoint has is not listed: another key, which is listed, disables it.
+    Raises UserError for changes that are not accepted.
     """
     stored = content["identity"]
     changes = {

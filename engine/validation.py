@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 import models
 from engine.distributed import World
-from engine.metrics import computed
+from engine.metrics import value_functions
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-`engine.metrics.computed` makes the values of a validation from them."""
+`engine.metrics.value_functions` makes the values of a validation from them."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
@@ -28,11 +28,11 @@ class Validation(NamedTuple):
 
     def names(self) -> list[str]:
         """Return the names of `values`."""
-        return [*computed(self.rows)]
+        return [*value_functions(self.rows)]
 
     def values(self) -> dict[str, float]:
         """Return the means of the rows, and what `Metric.compute` gives for them."""
-        return {name: float(compute()) for name, compute in computed(self.rows).items()}
+        return {name: float(compute()) for name, compute in value_functions(self.rows).items()}
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from conf.schema import DATA_FOLDERS, UserError
 from engine.compute import has_batch_norm
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
-from engine.metrics import BestBy, metric_of, shown
+from engine.metrics import BestBy, format_value, metric_of
 
 GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
@@ -98,10 +98,10 @@ class Expectation(Observer):
         if not changed:
             check = "the labels, the learning rate and your code changes"
         self.log.tracker.print(
-            f"warning  {shown(name, row[name])} after epoch {epoch} is worse than the {SIGMAS} "
-            f"sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs reached "
-            f"{mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
-            f"validation, {shown(name, previous[name])}: check {check}; training continues, "
+            f"warning  {format_value(name, row[name])} after epoch {epoch} is worse than the "
+            f"{SIGMAS} sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs "
+            f"reached {mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
+            f"validation, {format_value(name, previous[name])}: check {check}; training continues, "
             "Ctrl-C stops it"
         )
         return columns
@@ -127,7 +127,7 @@ class Expectation(Observer):
                 verdict, text = "within", f"within {expected:g} +/- {spread:.2g} ({source})"
         facts = {key: value for key, value in self._final.items() if key != "reference"}
         compared = {"spread": spread, "difference": difference, "verdict": verdict}
-        line = f"recipe    {shown(name, row[name])}: {text}"
+        line = f"recipe    {format_value(name, row[name])}: {text}"
         return {"expectation": {"value": name, **facts, **compared, "line": line}}
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:

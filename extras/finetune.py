@@ -31,10 +31,10 @@ MAX_BATCH = 256  # the recipe states the learning rate for it
 def prepare(config: Config, world: World) -> Config:
     """Return the config with what follows from its weights and images. Collective."""
     images = world.on_all_ranks(lambda: len(build_datasets(config).train))
-    return world.on_all_ranks(lambda: completed(config, images, world.size))
+    return world.on_all_ranks(lambda: complete(config, images, world.size))
 
 
-def completed(config: Config, images: int, ranks: int = 1) -> Config:
+def complete(config: Config, images: int, ranks: int = 1) -> Config:
     """Return the config with what the program decides above its recipe, and notes that say so.
 
     The batch is a multiple of the ranks. Raises UserError if there are no weights that can be read.

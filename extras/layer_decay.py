@@ -18,7 +18,7 @@ from conf.schema import OptimConfig
 from engine import optim
 
 
-def decayed(
+def with_layer_decay(
     create: Any, model: nn.Module, config: OptimConfig, *, layer_decay: float = 0.75, **args: Any
 ) -> Optimizer:
     """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
@@ -38,7 +38,7 @@ def decayed(
     return optimizer
 
 
-sgd, adamw = partial(decayed, optim.sgd), partial(decayed, optim.adamw)
+sgd, adamw = partial(with_layer_decay, optim.sgd), partial(with_layer_decay, optim.adamw)
 
 
 def blocks(model: nn.Module) -> list[list[str]]:

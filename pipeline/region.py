@@ -44,7 +44,7 @@ def load() -> DecodeRegion | str:
         # A library also gives access to the functions of the libraries that it is linked with.
         pillow = ctypes.CDLL(Image.core.__file__)
         addresses = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
-        code = ctypes.CDLL(str(compiled(machine.default_cache_dir() / "native")))
+        code = ctypes.CDLL(str(compile_library(machine.default_cache_dir() / "native")))
     except AttributeError:
         return pillow_advice
     except OSError as error:
@@ -61,7 +61,7 @@ def load() -> DecodeRegion | str:
     return decode
 
 
-def compiled(folder: Path) -> Path:
+def compile_library(folder: Path) -> Path:
     """Return the path of the machine code in `folder`; compile it if it is missing.
 
     Raises OSError if there is no compiler, it fails, or `folder` cannot be used.

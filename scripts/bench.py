@@ -70,7 +70,7 @@ class Stage:
 
 
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
-    """Measure some of STAGES, in their order. Raises UserError: the config or the data is wrong."""
+    """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
         config = train.resolve_config(config, world)
         # With a small learning rate, no number of steps diverges.

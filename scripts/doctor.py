@@ -111,7 +111,7 @@ class Case:
     compute: Compute | None = None
 
     def splits(self) -> dict[str, Index]:
-        """Return the sample tables of both splits. Raises NotChecked: there are no image files."""
+        """Return the sample tables of both splits. Raises NotChecked without image files."""
         if self.datasets is None:
             raise NotChecked("needs the data, see data")
         splits = {"train": self.datasets.train, "val": self.datasets.val}

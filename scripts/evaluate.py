@@ -56,7 +56,7 @@ from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
 from engine.log.observer import named_observers
-from engine.metrics import METRICS, Metric, add_values, shown
+from engine.metrics import METRICS, Metric, add_values, format_value
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
@@ -95,7 +95,7 @@ def chosen_outputs(
         flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
             mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
 
-    Raises UserError: there is not one output for each class, from which to choose.
+    Raises UserError if there is not one output for each class, from which to choose.
     """
     found: Tensor = network(images)
     if flip:
@@ -119,8 +119,8 @@ def run(
 ) -> Evaluated:
     """Evaluate one model on its validation images, with the script's options. Collective.
 
-    Raises UserError: the data or the config does not fit the model; LoaderError: an image cannot be
-    read.
+    Raises UserError if the data or the config does not fit the model, and LoaderError if an image
+    cannot be read.
     """
     config, device, loader = trained.config, world.device, trained.config.loader
     add_values(config.log.values)
@@ -184,7 +184,7 @@ def run(
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
-    """Adapt batch size and data folders to this machine. Raises UserError: no data.root."""
+    """Adapt batch size and data folders to this machine. Raises UserError without data.root."""
     config = trained.config
     loader, data, typed = config.loader, config.data, override_keys(overrides)
     if "loader.batch_size" not in typed:
@@ -213,7 +213,7 @@ def outputs_of(
         The names of the outputs, those of the images' classes first, in the order of the labels;
         and their places among the outputs of the model.
 
-    Raises UserError: the images have other classes than the model.
+    Raises UserError if the images have other classes than the model.
     """
     known, classes, val = trained.classes, datasets.classes, datasets.val
     every, where = [*range(trained.num_classes)], f"data.val={trained.config.data.val}: has"
@@ -266,7 +266,7 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
 
     The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159), which has a list for
-    each validation image, in the order of the names of the files. Raises UserError: it is not.
+    each validation image, in the order of the names of the files. Raises UserError for another file.
     """
     try:
         lists = json.loads(path.read_bytes())
@@ -295,7 +295,7 @@ def name_of(trained: Trained) -> str:
 
 
 def print_result(found: Evaluated, folder: Path) -> None:
-    results = ", ".join(shown(name, value) for name, value in found.values.items())
+    results = ", ".join(format_value(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
     print(f"{name_of(found.trained)}: {results} ({size}); see {folder}")

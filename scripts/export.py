@@ -284,8 +284,8 @@ def compare(job: Job, predict: Predict, model: nn.Module) -> str:
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference and what it takes.
 
-    Raises UserError: the weights do not fit the model; RunError: a check has found a difference,
-    or the model cannot be exported.
+    Raises UserError if the weights do not fit the model, and RunError if a check has found a
+    difference, or the model cannot be exported.
     """
     model = job.trained.build(CPU)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:

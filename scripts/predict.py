@@ -120,7 +120,7 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
 class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
-    Raises UserError: a transform, the decoder or the size of the images is wrong.
+    Raises UserError if a transform, the decoder or the size of the images is wrong.
     """
 
     def __init__(
@@ -164,13 +164,13 @@ class Predictor:
         """Yield the results in the order of the paths, a batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
-        places. Raises UserError: `train.predictions` does not fit the model.
+        places. Raises UserError if `train.predictions` does not fit the model.
         """
         ahead = BATCHES_AHEAD * self.batch_size
         loaded = in_threads(self.threads, self.load, enumerate(paths), ahead)
         while batch := list(islice(loaded, self.batch_size)):
             images = [one.values[IMAGE] for one in batch if not one.reason]
-            found = iter(self.predicted(np.stack(images)) if images else ())
+            found = iter(self.predict(np.stack(images)) if images else ())
             yield [one if one.reason else Result(one.path, next(found)) for one in batch]
 
     def load(self, numbered: tuple[int, str]) -> Result:
@@ -192,7 +192,7 @@ class Predictor:
             return Result(path, reason=reason)
 
     @torch.no_grad()
-    def predicted(self, images: np.ndarray) -> list[dict[str, Any]]:
+    def predict(self, images: np.ndarray) -> list[dict[str, Any]]:
         """Return `Result.values` of images, [B, S, S, C]."""
         inputs = self.format.normalised(torch.from_numpy(images).to(self.device))
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)

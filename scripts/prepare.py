@@ -104,7 +104,7 @@ class Result(NamedTuple):
 def check_image(data: bytes) -> None:
     """Check that a file is an image and complete; decode it unless its end says so.
 
-    Raises Exception: it is not; Pillow's plugins raise many types.
+    Raises Exception if it is not; Pillow's plugins raise many types.
     """
     image = decode.open_image(data)
     if image.format != "JPEG" or not decode.has_end(data):
@@ -114,7 +114,7 @@ def check_image(data: bytes) -> None:
 def reencoded(data: bytes, name: str, side: int) -> bytes:
     """Return a file whose image has a short side of at most `side` pixels: see --side.
 
-    Raises Exception: it cannot be decoded; Pillow's plugins raise many types.
+    Raises Exception if it cannot be decoded; Pillow's plugins raise many types.
     """
     image = decode.open_image(data)
     # MPO is a camera's JPEG followed by a preview.
@@ -140,7 +140,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
 def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
-    Raises OSError: it cannot be written.
+    Raises OSError if it cannot be written.
     """
     target = Path(options.to, sample.split, sample.label, sample.name)
     if options.format == "folder":
@@ -214,8 +214,8 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
 def start(to: Path, settings: dict[str, Any]) -> None:
     """Create the output folder, or check that the same settings started it.
 
-    Raises UserError: it contains other files, or other settings started it; OSError: it cannot be
-    written.
+    Raises UserError if it contains other files, or other settings started it, and OSError if it
+    cannot be written.
     """
     to.mkdir(parents=True, exist_ok=True)
     marker = to / MARKER
@@ -234,8 +234,8 @@ def start(to: Path, settings: dict[str, Any]) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
-    Raises UserError: the source or the destination cannot be used, and nothing was created;
-    OSError: a file cannot be read or written.
+    Raises UserError if the source or the destination cannot be used, and nothing was created,
+    and OSError if a file cannot be read or written.
     """
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
     began = time.monotonic()

@@ -32,20 +32,28 @@ SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
 
+def flatten(root: Path) -> None:
+    """Leave the class folders of the training images alone in the folder."""
+    for path in (root / "train").iterdir():
+        shutil.move(path, root)
+    for split in ("train", "val"):
+        shutil.rmtree(root / split)
+
+
+def leave_a_file(root: Path) -> None:
+    for path in (root / "val").iterdir():
+        shutil.rmtree(path)
+    (root / "val" / "a.jpg").touch()
+
+
 # Folders of images beside the working directory, and what is wrong with each.
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
-    "flat": lambda root: (
-        [shutil.move(path, root) for path in (root / "train").iterdir()]
-        and [shutil.rmtree(root / split) for split in ("train", "val")]
-    ),
+    "flat": flatten,
     "no-train": lambda root: shutil.rmtree(root / "train"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "validation": lambda root: (root / "val").rename(root / "validation"),
-    "only-a-file": lambda root: (
-        [shutil.rmtree(path) for path in (root / "val").iterdir()]
-        and (root / "val" / "a.jpg").touch()
-    ),
+    "only-a-file": leave_a_file,
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
     "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
 }

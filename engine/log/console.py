@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.metrics import BestBy, metric_of, shown
+from engine.metrics import BestBy, format_value, metric_of
 
 
 def header(by: BestBy) -> str:
@@ -19,7 +19,7 @@ def train_line(
     """Return the line of a log row; values of `train_step` without a column are at its end."""
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
     followed = _visible(key for key in values if key not in ("top5", by.name))  # short, so no top5
-    others = [f"  {shown(key, values[key])}" for key in followed]
+    others = [f"  {format_value(key, values[key])}" for key in followed]
     speed = f"{row['images_per_second']:,.0f}", f"{100 * waited:.1f}"
     rest = f"{row['lr']:.3g}", duration(row["seconds_left"])
     return _columns(by, *_progress(row, by, epochs), *speed, *rest) + "".join(others)
@@ -30,9 +30,9 @@ def val_line(
 ) -> str:
     """Return the line of a validation. Names in _raw are of the model without averaging."""
     visible = _visible(names)
-    parts = [shown(name, row[name]) for name in visible if name != by.name]
+    parts = [format_value(name, row[name]) for name in visible if name != by.name]
     parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
-    raw = [shown(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
+    raw = [format_value(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
     text = ", ".join(parts) + (f"; raw model: {', '.join(raw)}" if raw else "")
     text += "  best so far" if best else ""
     return _columns(by, *_progress(row, by, epochs), f"validation: {text}")
@@ -92,9 +92,9 @@ def _result(summary: Mapping[str, Any]) -> str:
     if not values:
         return "not validated"
     visible = {by, *_visible(values)}
-    text = ", ".join(shown(name, summary[name]) for name in values if name in visible)
+    text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
-        text += f"; best {shown(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
+        text += f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
     return text
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.metrics import shown
+from engine.metrics import format_value
 from pipeline.batch import IMAGE, Batch, Field, ImageFormat
 from pipeline.class_names import readable
 
@@ -49,5 +49,6 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
     for name, column in batch.fields.items():
         for i, value in enumerate(column[: len(images)].tolist() if column.ndim == 1 else ()):
             is_class = name == "label" and isinstance(value, int)
-            captions[i] += f"{readable(classes[value]) if is_class else shown(name, value)}\n"
+            text = readable(classes[value]) if is_class else format_value(name, value)
+            captions[i] += f"{text}\n"
     return {"train/images": sheet(images, captions)}

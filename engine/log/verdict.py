@@ -72,12 +72,12 @@ def remedies(cause: str, feed: Feed) -> list[str]:
 
 def verdict(ranks: Sequence[StepTimes]) -> tuple[str, str]:
     """Return the name of the cause that costs most, and a sentence with its figures."""
-    run = combined(ranks)
+    run = combine(ranks)
     cause = cause_of(run, ranks)
     return cause, f"{cause}: {'; '.join(figures(cause, run, ranks))}."
 
 
-def combined(ranks: Sequence[StepTimes]) -> StepTimes:
+def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     """Return one row for all ranks, with the sums of their images/s and workers.
 
     The steps of all ranks end together, because they average gradients: it is the row of the rank

@@ -74,7 +74,7 @@ class Trained:
         return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
     def check_size(self, size: int) -> int:
-        """Return the operations for one image. Raises UserError: the model takes no such size."""
+        """Return the operations for one image. Raises UserError if the model takes no such size."""
         with torch.device("meta"):
             model = self._model()
         return count_flops(model, self.shape_at(size), key="data.val_size")
@@ -89,7 +89,7 @@ class Trained:
         Returns:
             float [B, C, S, S] -> logits [B, num_classes].
 
-        Raises UserError: the weights are of another model.
+        Raises UserError if the weights are of another model.
         """
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))
@@ -132,8 +132,8 @@ def open_trained(
         classes: a text file with the name of a class in each line, in the order of the logits;
             replaces the names in the file.
 
-    Raises UserError: the file cannot be read, does not fit the model, or the overrides are wrong;
-    CheckpointError: the checkpoint is damaged.
+    Raises UserError if the file cannot be read, does not fit the model, or the overrides are wrong,
+    and CheckpointError if the checkpoint is damaged.
     """
     path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))

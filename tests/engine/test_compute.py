@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import models
 from conf.compose import from_overrides
-from engine.compute import choose_precision, compiled, count_flops, resolve_compile
+from engine.compute import choose_precision, compile_function, count_flops, resolve_compile
 from tests.engine.plans import compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,7 +33,7 @@ def test_recompute_keeps_fewer_activations() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = compiled(lambda: network(images).square().mean(), mode)()
+            result = compile_function(lambda: network(images).square().mean(), mode)()
         result.backward()
         found = sum(count for address, count in kept.items() if address not in weights)
         return found, [p.grad for p in network.parameters() if p.grad is not None]

@@ -10,7 +10,7 @@ import models
 import train
 from conf.compose import from_overrides
 from conf.schema import UserError, config_values
-from extras.finetune import completed
+from extras.finetune import complete
 from tests.helpers import small_run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -28,14 +28,14 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
 
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
-    """Dotted key -> value of a config that has been completed."""
+    """Dotted key -> value of a config that has been complete."""
     config = from_overrides(["recipe=finetune", "data.root=/nowhere", *typed])
-    return config_values(completed(config, images, ranks))
+    return config_values(complete(config, images, ranks))
 
 
 def test_values_from_the_number_of_images(pretrained: Path) -> None:
     config = from_overrides(["recipe=finetune", "data.root=/x", f"model.weights={pretrained}"])
-    weights, images = completed(config, 18).notes
+    weights, images = complete(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
     assert images.startswith("for 18 training images: loader.batch_size=8, optim.lr=0.015, ")
     table = [(5, 1, 5, 100), (36, 1, 8, 100), (10_000, 1, 256, 26), (21_700, 3, 255, 12)]

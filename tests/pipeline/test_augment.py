@@ -27,9 +27,6 @@ def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
     return transform(Picture(np.asarray(image)), random.Random(seed)).pixels()
 
 
-# Boxes.
-
-
 def test_crop_lies_within_the_image() -> None:
     for size in [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]:
         for scale in [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)]:
@@ -47,9 +44,6 @@ def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int
     left, top, *end = RandomResizedCrop(size=8, scale=(1, 1)).box(*size, random.Random(0))
     theirs = Theirs.get_params(torch.empty(3, size[1], size[0]), [1.0, 1.0], [3 / 4, 4 / 3])
     assert (top, left, end[1] - top, end[0] - left) == tuple(theirs)
-
-
-# Pixels.
 
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
@@ -74,9 +68,6 @@ def test_borders_are_torchvisions(padding_mode: str) -> None:
 def test_an_image_smaller_than_the_crop_is_refused() -> None:
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
-
-
-# Transforms of torchvision v2: the sample's own draws, and a late import.
 
 
 def picture(size: int = 24) -> Picture:

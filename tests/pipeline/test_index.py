@@ -116,9 +116,6 @@ def test_endings_are_those_of_the_formats_that_are_decoded() -> None:
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
 
 
-# The cache.
-
-
 @pytest.mark.parametrize(
     ("new", "gone"),
     [

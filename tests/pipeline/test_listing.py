@@ -112,9 +112,6 @@ def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) ->
     assert [name for name, _ in content(tmp_path / "val")] == ["bus/1.jpg", "val/1.jpg"]
 
 
-# Reading.
-
-
 def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     for number in range(40):
@@ -140,9 +137,6 @@ def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
     write_tar(path, *(f"a/{i}.jpg" for i in range(30)))
     os.utime(path, (0, 0))  # the same mtime, another size
     assert len(content(tmp_path / "train")) == 30
-
-
-# What is refused.
 
 
 def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:

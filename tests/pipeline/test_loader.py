@@ -133,9 +133,6 @@ def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.M
     assert len(places) == 3
 
 
-# Buffers.
-
-
 class Event:
     """Stands in for the CUDA event of a copy; counts the waits."""
 
@@ -172,9 +169,6 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
                 events.append(Event())
                 loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
-
-
-# Workers that die.
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -262,9 +256,6 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
         process.kill()
         process.wait()
         wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
-
-
-# Files that cannot be read.
 
 
 def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:

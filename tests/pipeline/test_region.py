@@ -52,7 +52,7 @@ def test_damaged_files_and_memory(tmp_path: Path) -> None:
     run_command(command).check_returncode()
     program = (
         "import sys; from pathlib import Path; from pipeline import region; "
-        "region.compiled = lambda folder: Path(sys.argv[1]); "
+        "region.compile_library = lambda folder: Path(sys.argv[1]); "
         "from tests.reliability.odd_images import load_mutated; "
         "load_mutated(range(200_000, 300_000))"
     )
@@ -103,13 +103,13 @@ def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh: Path) 
     fresh.write_text("a file")
     assert "File exists" in str(region.load())
     fresh.unlink()
-    path = region.compiled(fresh)
+    path = region.compile_library(fresh)
     written = path.stat().st_mtime_ns
-    assert region.compiled(fresh) == path and path.stat().st_mtime_ns == written
+    assert region.compile_library(fresh) == path and path.stat().st_mtime_ns == written
     assert os.listdir(fresh) == [path.name]
     fresh.chmod(0o777)
     with pytest.raises(PermissionError, match="other users can replace the code"):
-        region.compiled(fresh)
+        region.compile_library(fresh)
 
 
 @needs_compiler

@@ -30,7 +30,7 @@ def ppm(planes: np.ndarray) -> bytes:
 def cifar_samples(source: str, tree: Tree) -> list[Sample]:
     """List the images, named by file and number; empty if the tree does not hold CIFAR.
 
-    Raises UserError: there are both datasets, or a file is missing or damaged.
+    Raises UserError if there are both datasets, or a file is missing or damaged.
     """
     copies = [
         (folder, meta)

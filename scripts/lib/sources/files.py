@@ -48,7 +48,7 @@ def damaged(path: str, reason: object) -> UserError:
 def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
     """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
 
-    Tar files in it are folders. Raises UserError: it is damaged; OSError: it cannot be read.
+    Tar files in it are folders. Raises UserError if it is damaged, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
@@ -69,7 +69,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
 def inflated(path: str) -> Any:
     """Inflate a .tar.gz file to a temporary file, which the end of the program removes.
 
-    Raises UserError: it is damaged.
+    Raises UserError if it is damaged.
     """
     suffix = f"-{os.path.basename(path)}"  # for messages
     file = NamedTemporaryFile(prefix="prepare-", suffix=suffix)  # noqa: SIM115 - open until the end
@@ -83,7 +83,7 @@ def inflated(path: str) -> Any:
 
 
 def read_place(place: Place) -> bytes:
-    """Return the bytes of a file, or of a range of it. Raises OSError: there are fewer."""
+    """Return the bytes of a file, or of a range of it. Raises OSError if there are fewer."""
     with open(place.file, "rb") as file:
         file.seek(place.start)
         data = file.read(place.size)

@@ -31,7 +31,7 @@ FIRST_LABELS = ["n01751748", "n09193705", "n02105855", "n04263257", "n03125729"]
 def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     """Give every validation image its label. `images`: file name -> place.
 
-    Raises UserError: the labels are missing, or they do not belong to these images.
+    Raises UserError if the labels are missing, or they do not belong to these images.
     """
     labels = val_labels(source, tree)
     if wrong := sorted(images.keys() ^ labels.keys()):
@@ -46,7 +46,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
 def val_labels(source: str, tree: Tree) -> dict[str, str]:
     """Return the class of every validation image: file name -> WordNet id.
 
-    Raises UserError: there are no labels, they are damaged, or they are not ImageNet's.
+    Raises UserError if there are no labels, they are damaged, or they are not ImageNet's.
     """
     parsers = {ANNOTATIONS: parse_annotations, SOLUTION: parse_solution, DEVKIT: parse_devkit}
     places = {os.path.basename(path): place for path, place in tree.items()}
@@ -71,7 +71,7 @@ def val_name(number: int) -> str:
 def parse_annotations(place: Place) -> dict[str, str]:
     """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs.
 
-    Raises ValueError: a line has another form.
+    Raises ValueError if a line has another form.
     """
     rows = (line.split("\t") for line in read_place(place).decode().splitlines())
     return {name: wnid for name, wnid, *_ in rows}

@@ -26,7 +26,7 @@ OTHER = "other"  # split of images that are left out
 
 
 def read(place: Place | np.ndarray) -> bytes:
-    """Return the bytes of an image; any thread may call this. Raises OSError: no such bytes."""
+    """Return the bytes of an image; any thread may call this. Raises OSError if there are none."""
     if isinstance(place, np.ndarray):
         return ppm(place)
     return read_row(place) if place.file.endswith(".parquet") else read_place(place)
@@ -35,8 +35,8 @@ def read(place: Place | np.ndarray) -> bytes:
 def recognise(source: str) -> tuple[list[Sample], list[str]]:
     """List the images of train and perhaps val in the order in which they are read quickly.
 
-    Also returns sentences about what was left out or decided. Raises UserError: the format is
-    unknown, ambiguous or incomplete, or a file is damaged; OSError: a file cannot be read.
+    Also returns sentences about what was left out or decided. Raises UserError if the format is
+    unknown, ambiguous or incomplete, or a file is damaged; OSError if it cannot be read.
     """
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
@@ -125,7 +125,7 @@ def is_container(path: str) -> bool:
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """Return the files of a dataset and the split that the path of each states.
 
-    Raises UserError: there are several datasets, the split of a file is not clear, or ImageNet's
+    Raises UserError if there are several datasets, the split of a file is not clear, or ImageNet's
     validation images are missing.
     """
     words = rf"\b({'|'.join(SPLITS)})\b"
@@ -186,7 +186,7 @@ def read_folder(
 
     Folders in a class are part of the name. The labels of ImageNet's validation images, which are
     not in class folders, are in other files of the tree. `splits`: name of a folder -> split; files
-    that are not read are added to `others`. Raises UserError: an image is not in a class folder.
+    that are not read are added to `others`. Raises UserError if an image is not in a class folder.
     """
     images = {path: place for path, place in tree.items() if is_image(path)}
     # Beside the folders, there are files about the data set.

@@ -18,8 +18,8 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     There is a column of images, which are structs of bytes and path, and one of the numbers of
     classes. The images are not read.
 
-    `path`: below SOURCE; it makes the names unique. Raises UserError: pyarrow is not installed, the
-    file is damaged, or its columns are not clear.
+    `path`: below SOURCE; it makes the names unique. Raises UserError if pyarrow is not installed,
+    the file is damaged, or its columns are not clear.
     """
     try:
         from pyarrow import parquet
@@ -52,7 +52,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
 def parquet_columns(path: str) -> tuple[str, str, list[str]]:
     """Return the columns of image and label, and the names of the classes, if the file has them.
 
-    Raises UserError: there is no such column or several.
+    Raises UserError if there is no such column or several.
     """
     from pyarrow import parquet, types
 
@@ -75,7 +75,7 @@ _row_groups = Lock()  # one thread reads a row group, the others find it in the 
 
 
 def read_row(place: Place) -> bytes:
-    """Return the image in a row of a Parquet file. Raises OSError: there is none."""
+    """Return the image in a row of a Parquet file. Raises OSError if there is none."""
     with _row_groups:
         image = row_group(place.file, place.size)[place.start].as_py()
     if not image or not image["bytes"]:
