@@ -36,8 +36,8 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
                 f"train.{name}={show(value)}: train.loss={config.loss} does not take it; give "
                 f"train.{name}={show(unset)}, or another loss"
             )
-    given = {**vars(config), "class_weights": class_weights}
-    return partial(LOSSES[config.loss], **{name: given[name] for name in keys})
+    arguments = {**vars(config), "class_weights": class_weights}
+    return partial(LOSSES[config.loss], **{name: arguments[name] for name in keys})
 
 
 def keys_of(loss: str) -> set[str]:
@@ -53,20 +53,20 @@ def class_weights(
     The balanced ones are scikit-learn's: images / (classes * images of the class), with a mean of 1
     over all images. Raises UserError if a name is not that of a class.
     """
-    given, classes = config.class_weights, datasets.classes
-    if given is None:
+    chosen, classes = config.class_weights, datasets.classes
+    if chosen is None:
         return None
-    if given in ("balanced", "sampled"):
+    if chosen in ("balanced", "sampled"):
         counts = datasets.train.class_counts(len(classes))
-        if given == "sampled":
+        if chosen == "sampled":
             return None
         balanced = [sum(counts) / (len(classes) * max(1, n)) for n in counts]
         return torch.tensor(balanced, device=device)
-    weights = {str(name): float(weight) for name, weight in given.items()}
+    weights = {str(name): float(weight) for name, weight in chosen.items()}
     if unknown := [name for name in weights if name not in classes]:
         advice = did_you_mean(unknown[0], classes) or f"; give names such as {classes[0]}"
         raise UserError(
-            f"train.class_weights={show(given)}: there is no class {unknown[0]}{advice}"
+            f"train.class_weights={show(chosen)}: there is no class {unknown[0]}{advice}"
         )
     return torch.tensor([weights.get(name, 1.0) for name in classes], device=device)
 

@@ -143,7 +143,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     rank = ((logits > label_logits) | ((logits == label_logits) & earlier)).sum(1)
     valid = (labels >= 0) & logits.amax(1).isfinite()
     counted = {"top1": 1, "top5": 5} if logits.shape[1] > 5 else {"top1": 1}
-    return {name: 100 * ((rank < most) & valid).float() for name, most in counted.items()}
+    return {name: 100 * ((rank < k) & valid).float() for name, k in counted.items()}
 
 
 def classifier_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -46,8 +46,8 @@ class Schedule:
     @property
     def micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
-        most = self.config.train.micro_batch or self.fitted_batch
-        return count_micro_batches(self.local_batch_size, most)
+        max_images = self.config.train.micro_batch or self.fitted_batch
+        return count_micro_batches(self.local_batch_size, max_images)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -158,9 +158,9 @@ def make_schedule(
     return Schedule(config, images, ranks, fitted)
 
 
-def count_micro_batches(images: int, most: int | None) -> int:
-    """Return the least number of equal parts of at most `most` images; without it 1."""
-    fewest = math.ceil(images / (most or images))
+def count_micro_batches(images: int, max_images: int | None) -> int:
+    """Return the least number of equal parts of at most `max_images` images; 1 for None."""
+    fewest = math.ceil(images / (max_images or images))
     return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
 
 

@@ -225,8 +225,8 @@ class Tuner:
         """Number of workers for which each rank has cores; more if they wait for storage."""
         cores = self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
-        most = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
-        return min(self.world.all_gather(most))
+        number = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
+        return min(self.world.all_gather(number))
 
     def configure(self, mode: str, workers: int) -> None:
         """Set the feed for the speed of the step, with the workers that have buffers."""
@@ -305,14 +305,14 @@ def best_trial(trials: Sequence[StepTimes]) -> StepTimes:
     return min(exact, key=lambda trial: trial.workers, default=fastest)
 
 
-def next_number(tried: dict[int, StepTimes], demand: float, most: int) -> int:
+def next_number(tried: dict[int, StepTimes], demand: float, max_workers: int) -> int:
     """Return the number of workers to try next; one that was tried if no other would help."""
     now, trial = next(reversed(tried.items()))
     if trial.data_wait > TOLERANCE:
-        more = min(most, max(now + 1, round(1.3 * now)))
+        more = min(max_workers, max(now + 1, round(1.3 * now)))
         if more not in tried:
             return more
-        return max(1, most - 1) if now == most else (now + more) // 2
+        return max(1, max_workers - 1) if now == max_workers else (now + more) // 2
     if slows_step(trial):
         return max(1, 3 * now // 4)  # they take the step's cores
     return min(now, math.ceil(demand / trial.per_worker))

@@ -42,7 +42,7 @@ def evaluate(
     """Measure each network. Each batch is read once, for all networks. Collective.
 
     Nothing waits for the device before the last batch. Each rank passes its own share of batches,
-    perhaps fewer than another rank: only the results are exchanged. The networks are called in eval
+    perhaps fewer than another rank: only the results are gathered. The networks are called in eval
     mode, and left in the mode they were in.
     """
     modes = [network.training for network in networks]

@@ -137,8 +137,8 @@ class Expectation(Observer):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, MIN_STD), self._curve["runs"], sigmas)
-        most = 100.0 if metric_of(self._value.name).unit == " %" else math.inf
-        return mean, max(0.0, mean - width), min(most, mean + width)
+        highest = 100.0 if metric_of(self._value.name).unit == " %" else math.inf
+        return mean, max(0.0, mean - width), min(highest, mean + width)
 
 
 def half_width(std: float, runs: int, sigmas: float) -> float:

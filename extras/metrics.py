@@ -60,8 +60,8 @@ def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts
     """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
     labels, predictions = np.asarray(label), np.asarray(prediction)
     rows = (labels[labels == predictions], labels, predictions[predictions >= 0])
-    most = 1 + max(each.max(initial=0) for each in rows)
-    hits, images, predicted = (np.bincount(each, minlength=most) for each in rows)
+    num_classes = 1 + max(each.max(initial=0) for each in rows)
+    hits, images, predicted = (np.bincount(each, minlength=num_classes) for each in rows)
     found = images + predicted > 0
     return hits[found], images[found], predicted[found]
 

@@ -160,12 +160,12 @@ class VisionTransformer(nn.Module):
         """float [B, C, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
         patches = self.patch_embed(x)
         _, rows, columns, width = patches.shape
-        places = self.positions
+        embeddings = self.positions
         if (rows, columns) != (self.grid, self.grid):
-            places = positions(rows, columns, width, places.device).to(places.dtype)
+            embeddings = positions(rows, columns, width, embeddings.device).to(embeddings.dtype)
         branch = patches.flatten(1, 2)
         # bf16 + float32 under autocast: the residual stream is float32.
-        stream = places.expand(branch.shape)
+        stream = embeddings.expand(branch.shape)
         for block in self.blocks:
             stream, branch = block(stream, branch)
         return self.head(self.norm(stream + branch).mean(1))

@@ -126,8 +126,8 @@ class Dataset(ABC):
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
-        place = int(np.searchsorted(same, index))
-        yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
+        position = int(np.searchsorted(same, index))
+        yield from [*same[position + 1 :].tolist(), *same[:position].tolist()]
 
     def class_counts(self, num_classes: int) -> list[int]:
         """Return the number of samples of each class."""

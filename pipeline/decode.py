@@ -197,8 +197,8 @@ def crop(pixels: np.ndarray, box: Box, fill: int | None) -> np.ndarray:
     if fill is None:
         for axis, (start, stop) in enumerate(((top, bottom), (left, right))):
             last = pixels.shape[axis] - 1
-            places = abs((np.arange(start, stop) + last) % max(1, 2 * last) - last)
-            pixels = pixels.take(places, axis)
+            indices = abs((np.arange(start, stop) + last) % max(1, 2 * last) - last)
+            pixels = pixels.take(indices, axis)
         return pixels
     padded = np.full((bottom - top, right - left, *pixels.shape[2:]), fill, pixels.dtype)
     y, x = max(-top, 0), max(-left, 0)

@@ -56,9 +56,9 @@ class TrainSampler:
         stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")
         stream = stream[by_repetition[self.share]]
-        epochs, places = np.divmod(stream, self.num_samples)
-        positions, repetitions = np.divmod(places, self.repeats)
-        indices = np.empty_like(places)
+        epochs, offsets = np.divmod(stream, self.num_samples)
+        positions, repetitions = np.divmod(offsets, self.repeats)
+        indices = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._order(int(epoch))[positions[chosen]]

@@ -41,10 +41,10 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) 
     splits = [root / data.train, root / data.val]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # which holds the class folders itself
-    for place in (split.resolve() for split in splits):
-        if inner.is_relative_to(place):
+    for folder in (split.resolve() for split in splits):
+        if inner.is_relative_to(folder):
             raise UserError(
-                f"{given}: is inside {place}, where every folder is a class of images; "
+                f"{given}: is inside {folder}, where every folder is a class of images; "
                 "give a folder outside it"
             )
 
@@ -65,9 +65,9 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         train, val = map(index.rows, hold_out(index, part))
         return train, val
     if not find_storage(val_split):  # perhaps one level higher or deeper
-        for place in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
-            if all(find_storage(place / name) for name in (data.train, data.val)):
-                raise UserError(f"data.root={root}: holds no {data.val}; give data.root={place}")
+        for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
+            if all(find_storage(folder / name) for name in (data.train, data.val)):
+                raise UserError(f"data.root={root}: holds no {data.val}; give data.root={folder}")
     # evaluate.py gives data.val for both, so it comes first.
     val = load_index(val_split, key="data.val")
     train = load_index(train_split, key="data.train")

@@ -360,7 +360,7 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
 
     An error that training would raise is a failure; a check that cannot run is only a warning.
     """
-    told = set[str]()
+    reported = set[str]()
     for name, look in CHECKS.items():
         try:
             for row in look(case):
@@ -369,9 +369,9 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
             yield name, fail(str(error), "training refuses to start")
         except NotChecked as reason:
             status = ok if case.datasets else warn
-            if str(reason) not in told:
+            if str(reason) not in reported:
                 yield name, status(f"not checked: {reason}")
-            told.add(str(reason))
+            reported.add(str(reason))
         except Exception as error:
             yield name, warn(f"check failed with an error: {describe(error)}")
 

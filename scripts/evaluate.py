@@ -266,7 +266,7 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
 
     The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159), which has a list for
-    each validation image, in the order of the names of the files. Raises UserError for another file.
+    each validation image, in the order of the names of the files. Raises UserError for others.
     """
     try:
         lists = json.loads(path.read_bytes())

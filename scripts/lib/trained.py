@@ -167,11 +167,11 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
             "data.image_size: is the size of the training images, which the checkpoint fixes; "
             "write data.val_size"
         )
-    given = content["config"]
-    others = {key for key in given if key.partition(".")[0] in SECTIONS} | KEYS
-    values = {key: value for key, value in given.items() if key not in others}
+    stored = content["config"]
+    others = {key for key in stored if key.partition(".")[0] in SECTIONS} | KEYS
+    values = {key: value for key, value in stored.items() if key not in others}
     # The share of one rank, which fits into the memory of one device.
-    values["loader.batch_size"] = given["loader.batch_size"] // given.get("ranks", 1)
+    values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     return from_checkpoint(values, overrides)
 
 
