@@ -38,26 +38,26 @@ WORSE = ["optim.lr=3", "schedule.name=constant", ACCEPT]
 
 
 @pytest.fixture(scope="module")
-def short(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def nine_steps(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run of 9 steps and its summary."""
-    folder = tmp_path_factory.mktemp("short") / "run"
+    folder = tmp_path_factory.mktemp("nine_steps") / "run"
     return folder, run(image_root, folder, BOARD)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run directory of `go`."""
+    """The run directory of `train_run`."""
     return tmp_path / "run"
 
 
 @pytest.fixture
-def go(image_root: Path, folder: Path) -> Callable[..., dict[str, Any]]:
+def train_run(image_root: Path, folder: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that trains in `folder` with some overrides, and returns the summary."""
     return lambda *overrides: run(image_root, folder, *overrides)
 
 
 @pytest.fixture
-def status(
+def call_main(
     image_root: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs train.py's main; it returns the exit status and what is said."""
@@ -77,18 +77,18 @@ def status(
     [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
     ids=" ".join,
 )
-def test_same_result(overrides: list[str], go: Any, folder: Path, short: Ended) -> None:
-    assert go(*overrides)["params_sha256"] == short[1]["params_sha256"]
-    assert same(stored(folder), stored(short[0]))
-    assert rows(folder, "val") == rows(short[0], "val")
+def test_same_result(overrides: list[str], train_run: Any, folder: Path, nine_steps: Ended) -> None:
+    assert train_run(*overrides)["params_sha256"] == nine_steps[1]["params_sha256"]
+    assert same(stored(folder), stored(nine_steps[0]))
+    assert rows(folder, "val") == rows(nine_steps[0], "val")
 
 
-def test_another_seed(go: Any, short: Ended) -> None:
-    assert go("train.seed=1")["params_sha256"] != short[1]["params_sha256"]
+def test_another_seed(train_run: Any, nine_steps: Ended) -> None:
+    assert train_run("train.seed=1")["params_sha256"] != nine_steps[1]["params_sha256"]
 
 
-def test_run_directory(short: Ended) -> None:
-    folder, summary = short
+def test_run_directory(nine_steps: Ended) -> None:
+    folder, summary = nine_steps
     texts = {"config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json"}
     names = {path.name for path in folder.iterdir()}
     assert names >= texts | {"checkpoints"} and any(folder.glob("events.out.tfevents.*"))
@@ -113,15 +113,15 @@ def test_run_directory(short: Ended) -> None:
 
 
 def test_validation_does_not_count_as_training(
-    go: Any, folder: Path, monkeypatch: Patch, jump: Callable[[], None]
+    train_run: Any, folder: Path, monkeypatch: Patch, jump: Callable[[], None]
 ) -> None:
     """This includes a validation that an earlier start missed."""
     batches = train.validation_batches
     monkeypatch.setattr(train, "validation_batches", lambda *given: jump() or batches(*given))
-    go("train.validate_every_epochs=9", "checkpoint.every_steps=5")
+    train_run("train.validate_every_epochs=9", "checkpoint.every_steps=5")
     for name in ("checkpoints/step-00000009.pt", "summary.json"):
         (folder / name).unlink()
-    go()
+    train_run()
     assert [row["step"] for row in rows(folder, "val")] == [5, 9]
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(1000 < row["seconds"] < 1900 for row in logged if row["split"] == "val")
@@ -129,18 +129,18 @@ def test_validation_does_not_count_as_training(
 
 
 def test_finished_run_is_not_changed(
-    short: Ended, image_root: Path, capfd: pytest.CaptureFixture[str]
+    nine_steps: Ended, image_root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, summary = short
+    folder, summary = nine_steps
     before = tree(folder)
     assert run(image_root, folder, BOARD) == summary
     assert "this run is finished" in capfd.readouterr().out
     assert tree(folder) == before
 
 
-def test_best_follows_top1(go: Any, folder: Path) -> None:
+def test_best_follows_top1(train_run: Any, folder: Path) -> None:
     """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
-    first = go("train.epochs=8", "checkpoint.keep=1")
+    first = train_run("train.epochs=8", "checkpoint.keep=1")
     best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equal ones
     path = checkpoint.find_checkpoint(folder)
     assert first["best_checkpoint"] == checkpoint.file_name(best["step"])
@@ -148,7 +148,7 @@ def test_best_follows_top1(go: Any, folder: Path) -> None:
     assert first["best_top1"] == pytest.approx(best["top1"])
     assert best["top1"] > 100 / 3 + 1, "the model has not learned, so the test shows nothing"
     weights = checkpoint.load(path)
-    second = go("train.epochs=10", "checkpoint.keep=1", *WORSE)
+    second = train_run("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
     assert all(second[name] == first[name] for name in ("best_top1", "best_checkpoint"))
     assert checkpoint.find_checkpoint(folder) == path and same(checkpoint.load(path), weights)
@@ -181,14 +181,14 @@ SLOW = list(RESUMED)[1:3]
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RESUMED]
 )
 def test_resume_after_max_steps(
-    case: str, go: Any, folder: Path, image_root: Path, tmp_path: Path
+    case: str, train_run: Any, folder: Path, image_root: Path, tmp_path: Path
 ) -> None:
     overrides = [*RESUMED[case], "schedule.warmup_epochs=0.25"]  # ends within these 9 steps
     whole = run(image_root, tmp_path / "whole", *overrides)
-    part = go(*overrides, "train.max_steps=3")
+    part = train_run(*overrides, "train.max_steps=3")
     assert (part["status"], part["step"], stored(folder)["step"]) == ("finished", 3, 3)
     assert [r["step"] for r in rows(folder, "val")] == [3]
-    rest = go(*overrides, "loader.workers=2")
+    rest = train_run(*overrides, "loader.workers=2")
     assert rest["params_sha256"] == whole["params_sha256"]
     assert same({**stored(folder), "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
     assert rows(folder, "val")[1:] == rows(tmp_path / "whole", "val")
@@ -197,7 +197,11 @@ def test_resume_after_max_steps(
 
 
 def test_signal_while_validating(
-    go: Any, folder: Path, short: Ended, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    train_run: Any,
+    folder: Path,
+    nine_steps: Ended,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An interrupted validation is not recorded; the next start repeats it, also at the end."""
     batches = train.validation_batches
@@ -210,25 +214,25 @@ def test_signal_while_validating(
     def interrupted_at(step: int, *overrides: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(train, "validation_batches", interrupted)
-            ended = go(*overrides)
+            ended = train_run(*overrides)
         found = (ended["status"], ended["step"], ended["signal"])
         assert found == ("interrupted", step, signal.SIGTERM)
 
     interrupted_at(5)
     resume = "resume    run the same command again to resume\n"
     assert resume in capsys.readouterr().out
-    second = go("train.max_steps=8")
+    second = train_run("train.max_steps=8")
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     for _ in range(2):
         interrupted_at(9, "train.validate_every_epochs=5")
-    last = go("train.validate_every_epochs=5")
+    last = train_run("train.validate_every_epochs=5")
     assert second["status"] == last["status"] == "finished"
-    assert last["params_sha256"] == short[1]["params_sha256"]
-    assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
+    assert last["params_sha256"] == nine_steps[1]["params_sha256"]
+    assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(nine_steps[0], "val")
 
 
 def test_signal_while_saving(
-    go: Any, status: Any, folder: Path, short: Ended, monkeypatch: Patch
+    train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
 ) -> None:
     """No further step and no second checkpoint; a signal in the last one interrupts, too."""
     save, saved = Run.save, []
@@ -241,73 +245,76 @@ def test_signal_while_saving(
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", signalled)
-        assert status("log.every_steps=2")[0] == 128 + signal.SIGTERM
+        assert call_main("log.every_steps=2")[0] == 128 + signal.SIGTERM
     assert saved[-1] == 5 and saved.count(5) == 1
     assert rows(folder, "train")[-1]["step"] == 5
-    assert go()["params_sha256"] == short[1]["params_sha256"]
+    assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
 
 
-def test_resume_from_a_path(go: Any, folder: Path, short: Ended) -> None:
+def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> None:
     """A run can start from a checkpoint of another run, which stays unchanged."""
-    before = tree(short[0])
-    path = short[0] / "checkpoints" / "step-00000005.pt"
-    summary = go(f"checkpoint.resume={path}", "run.name=another")
-    assert summary["params_sha256"] == short[1]["params_sha256"]
-    assert rows(folder, "val") == rows(short[0], "val")
+    before = tree(nine_steps[0])
+    path = nine_steps[0] / "checkpoints" / "step-00000005.pt"
+    summary = train_run(f"checkpoint.resume={path}", "run.name=another")
+    assert summary["params_sha256"] == nine_steps[1]["params_sha256"]
+    assert rows(folder, "val") == rows(nine_steps[0], "val")
     assert summary["history"] == [f"began at step 5 with {path}"]
-    assert tree(short[0]) == before
+    assert tree(nine_steps[0]) == before
 
 
 # The effect of a second command with other keys.
 
 
-def test_accepted_changes_are_reported_by_every_start(status: Any, folder: Path) -> None:
-    assert status("train.max_steps=5")[0] == 0
+def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Path) -> None:
+    assert call_main("train.max_steps=5")[0] == 0
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
-    number, out, _ = status("optim.lr=0.4", ACCEPT, "train.max_steps=7")
-    assert number == 0 and "resumed from step-00000005.pt" in out
+    number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
+    assert number == 0
+    assert "resumed from step-00000005.pt" in out
     assert f"history  {history}\n" in out
     # The run has the new values from then on: only a command with them resumes.
     for steps in (8, 8):  # also the start of a finished run
-        number, out, _ = status("optim.lr=0.4", f"train.max_steps={steps}")
+        number, out, _ = call_main("optim.lr=0.4", f"train.max_steps={steps}")
         assert number == 0 and f"history  {history}\n" in out
     assert json.loads((folder / "summary.json").read_text())["history"] == [history]
     (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
-    out = status("optim.lr=0.4", "train.max_steps=1")[1]
+    out = call_main("optim.lr=0.4", "train.max_steps=1")[1]
     assert "-00000008.pt, and no step is left to do\n" in out and "speed  " not in out
-    assert status()[0] == 2
+    assert call_main()[0] == 2
 
 
-def test_best_on_other_validation_images_is_dropped(go: Any, folder: Path) -> None:
-    go("train.max_steps=5")
+def test_best_on_other_validation_images_is_dropped(train_run: Any, folder: Path) -> None:
+    train_run("train.max_steps=5")
     path = folder / "checkpoints" / "step-00000005.pt"
     content = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
     content["state"]["best"]["top1"] = 100.0  # nothing later is better
     checkpoint.save(path.parent, content, keep=2)
-    go("optim.lr=0.1", ACCEPT, "train.max_steps=6")
+    train_run("optim.lr=0.1", ACCEPT, "train.max_steps=6")
     assert stored(folder)["best"]["step"] == 5, "the same images: still the best"
-    go("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")
+    train_run("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")
     assert checkpoint.load(folder / "checkpoints" / "best.pt")["step"] == 7
     assert stored(folder)["best"]["step"] == 7
 
 
-def test_weights_are_identified_by_their_content(status: Any, short: Ended, tmp_path: Path) -> None:
-    five, nine = checkpoint.files(short[0] / "checkpoints")
+def test_weights_are_identified_by_their_content(
+    call_main: Any, nine_steps: Ended, tmp_path: Path
+) -> None:
+    five, nine = checkpoint.files(nine_steps[0] / "checkpoints")
     first, other = (shutil.copy(five, tmp_path / name) for name in ("first.pt", "other.pt"))
-    assert status(f"model.weights={first}", "train.max_steps=1")[0] == 0
-    assert status(f"model.weights={other}", "train.max_steps=2")[0] == 0
+    assert call_main(f"model.weights={first}", "train.max_steps=1")[0] == 0
+    assert call_main(f"model.weights={other}", "train.max_steps=2")[0] == 0
     shutil.copy(nine, first)
-    number, _, error = status(f"model.weights={first}", "train.max_steps=3")
+    number, _, error = call_main(f"model.weights={first}", "train.max_steps=3")
     assert number == 2 and "model.weights was SHA-256 " in error
 
 
 def test_corrupt_validation_image(
-    status: Any, image_root: Path, folder: Path, tmp_path: Path
+    call_main: Any, image_root: Path, folder: Path, tmp_path: Path
 ) -> None:
     """data.on_error=skip is for training images only."""
     broken = shutil.copytree(image_root, tmp_path / "images") / "val/checks/02.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
-    number, _, error = status("data.on_error=skip", root=tmp_path / "images")
+    number, _, error = call_main("data.on_error=skip", root=tmp_path / "images")
     assert number == 1 and f": {broken}: " in error and error.count("\n") == 1
     assert not (folder / "summary.json").exists()
 
@@ -331,7 +338,7 @@ def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks:
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(
-    go: Any, status: Any, folder: Path, monkeypatch: Patch
+    train_run: Any, call_main: Any, folder: Path, monkeypatch: Patch
 ) -> None:
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
     train_step, seen = train.train_step, set[tuple[bool, float]]()
@@ -345,7 +352,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     monkeypatch.setattr(train, "train_step", diverge)
     options = ["train.epochs=4", "train.validate_every_epochs=4", "checkpoint.every_steps=4"]
     options += ["log.every_steps=7", "loader.workers=0"]
-    number, _, error = status(*options)
+    number, _, error = call_main(*options)
     assert number == 1 and ": the loss is nan at step 7 (lr " in error
     assert error.count("\n") == 1 and "lower optim.lr" in error
     assert [path.name for path in (folder / "checkpoints").glob("*.pt")] == ["step-00000004.pt"]
@@ -353,17 +360,18 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     # Neither garbage collection nor other threads delay a step.
     assert seen == {(False, compute.SWITCH_SECONDS)} and gc.isenabled()
     monkeypatch.undo()
-    assert go(*options)["status"] == "finished"
+    assert train_run(*options)["status"] == "finished"
 
 
-def test_disk_full(go: Any, status: Any, folder: Path, short: Ended) -> None:
+def test_disk_full(train_run: Any, call_main: Any, folder: Path, nine_steps: Ended) -> None:
     """A failed checkpoint ends the run at the next one; the next start resumes before it."""
-    go("train.max_steps=3")
+    train_run("train.max_steps=3")
     with file_size_limit(2**19):  # a checkpoint has 2.5 MB
-        number, _, error = status("checkpoint.every_steps=6")
+        number, _, error = call_main("checkpoint.every_steps=6")
     assert number == 1 and error.count("\n") == 1
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
-    assert rows(folder, "train")[-1]["step"] == 6 and not (folder / "summary.json").exists()
+    assert rows(folder, "train")[-1]["step"] == 6
+    assert not (folder / "summary.json").exists()
     left = {path.name for path in (folder / "checkpoints").glob("step*")}
     assert left == {"step-00000003.pt"}
-    assert go()["params_sha256"] == short[1]["params_sha256"]
+    assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
