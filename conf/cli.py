@@ -110,7 +110,7 @@ def exit_status(
         return 1
     except (OSError, RuntimeError, MemoryError) as error:
         message = str(error) if isinstance(error, RunError) else limits(error)
-        if isinstance(error.__cause__, KeyboardInterrupt):  # in a class body, at an import
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C in a class body, at an import
             return 130
         if message is None and not isinstance(error, OSError):
             raise

@@ -288,8 +288,8 @@ class ModelConfig:
     """module:name of a function of (model, channels_last) that replaces layers by faster ones with
     the same parameters, for compiled bf16 on a GPU; null keeps the layers"""
     freeze: list[str] = key([], RESULT, LIST)
-    """parameters to freeze, with the BatchNorm statistics of modules without others: the beginnings
-    of their names, such as [conv1,bn1,layer1] of a ResNet"""
+    """modules or parameters to freeze, by name, such as [conv1,bn1,layer1] of a ResNet; a module
+    whose parameters are all frozen keeps its BatchNorm statistics"""
     sync_bn: bool = key(False, RESULT, BOOL)
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", NOTHING, AUTO | BOOL)

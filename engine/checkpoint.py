@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
+# Parts of every checkpoint -> type.
 PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "plan"), dict)}
 
 

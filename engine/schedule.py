@@ -56,7 +56,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """The length of the learning-rate schedule, in which images are seen `epochs` times."""
+        """Steps of the learning-rate schedule: train.epochs passes over the images."""
         return max(1, math.ceil(round(self.config.train.epochs * self.steps_per_epoch, 6)))
 
     @property

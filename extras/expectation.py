@@ -146,7 +146,7 @@ def half_width(std: float, runs: int, sigmas: float) -> float:
 
     It is the prediction interval of a normal distribution whose mean and standard deviation are
     uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20. A good run is
-    below with a probability of 0.13 %.
+    more than 3 sigma below the mean with a probability of 0.13 %.
     """
     freedom = runs - 1
     # Student's t distribution: with t = sqrt(freedom) * tan(a), the density is proportional to

@@ -1,6 +1,6 @@
 """Models by name: of torchvision, our own, of timm as `timm/<name>`, and `module:name`.
 
-And what is done to a model of any of them: freezing parameters, and the memory format.
+Also freezes parameters and chooses the memory format, for a model of any of them.
 The state_dict keys are those of the libraries, so that weights can be exchanged with them.
 """
 

@@ -62,7 +62,7 @@ class CropResize:
 
 @dataclass(frozen=True, slots=True)
 class JpegFile:
-    """A colour JPEG whose header alone has been read."""
+    """A colour JPEG of which only the header has been read."""
 
     data: bytes  # content of the file
     size: tuple[int, int]  # (width, height)
@@ -102,8 +102,8 @@ class JpegFile:
 class Picture:
     """An image between two transforms: where it is from, and the geometry that was sampled for it.
 
-    The geometry is a value that `pixels` computes on a CPU; a dataset may also let a device compute
-    it. Every other method returns a new picture and computes nothing.
+    `pixels` applies the geometry on the CPU; a dataset may leave that to a device. Every other
+    method returns a new picture and computes nothing.
     """
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8 or float32 [H, W, C]

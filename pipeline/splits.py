@@ -16,7 +16,7 @@ class HeldOut(NamedTuple):
 
     given: str  # key=value, for messages
     start: float  # as a fraction of the images of the class; so is `stop`
-    stop: float  # from 0 on, at least one image and not all of them are taken
+    stop: float  # if `start` is 0, at least one image and at most all but one are taken
     fewest: int  # number of images that a class needs
 
 
@@ -52,8 +52,8 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 
-    If data.train equals data.val, one split is needed only. Raises UserError if the folder or its
-    content is wrong.
+    If data.train equals data.val, only one split has to exist. Raises UserError if the folder or
+    its content is wrong.
     """
     root = os.path.expanduser(data.root or "")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
@@ -68,7 +68,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
             if all(find_storage(folder / name) for name in (data.train, data.val)):
                 raise UserError(f"data.root={root}: holds no {data.val}; give data.root={folder}")
-    # evaluate.py gives data.val for both, so it comes first.
+    # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(val_split, key="data.val")
     train = load_index(train_split, key="data.train")
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):

@@ -58,7 +58,7 @@ NAMED = 10  # files per row on a terminal
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
-# Files that training accepts, but that are better converted once, are a warning above this part.
+# Warn if more than this fraction of files are odd: readable, but better converted once.
 MAX_ODD = 0.01
 CORE_FLOPS = 3e10  # operations per second of a CPU core in training, measured for ResNet-18 and -50
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"

@@ -18,8 +18,8 @@ def train_line(
 ) -> str:
     """Return the line of a log row; values of `train_step` without a column are at its end."""
     waited = row["data_wait_fraction"] + row.get("ranks_wait_fraction", 0.0)
-    followed = _visible(key for key in values if key not in ("top5", by.name))  # short, so no top5
-    others = [f"  {format_value(key, values[key])}" for key in followed]
+    names = _visible(key for key in values if key not in ("top5", by.name))  # a short line: no top5
+    others = [f"  {format_value(key, values[key])}" for key in names]
     speed = f"{row['images_per_second']:,.0f}", f"{100 * waited:.1f}"
     rest = f"{row['lr']:.3g}", duration(row["seconds_left"])
     return _columns(by, *_progress(row, by, epochs), *speed, *rest) + "".join(others)

@@ -94,9 +94,9 @@ def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     waits = [rank.idle + rank.ranks_wait for rank in ranks]
     stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
     wait, late = row.data_wait, row.late + stalled
-    # A feed that is always busy delivers each batch at the last moment, to some ranks later than to
-    # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
-    # of cores also make a feed look busy; then they explain half of the time that is lost.
+    # If the feeds of all ranks are saturated, batches come just in time, and late on another rank in
+    # each step: all ranks wait, each only sometimes for its own images. Slow hosts and missing cores
+    # look the same, but then explain at least half of the lost time.
     hosts = max(stalled + max(rank.late for rank in ranks), *cores)
     if len(ranks) > 1 and all(rank.busy >= SATURATED for rank in ranks) and hosts < max(waits) / 2:
         wait, late = max(waits), 0.0

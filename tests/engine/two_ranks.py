@@ -89,9 +89,9 @@ def classifier() -> TrainState:
 
 
 def check_accumulation(world: World) -> None:
-    """Each rank trains on its half of a batch, in micro-batches; DDP exchanges gradients once.
+    """Each rank trains on its half of a batch, in micro-batches; DDP averages gradients once.
 
-    Its own weights at first are replaced by those of rank 0.
+    `wrap` first replaces rank 1's weights by those of rank 0.
     """
     state, whole = classifier(), classifier()
     if world.rank == 1:
