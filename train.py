@@ -307,7 +307,7 @@ def build_parts(
     world.on_all_ranks(lambda: add_values(config.log.values))
     world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
     if config.loader.workers != 0:
-        start_forkserver()  # it imports what the workers need, while this process builds
+        start_forkserver()  # it imports what workers need, while this process builds
 
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
         datasets = build_datasets(config, world.device, stored.get("pixels"))

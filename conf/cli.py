@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
-    if any(word.startswith("--cfg") for word in arguments):  # else -p is pytorch/examples' flag
+    if any(word.startswith("--cfg") for word in arguments):  # alone, -p is another trainer's flag
         parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
     try:
         options, overrides = parser.parse_known_args(list(arguments))
@@ -99,7 +99,7 @@ def exit_status(
     None for other errors. Returns 2 after a mistake of the user, 1 after an error of the system or
     a RunError, 130 after Ctrl-C. Other errors are raised.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # of conf/start.py
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by conf/start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main() or 0

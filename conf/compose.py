@@ -58,7 +58,7 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     "--version": "`git log -1` shows the version",
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
-NAME_LENGTH = 60  # of a run's name, before the hash
+NAME_LENGTH = 60  # characters of a run's name before its hash
 NAMED_LAST = ("data", "loader", "augment")  # sections whose keys end the name, the last first
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
@@ -225,7 +225,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
 
 @cache
 def _recipe(file: Path) -> dict[str, Any]:
-    """The groups and the recipe, which Hydra merges: dotted key -> value.
+    """Return the groups and the recipe, merged by Hydra: dotted key -> value.
 
     A recipe may be based on recipes of this program and on files next to its folder.
     """
@@ -285,7 +285,7 @@ def _checked(tree: DictConfig, overrides: Sequence[str]) -> Config:
         config.schedule.warmup_epochs = tenth = epochs / 10
         config.notes = [f"warm-up shortened from {warmup:g} to {tenth:g} epochs"]
         if config.optim.clip_norm is None and "optim.clip_norm" not in typed:
-            config.optim.clip_norm = 1.0  # else the loss of CIFAR-10 grows from 3 to 100 in 3 steps
+            config.optim.clip_norm = 1.0  # without it, CIFAR-10's loss grows from 3 to 100
             config.notes += ["gradients are clipped to a norm of 1, because of the short warm-up"]
     check(config)
     config.notes += [f"left out, because it is not in this copy: {n}" for n in sorted(left_out)]
@@ -309,7 +309,7 @@ def _changes(before: KeyValues, tree: DictConfig, config: Config) -> dict[str, s
 
 
 def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
-    """The default run.name: the recipe, and the keys that affect the result and differ from it.
+    """Return the default run.name: the recipe, and keys that affect the result and differ from it.
 
     Such as `cifar10,optim.lr=0.3,data.root=photos`. With the default recipe, which says nothing
     about own images, it begins with the model. A fold and typed keys come first, then keys that a
@@ -341,7 +341,7 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
 
 BASE_YAML = read_yaml(FOLDER / "config.yaml")
 DEFAULT_RECIPE: str = next(each["recipe"] for each in BASE_YAML["defaults"] if "recipe" in each)
-DEFAULT_NAMES = names_in(list(dotted(BASE_YAML).values()))  # of code that a fork may lack
+DEFAULT_NAMES = names_in(list(dotted(BASE_YAML).values()))  # code that a fork may lack
 MULTIRUN = str(BASE_YAML.get("multirun"))  # the program behind -m
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
 _set(DEFAULTS, dotted(BASE_YAML), "conf/config.yaml: ")

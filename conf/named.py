@@ -29,7 +29,7 @@ def is_there(value: str) -> bool:
 
 
 def names_in(value: Any) -> set[str]:
-    """The names `module:name` in a value, and in the lists and dicts that it holds."""
+    """Return the names `module:name` in a value, and in the lists and dicts that it holds."""
     if isinstance(value, dict):
         return names_in([*value, *value.values()])
     if isinstance(value, list):

@@ -91,7 +91,7 @@ def key(
 
 
 def group_names(group: str) -> list[str]:
-    """The choices of a config group, sorted: the names of its YAML files."""
+    """Return the choices of a config group, sorted: the names of its YAML files."""
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
@@ -170,7 +170,7 @@ BOOL = Check(lambda value: type(value) is bool, "true or false")
 NULL = Check(lambda value: value is None, "null")
 AUTO = one_of("auto")
 COUNT = whole(1)
-SIDE = whole(8, 4096)  # of an image in pixels
+SIDE = whole(8, 4096)  # side of an image in pixels
 FRACTION = number(0, 1)
 POSITIVE = number(0, above=True)
 FOLD = Check(_is_fold, "a fold such as 2/5,")

@@ -98,5 +98,5 @@ def _flush() -> None:
     """Flush the output at exit; ignore a pipe without a reader and a full disk."""
     try:
         sys.stdout.flush()
-    except OSError:  # or the disk is full
+    except OSError:  # the pipe has no reader, or the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -42,7 +42,7 @@ def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     # Keyed by id, so that weights that appear twice are copied once.
     tensors = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)}
     copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-    return copy.deepcopy(content, copies)  # which takes the copies in place of the tensors
+    return copy.deepcopy(content, copies)  # it takes the copies instead of the tensors
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
@@ -61,7 +61,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
-            (folder / "best.pt").unlink(missing_ok=True)  # no longer comparable
+            (folder / "best.pt").unlink(missing_ok=True)  # it is no longer comparable
         elif best_step == content["step"]:
             link_best(folder, best_step)
         for old in files(folder)[:-keep]:

@@ -56,12 +56,12 @@ class Compute:
     """How the device computes the model of a run."""
 
     device: torch.device
-    name: str  # of the GPU; "cpu" on a CPU
+    name: str  # name of the GPU; "cpu" on a CPU
     precision: str
     channels_last: bool
     compile: str
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
-    image_shape: tuple[int, ...]  # of a training image on the device, (..., C, S, S)
+    image_shape: tuple[int, ...]  # a training image on the device, (..., C, S, S)
     parameters: int
     flops: int  # operations of a forward pass for a training image
 

@@ -168,7 +168,7 @@ def classifier_values(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         "prediction": logits.argmax(1).masked_fill(broken, -1),
         "confidence": logits.softmax(1).amax(1).nan_to_num(),
     }
-    if logits.shape[1] == 2:  # their difference, because many probabilities are rounded to 1
+    if logits.shape[1] == 2:  # the difference of the logits: probabilities round to 1
         values["score"] = (logits[:, 1] - logits[:, 0]).masked_fill(broken, math.nan)
     return values
 

@@ -55,7 +55,7 @@ def library_class(name: str) -> Callable[..., Optimizer]:
         import_timm(f"optim.name={name}")
         import timm.optim as timm
 
-        names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # of other packages
+        names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
         find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
     refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT
     if name in refused or name not in known:
@@ -79,7 +79,7 @@ def of_class(
     kind: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
-    groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # of timm's names
+    groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # set by timm
     parameters = inspect.signature(kind).parameters
     takes = {name: p.default for name, p in parameters.items() if name not in bound}
     for name in args.keys() - takes.keys():
@@ -120,7 +120,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:
-    """The weights of linear and convolution layers, including those in nn.MultiheadAttention.
+    """Return the weights of linear and convolution layers, also of those in nn.MultiheadAttention.
 
     Selected by the type of the module. Names do not identify biases and norms. Class tokens,
     position embeddings, bias tables and layer scales have as many dimensions as weights.

@@ -52,8 +52,8 @@ class Run(AbstractContextManager["Run"]):
         self.resumed: Path | None = None  # the checkpoint from which this start continues
         # Whether the folder has no checkpoint of its own; `resumed` is then None or another run's.
         self.is_first_start = True
-        self.finished_summary: dict[str, Any] | None = None  # that of an earlier start
-        self.facts: dict[str, Any] = {}  # of `run_facts`, in each checkpoint
+        self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
+        self.facts: dict[str, Any] = {}  # result of `run_facts`, in each checkpoint
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, of the beginning
         self.last_saved_step = 0
@@ -125,11 +125,11 @@ class Run(AbstractContextManager["Run"]):
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
         if self.config.checkpoint.resume == "never" and self.path.exists():
-            os.close(_lock(self.path))  # no other process trains in it
+            os.close(_lock(self.path))  # fails if another process trains in it
             _move_aside(self.path)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
-        for left in self.checkpoints.glob("*.tmp"):  # by a kill
+        for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
             left.unlink()
         if state.best:
             checkpoint.link_best(self.checkpoints, int(state.best["step"]))
@@ -143,7 +143,7 @@ class Run(AbstractContextManager["Run"]):
         # This also fsyncs the name of checkpoints/ in the folder.
         replace_file(self.path / "config.yaml", to_yaml(self.config))
         replace_file(self.path / "overrides.yaml", to_yaml(self.config.overrides))
-        path.unlink(missing_ok=True)  # of an earlier start
+        path.unlink(missing_ok=True)  # the summary of an earlier start
         return None
 
     def save(self, state: TrainState) -> None:

@@ -28,7 +28,7 @@ class Schedule:
     """The optimiser steps of a run. Each is over the global batch, the images of all ranks."""
 
     config: Config
-    images: int  # of the training split
+    images: int  # number of training images
     ranks: int = 1
     # Images of a micro-batch, if the first step of the run was out of memory with more
     fitted_batch: int | None = None

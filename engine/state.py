@@ -68,7 +68,7 @@ class MovingAverage(nn.Module):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights after an optimiser step."""
-        weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new weights
+        weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new values
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]

@@ -26,7 +26,7 @@ class StopSignal(ExitStack):
         super().__init__()
         self.world = world
         self.received = 0  # number of the signal that this process received
-        self.number = 0  # of the signal that stops all ranks; set by `poll`
+        self.number = 0  # number of the signal that stops all ranks; set by `poll`
 
     def __enter__(self) -> "StopSignal":
         self.enter_context(handle_stops(self._receive))

@@ -44,17 +44,17 @@ from pipeline.machine import default_cache_dir
 logger = logging.getLogger(__name__)
 
 PROBE_WORKERS, PROBE_IMAGES = 2, 256  # how many, and on how many images they are measured first
-MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %
-MIN_STEPS, MAX_STEPS = 4, 200  # of a trial
+MEASURE_SECONDS = 2.0  # to measure the step, and each trial; accurate to 1 to 2 %
+MIN_STEPS, MAX_STEPS = 4, 200  # steps of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
-MODE_SECONDS = 5.0  # of the trials of a mode, after which no other one begins
+MODE_SECONDS = 5.0  # after trials of this length, a mode gets no other one
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
-TOLERANCE = 0.02  # share of the time waiting for input that ends the search
+TOLERANCE = 0.02  # a smaller share of the time waiting for input ends the search
 MIN_GAIN = 1.015  # a rate must be this many times higher to justify more workers or another mode
-MIN_STEP_RATE = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
+MIN_STEP_RATE = 0.95  # share of the step's own rate; a loaded host costs 1 to 2 % in any case
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
 # times as long per image in the run as in the trial.
@@ -131,13 +131,13 @@ class Tuner:
     world: World
     stop: StopSignal  # ends the measurement at a signal, on all ranks at the same batch
     next_step: int  # where training begins; the batches from there on are used and discarded
-    probe: StepTimes = StepTimes()  # of one worker that decodes, while no step runs
-    trials: list[StepTimes] = field(default_factory=list)  # in their order
+    probe: StepTimes = StepTimes()  # times of one worker that decodes, while no step runs
+    trials: list[StepTimes] = field(default_factory=list)  # in the order in which they ran
 
     def measure(self) -> dict[str, Any]:
         """Try modes and numbers of workers, and leave the feed at the best: mode, workers, ..."""
         (resident,) = [batch.clone() for batch in self.batches(1)]
-        for _ in range(FIRST_STEPS):  # these may compile
+        for _ in range(FIRST_STEPS):  # the first steps may compile
             self.train_on_batch(resident)
         began = time.perf_counter()
         self.probe, self.feed.step_rate = self.measure_worker(), self.measure_step(resident)
@@ -162,7 +162,7 @@ class Tuner:
     def search(self) -> None:
         """Try modes that all ranks have, in the order in which they are likely to be enough."""
         lacks = self.most_workers("cpu") * self.probe.per_worker < self.feed.step_rate
-        ranks = self.world.all_gather(self.feed.modes)  # which may be on different machines
+        ranks = self.world.all_gather(self.feed.modes)  # machines may differ
         modes = [mode for mode in self.feed.modes if all(mode in of_rank for of_rank in ranks)]
         for mode in sorted(modes, key=lambda mode: lacks and mode == "cpu"):
             if mode != self.feed.modes[0] and (refused := self.try_mode(mode)):
@@ -176,7 +176,7 @@ class Tuner:
         """Try numbers of workers in a mode, unless it cannot be faster than those before it."""
         workers, per_worker = self.most_workers(mode), self.probe.per_worker
         demand = self.feed.step_rate
-        # Images/s that the device decodes, known since `try_mode`.
+        # Images/s that the device decodes; `try_mode` has measured them.
         dataset = self.feed.datasets.train
         device = 0.0 if mode == "cpu" else min(self.world.all_gather(dataset.device_rate))
         top = max((trial.rate for trial in self.trials), default=0.0)
@@ -207,7 +207,7 @@ class Tuner:
         return slowest._replace(
             workers=workers,
             rate=min(rank.rate for rank in ranks),
-            data_wait=max(rank.data_wait for rank in ranks),  # all are as fast as that rank
+            data_wait=max(rank.data_wait for rank in ranks),  # all wait for this rank
         )
 
     def times(self, use: Callable[[Batch], object], steps: int, warm: int = 0) -> list[StepTimes]:
@@ -222,7 +222,7 @@ class Tuner:
         return self.world.all_gather(times)
 
     def most_workers(self, mode: str) -> int:
-        """Number of workers for which each rank has cores; more if they wait for storage."""
+        """Return the number of workers for which each rank has cores; more if storage is slow."""
         cores = self.feed.datasets.train.workers_in(mode, self.feed.num_cores)
         waiting = 1 + self.probe.storage_ms / max(self.probe.cpu_ms, 1e-6)
         number = max(1, min(self.feed.max_workers, math.floor(cores * waiting)))
@@ -242,7 +242,7 @@ class Tuner:
             raise StoppedError
 
     def measure_step(self, resident: Batch, rounds: int = 5) -> float:
-        """Images/s of the step on a batch that is already on the device: the median of rounds."""
+        """Return the images/s of the step on a batch on the device: the median of rounds."""
         clock, steps = self.feed.train.clock, 3
         rates = []
         for _ in range(1 + rounds):
@@ -259,7 +259,7 @@ class Tuner:
         return median(rates[1:])  # the first round chooses the number of steps
 
     def measure_worker(self) -> StepTimes:
-        """Times of a worker that decodes batches that nothing uses."""
+        """Return the times of a worker that decodes batches which nothing uses."""
         self.feed.pool.activate(min(PROBE_WORKERS, self.feed.num_cores))
         self.feed.set_mode("cpu")
         # The first batch is not counted, because every worker begins with it.

@@ -24,7 +24,7 @@ class Validation(NamedTuple):
     """The result of one network on the whole split; the same on every rank."""
 
     images: int  # number of samples
-    rows: Rows  # on the CPU
+    rows: Rows  # the values of all samples, on the CPU
 
     def names(self) -> list[str]:
         """Return the names of `values`."""

@@ -74,7 +74,7 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
     weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-    while all(name.startswith("module.") for name in weights):  # of DDP and AveragedModel
+    while all(name.startswith("module.") for name in weights):  # DDP and AveragedModel add it
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     return weights
 
@@ -134,7 +134,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         new, classes = ", ".join(head), own[head[0]].shape[0]
         message = "%s: %s are new: the file has no head for these %d classes"
         logger.warning(message, origin, new, classes)
-    own.update(weights)  # it has the versions of the layers, which MNASNet requires
+    own.update(weights)  # the model's own has versions of layers, which MNASNet requires
     model.load_state_dict(own)
 
 

@@ -28,7 +28,7 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 
 
 def available() -> list[str]:
-    """All names that `build` accepts, except those of timm and `module:name`."""
+    """Return all names that `build` accepts, except those of timm and `module:name`."""
     from torchvision import models as vision
 
     two_outputs = {"googlenet", "inception_v3"}
@@ -127,7 +127,7 @@ def _of_torchvision(
         model = model.to(torch.get_default_device())
     drops = options.get("stochastic_depth_prob", 0) > 0
     if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
-        raise ValueError("it has no stochastic depth")  # some ignore unknown arguments
+        raise ValueError("it has no stochastic depth")  # some models ignore unknown arguments
     if in_channels != RGB:
         # Each weight of the new first layer is drawn from those of the library, which knows their
         # distribution.
@@ -160,7 +160,7 @@ def _of_timm(
     **options: Any,
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
-    if ":" not in name and not timm.is_model(name):  # not of hf_hub: or local-dir:
+    if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
     common = dict(pretrained=pretrained, num_classes=num_classes, **options)

@@ -71,7 +71,7 @@ class RandomResizedCrop:
     size: int = parameter(PIXELS)  # side of the result in pixels
     # range of the region's area as a fraction of the image's area
     scale: Sequence[float] = parameter(span(1), (0.08, 1.0))
-    ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # of its width / height
+    ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # range of width / height
     interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -191,7 +191,7 @@ class TorchvisionTransform:
         return Picture(pixels.numpy(), untracked=True)
 
 
-@cache  # no attribute: to unpickle it, each worker would import torchvision at its start
+@cache  # not an attribute: to unpickle it, each worker would import torchvision at its start
 def _v2_transform(made: TorchvisionTransform) -> Any:
     from torchvision.transforms import v2
 

@@ -25,7 +25,7 @@ class Field:
     """One named array of a sample."""
 
     dtype: Any  # numpy dtype, which torch must have too
-    shape: tuple[int, ...] = ()  # of one sample. That of an image is [..., H, W, C]
+    shape: tuple[int, ...] = ()  # shape in one sample; an image is [..., H, W, C]
     # Whether it is normalised and goes through the transforms of a batch. On the device, it is
     # float [B, ..., C, H, W]; other fields arrive as they are.
     image: bool = False
@@ -64,7 +64,7 @@ class Batch:
     # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
     # which the fields are those of an earlier batch
     samples: Tensor
-    step: int  # of the sampler
+    step: int  # step of the sampler
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -81,7 +81,7 @@ class Batch:
 
     @classmethod
     def zeros(cls, fields: Mapping[str, Field], device: torch.device, samples: int = 1) -> "Batch":
-        """Samples of zeros, their images in float32, to find out what a network makes of them."""
+        """Return samples of zeros, images in float32, to find out what a network makes of them."""
         tensors = {}
         for name, field in fields.items():
             if field.partial and not field.image:
@@ -91,12 +91,12 @@ class Batch:
         return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), 0)
 
     def clone(self) -> "Batch":
-        """A copy in memory of its own."""
+        """Return a copy in memory of its own."""
         fields = {name: tensor.clone() for name, tensor in self.fields.items()}
         return Batch(fields, self.samples.clone(), self.step)
 
     def split(self, count: int) -> "list[Batch]":
-        """Views of `count` equal parts, in order."""
+        """Return views of `count` equal parts, in order."""
         parts = {name: tensor.chunk(count) for name, tensor in self.fields.items()}
         return [
             Batch({name: part[i] for name, part in parts.items()}, samples, self.step)
@@ -115,7 +115,7 @@ class ImageFormat:
     """Format of the images on the device, normalised by `mean` and `std` in [0, 1]."""
 
     device: torch.device
-    mean: Sequence[float]  # of each channel, or one value for all channels; so is `std`
+    mean: Sequence[float]  # one value per channel, or one for all channels; so is `std`
     std: Sequence[float]
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
@@ -146,7 +146,7 @@ class DeviceSlot:
 
     def __post_init__(self) -> None:
         self.reused = self.format.device.type == "cuda"
-        self.events = BatchEvents()  # of the batch; after `end`, the step no longer reads it
+        self.events = BatchEvents()  # events of the batch; after `end`, the step no longer reads it
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def copy(self, name: str, value: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class DeviceSlot:
         return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=self.reused)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of a field in this shape and dtype; uninitialised when first asked for."""
+        """Return the tensor of a field in this shape and dtype; at first, it is uninitialised."""
         tensor = self._memory.get((name, dtype))
         if tensor is None or tensor.numel() != math.prod(shape):
             tensor = torch.empty(math.prod(shape), dtype=dtype, device=self.format.device)
@@ -163,7 +163,7 @@ class DeviceSlot:
         return tensor.view(tuple(shape))
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor of images [B, ..., C, H, W] that the step reads."""
+        """Return the tensor of images [B, ..., C, H, W] that the step reads."""
         if self.format.memory_format != torch.channels_last:
             return self.memory(name, shape, self.format.dtype)
         *rows, channels, height, width = shape

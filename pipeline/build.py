@@ -27,7 +27,7 @@ class Datasets:
 
     train: Dataset
     val: Dataset
-    classes: tuple[str, ...]  # their names; a label is a position in it
+    classes: tuple[str, ...]  # names of the classes; a label is a position in it
     train_size: int  # side of the images after the transforms, pixels
     val_size: int
     # Modes of the training split to compare; training begins with the first one
@@ -93,7 +93,7 @@ def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) ->
         if stored is None:
             return modes
         name = stored  # if it is gone, the identity check refuses that
-    return (name,) if name in modes else modes[:1]  # that of the CPU, for one of DECODERS
+    return (name,) if name in modes else modes[:1]  # a name in DECODERS is for the mode cpu
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
@@ -131,7 +131,7 @@ def build_transform(entries: Sequence[Any], key: str) -> Compose:
 
 # Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
-Options = dict[str, Any]  # of a FolderDataset
+Options = dict[str, Any]  # arguments of FolderDataset
 
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:

@@ -21,7 +21,7 @@ class StepTimes(NamedTuple):
     workers compares it.
     """
 
-    name: str = "the training process"  # or the rank and its machine
+    name: str = "the training process"  # with several ranks: rank and machine
     steps: int = 0
     seconds: float = 0.0  # from the end of the step before the first one, without pauses
     rate: float = 0.0  # images/s of this rank
@@ -31,18 +31,18 @@ class StepTimes(NamedTuple):
     # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.
     copy: float = 0.0
     ranks_wait: float = 0.0  # the step waited for other ranks to have their batches
-    drained: float = 0.0  # of the steps: before they began, the GPU had finished all its work
-    core: float = 0.0  # since the last reading, the thread of the steps waited for a CPU core
+    drained: float = 0.0  # share of the steps before which the GPU had finished all its work
+    core: float = 0.0  # since the last reading, the training thread waited for a CPU core
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
-    step_worst_ms: float = 0.0  # of the steps
+    step_worst_ms: float = 0.0  # the slowest step
     # Times of a worker per image: computing, waiting for storage, and waiting for a CPU core.
     cpu_ms: float = 0.0
     storage_ms: float = 0.0
     core_ms: float = 0.0
     workers: int = 0  # with 0, the training process decodes
-    decoder: str = "none"  # of the workers; none if they decode nothing
-    mode: str = "cpu"  # of the dataset
+    decoder: str = "none"  # decoder of the workers; none if they decode nothing
+    mode: str = "cpu"  # mode of the dataset
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
     slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
@@ -117,7 +117,7 @@ class StepClock:
         self._idle: Any = None
         self._current: BatchEvents | None = None
         self._unread: deque[BatchEvents] = deque()
-        self._core = (time.perf_counter(), waited_for_core())  # at the last reading
+        self._core = (time.perf_counter(), waited_for_core())  # values at the last reading
 
     def now(self) -> Any:
         """Record an event on the current stream."""

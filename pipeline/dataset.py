@@ -70,7 +70,7 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
-    epoch = 0  # of `dataset[index]`: set it before each epoch of torch's DataLoader
+    epoch = 0  # epoch of `dataset[index]`: set it before each epoch of torch's DataLoader
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(self.epoch, index)
@@ -78,7 +78,7 @@ class Dataset(ABC):
     # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
     # decoder. loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
-    decoder = "none"  # of the workers, if they decode images in the present mode
+    decoder = "none"  # decoder of the workers, if they decode images in the present mode
     device_rate = math.inf  # images/s that `on_device` can make at most, as far as it is known
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:

@@ -32,7 +32,7 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-START = b"\xff\xd8"  # of a JPEG
+START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
@@ -66,7 +66,7 @@ class JpegFile:
 
     data: bytes  # content of the file
     size: tuple[int, int]  # (width, height)
-    decode: Decode  # from DECODERS
+    decode: Decode  # one of DECODERS
 
     def cropped(self, step: CropResize) -> np.ndarray:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""

@@ -46,11 +46,11 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     val_batches: int  # number of validation batches of this rank
-    modes: Sequence[str]  # of the training split, to compare; the first one to begin with
+    modes: Sequence[str]  # modes of the training split to compare; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
-    max_workers: int  # for which the buffers are allocated
+    max_workers: int  # number of workers for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
-    mode: str = "cpu"  # of the training samples, one of `modes`
+    mode: str = "cpu"  # mode of the training samples, one of `modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
     def line(self) -> str:

@@ -32,7 +32,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 12  # of a scan, in the name of its file
+CACHE_FORMAT = 12  # format of a scan, in the name of its file
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0

@@ -80,7 +80,7 @@ class Reply(NamedTuple):
     core_seconds: float = 0.0  # runnable without a core
     skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
     error: str = ""  # why the task failed
-    trace: str = ""  # of an error that is not about a file
+    trace: str = ""  # traceback of an error that is not about a file
 
 
 @dataclass(eq=False)
@@ -226,7 +226,7 @@ def _starting_children() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # it has unblocked some
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
         yield
     except (OSError, EOFError) as error:
         reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
@@ -414,7 +414,7 @@ class Loader:
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
-        for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
+        for _, tasks in self._queue:  # an iteration that ended early still has slots
             self.pool.wait(tasks)
         self._queue.clear()
         following = start

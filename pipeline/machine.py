@@ -16,14 +16,14 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Hardware threads in the affinity mask of this process; without one, of the machine."""
+    """Count the hardware threads in the affinity mask of this process, or of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota() -> float:
-    """CPU quota of the control groups (version 2), in cores; inf without a limit."""
+    """Return the CPU quota of the control groups (version 2), in cores; inf without a limit."""
     quota = math.inf
     groups = GROUPS.read_text().splitlines() if GROUPS.exists() else []
     for group in (line[3:] for line in groups if line.startswith("0::")):

@@ -48,7 +48,7 @@ class TrainSampler:
         return generator.choice(self.num_samples, self.num_samples, p=weights / weights.sum())
 
     def samples(self, step: int) -> np.ndarray:
-        """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
+        """Return this rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
 
         With `repeats`, each repetition counts as an epoch of its own, because the augmentation
         depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r. With

@@ -15,7 +15,7 @@ class HeldOut(NamedTuple):
     """The images of each class that are the validation split, in the order of their hashes."""
 
     given: str  # key=value, for messages
-    start: float  # as a fraction of the images of the class; so is `stop`
+    start: float  # first image, as a fraction of those of the class; so is `stop`
     stop: float  # if `start` is 0, at least one image and at most all but one are taken
     fewest: int  # number of images that a class needs
 
@@ -40,7 +40,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) 
     root, inner = Path(data.root).expanduser(), Path(output).resolve()
     splits = [root / data.train, root / data.val]
     if held_out(data) and not find_storage(splits[0]):
-        splits.append(root)  # which holds the class folders itself
+        splits.append(root)  # data.root holds the class folders itself
     for folder in (split.resolve() for split in splits):
         if inner.is_relative_to(folder):
             raise UserError(

@@ -93,7 +93,7 @@ def _result(summary: Mapping[str, Any]) -> str:
         return "not validated"
     visible = {by, *_visible(values)}
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
-    if (best := summary[f"best_{by}"]) is not None:  # else train.best_by has changed since then
+    if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
         text += f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
     return text
 

@@ -104,7 +104,7 @@ class RunLog:
         Waits for the GPU only before a validation or a checkpoint, and at the end of an epoch.
         """
         step = self.state.step
-        self._report()  # of an earlier step: its values have arrived while this one was launched
+        self._report()  # an earlier step: its values arrived while this one was launched
         self.meter.add(values)
         if due.log:
             self.meter.send(step)
@@ -135,7 +135,7 @@ class RunLog:
             self._judged = len(self._times)
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 cause, before = lines[0].partition(":")[0], self._cause
-                if cause != before:  # else the epochs of a long run repeat it
+                if cause != before:  # do not repeat it in each epoch of a long run
                     self.tracker.print(*(f"verdict  {line}" for line in lines))
                 self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)

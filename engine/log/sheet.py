@@ -11,9 +11,9 @@ from engine.metrics import format_value
 from pipeline.batch import IMAGE, Batch, Field, ImageFormat
 from pipeline.class_names import readable
 
-SIDE = 192  # of an image, pixels
-HEIGHT = SIDE + 62  # with its caption
-SHOWN_IMAGES = 16  # of the first batch
+SIDE = 192  # side of an image in pixels
+HEIGHT = SIDE + 62  # an image with its caption
+SHOWN_IMAGES = 16  # images of the first batch that are drawn
 
 
 def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -123,7 +123,7 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
     The allocator's values are host-side counters: reading them does not synchronise.
     """
     figures: dict[str, float] = {}
-    with suppress(OSError):  # or a worker has just ended
+    with suppress(OSError):  # no /proc, or a worker has just ended
         figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
         figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
     if device.type != "cuda":

@@ -16,7 +16,7 @@ WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
 SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 DRAINED = 0.5  # share of the steps before which the GPU was idle
-DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
+DRAINED_BY_WORKERS = 0.1  # DRAINED where the training process lacks a CPU core
 # A lack of cores on a CPU counts from this share of the time on: ranks that share a machine differ
 # by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
@@ -49,7 +49,7 @@ def remedies(cause: str, feed: Feed) -> list[str]:
     """Return what helps against a cause, as far as it applies to this run."""
     loader, dataset = feed.config.loader, feed.datasets.train
     typed = {loader.workers, loader.decoder} != {"auto"}
-    if not feed.train.cuda:  # where auto measures nothing: these may be its values
+    if not feed.train.cuda:  # auto measures nothing here: these may be its values
         typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
     no_compiler = dataset.decoder == "pillow" and not typed
     large = dataset.mean_bytes() > LARGE_FILES
@@ -94,9 +94,9 @@ def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     waits = [rank.idle + rank.ranks_wait for rank in ranks]
     stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
     wait, late = row.data_wait, row.late + stalled
-    # If the feeds of all ranks are saturated, batches come just in time, and late on another rank in
-    # each step: all ranks wait, each only sometimes for its own images. Slow hosts and missing cores
-    # look the same, but then explain at least half of the lost time.
+    # If the feeds of all ranks are saturated, batches come just in time, and late on another rank
+    # in each step: all ranks wait, each only sometimes for its own images. Slow hosts and missing
+    # cores look the same, but then explain at least half of the lost time.
     hosts = max(stalled + max(rank.late for rank in ranks), *cores)
     if len(ranks) > 1 and all(rank.busy >= SATURATED for rank in ranks) and hosts < max(waits) / 2:
         wait, late = max(waits), 0.0
