@@ -319,7 +319,7 @@ def build_parts(
         return datasets, schedule, compute, loss_fn, build_state(config, datasets, compute, world)
 
     datasets, schedule, compute, loss_fn, state = world.on_all_ranks(build)
-    # A validation of zeros, so that a wrong train.best_by is refused before the training.
+    # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)

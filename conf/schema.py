@@ -436,7 +436,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    # As typed, for overrides.yaml
+    # The typed overrides, for overrides.yaml
     overrides: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # to print at the start
     # What the recipe is expected to reach, for an observer: the node of this name in its file

@@ -37,12 +37,12 @@ PEAK_FLOPS = {
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
-# It is tuned for a run with more operations per GPU than this, an hour of an H200. For ResNet-50,
-# the first start takes 132 s more, and a step is 1.06 times as fast.
+# With more operations per GPU than this, an hour of an H200, auto is `tuned`. For ResNet-50, the
+# first start then takes 132 s more, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
 
-# model.compile=recompute computes activations again in the backward pass instead of keeping them:
-# the share of them that the forward pass keeps at most. Measured for ViT-S/16 with 80 images on a
+# With model.compile=recompute, the forward pass keeps at most this share of the activations, and
+# the backward pass computes the others again. Measured for ViT-S/16 with 80 images on a
 # CPU: 0.6 of the memory of a step.
 RECOMPUTE_KEEPS = 0.2
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
@@ -235,7 +235,7 @@ def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., A
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
-    # Otherwise torch does not cache graphs with a gradient that is written by hand.
+    # Without this, torch does not cache graphs with a gradient that is written by hand.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
     torch._functorch.config.activation_memory_budget = kept

@@ -118,7 +118,7 @@ class World:
         network = nn.parallel.DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True
         )
-        # Before a validation, `broadcast_buffers` does it. torch 2.13 deprecates the argument.
+        # `World.broadcast_buffers` does it before a validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         network.eval()
         example = torch.zeros(1, *image_shape, device=self.device)

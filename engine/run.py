@@ -55,7 +55,7 @@ class Run(AbstractContextManager["Run"]):
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.facts: dict[str, Any] = {}  # result of `run_facts`, in each checkpoint
         self.stop_step = 0  # where training ends
-        # Step of the newest checkpoint, perhaps still being written; at first, of the beginning
+        # Step of the newest checkpoint, perhaps still being written; at first, the first step
         self.last_saved_step = 0
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -156,7 +156,7 @@ class Run(AbstractContextManager["Run"]):
         self.world.broadcast_buffers(state.model)
         stored = state.state_dict()
         content = {"step": state.step, "state": stored, **self.facts}
-        # timm, among others, looks for the weights here. They are in the file only once.
+        # timm, among others, looks for weights under this key. The file holds them only once.
         content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
             self._writing = self._thread.submit(self._write, checkpoint.host_copy(content))

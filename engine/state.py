@@ -162,7 +162,7 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
             yield
         finally:
             state.load_state_dict(before)
-            # Its options, too, which `state` takes from the config: some of timm's count steps.
+            # `state` takes options from the config; some optimisers of timm count steps in them.
             state.optimizer.load_state_dict(before["optimizer"])
             state.clear_gradients()
 

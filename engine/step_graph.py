@@ -27,7 +27,7 @@ STEPS_BEFORE_CAPTURE_DDP = 12
 # After a start on CUDA, each of these first steps may compile, choose kernels or be captured. The
 # first step on any device may wait for workers.
 FIRST_STEPS = STEPS_BEFORE_CAPTURE_DDP + 1
-# A graph keeps the memory of a whole step. A validation needs another quarter of it.
+# A graph keeps the memory of a whole step. A validation needs another quarter of that memory.
 VALIDATION_SHARE = 0.25
 
 

@@ -49,7 +49,7 @@ MIN_STEPS, MAX_STEPS = 4, 200  # steps of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
 MODE_SECONDS = 5.0  # after trials of this length, a mode gets no other one
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
-# The same where workers share a batch with a GPU. It costs little: moving another 10 % of the
+# MARGIN where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.
 SHARED_MARGIN = 1.25
 TOLERANCE = 0.02  # a smaller share of the time waiting for input ends the search
@@ -252,7 +252,7 @@ class Tuner:
             end = clock.now()
             if clock.cuda:
                 end.synchronize()
-            # All ranks take as many steps: they average gradients together.
+            # All ranks take equally many steps, because they average gradients together.
             seconds = max(self.world.all_gather(begin.elapsed_time(end))) / 1000 / steps
             steps = max(2, min(20, round(MEASURE_SECONDS / 5 / seconds)))
             rates.append(self.feed.train.loader.local_batch_size / seconds)

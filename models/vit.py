@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, N, width] -> the same shape."""
-        # Each [B, heads, N, width / heads].
+        # Each of the three is [B, heads, N, width / heads].
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 

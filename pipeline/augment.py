@@ -185,7 +185,7 @@ class TorchvisionTransform:
         pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
         pixels = pixels.clone(memory_format=torch.contiguous_format)
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which also seeds the GPUs' generators.
+            # torch.manual_seed would also seed the GPUs' generators.
             torch.default_generator.manual_seed(rng.getrandbits(63))
             pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
         return Picture(pixels.numpy(), untracked=True)

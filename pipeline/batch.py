@@ -26,10 +26,10 @@ class Field:
 
     dtype: Any  # numpy dtype, which torch must have too
     shape: tuple[int, ...] = ()  # shape in one sample; an image is [..., H, W, C]
-    # Whether it is normalised and goes through the transforms of a batch. On the device, it is
+    # Whether the field is normalised and goes through batch transforms. On the device, it is
     # float [B, ..., C, H, W]; other fields arrive as they are.
     image: bool = False
-    # Whether a sample may lack it. Its row of a batch is then that of an earlier sample;
+    # Whether a sample may lack the field. Its row of a batch is then that of an earlier sample;
     # `Dataset.on_device` knows what is valid.
     partial: bool = False
 

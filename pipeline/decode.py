@@ -328,7 +328,7 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
     return pixels if decoder(data, box, scale, pixels.ctypes.data) else None
 
 
-# Fastest first.
+# Name -> decoder, the fastest first.
 DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 

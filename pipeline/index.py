@@ -85,7 +85,7 @@ def _opened(tar: Container) -> BinaryIO:
 
     Threads and forked processes may share it, because `pread` uses no file position.
     """
-    # In each process: workers have the limit of the forkserver. macOS allows at most 10,240.
+    # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
     file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end

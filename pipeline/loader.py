@@ -39,7 +39,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
+# Few enough to spread a batch over the workers, enough to make the cost of messages negligible:
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
 TASKS_AHEAD = 3  # most tasks that a worker has and has not replied to: measured on an H200
@@ -50,8 +50,8 @@ EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does n
 CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
 MAX_TRIED = 100  # samples in place of an unreadable one
-# A worker reads ahead if it waits longer for storage than for a core by so much per sample, mean of
-# about ten tasks. To read in other threads costs 0.1 to 0.2 ms of a core per sample.
+# A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
+# mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 5e-4
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -176,7 +176,7 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     """Run tasks, in a worker, until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # "Corrupt EXIF data" and the like: the pixels are not affected
+    # Pillow warns of "Corrupt EXIF data" and the like, which do not affect the pixels.
     warnings.filterwarnings("ignore", module="PIL")
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -323,7 +323,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         for worker in self.workers:
             worker.pipe.close()
             worker.process.kill()
-        # One pause for all: a worker that reads from a stuck mount does not end.
+        # Wait once for all of them: a worker that reads from a stuck mount does not end.
         deadline = time.monotonic() + STOP_SECONDS
         for worker in self.workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))

@@ -23,8 +23,8 @@ from pipeline import machine
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
-# What region.c calls, in its order. Before version 3, which has the last one and cannot be asked
-# for its version, the library decodes some regions incorrectly.
+# Functions that region.c calls, in its order. Before version 3, libjpeg-turbo decodes some regions
+# incorrectly; it does not tell its version, but only version 3 has the last function.
 FUNCTIONS = tuple(
     "jpeg_std_error jpeg_CreateDecompress jpeg_mem_src jpeg_read_header jpeg_start_decompress "
     "jpeg_crop_scanline jpeg_skip_scanlines jpeg_read_scanlines jpeg_destroy_decompress "

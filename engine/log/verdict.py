@@ -25,7 +25,7 @@ VARIES_ON_CPU = 0.2
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
-# Above it, the files are probably larger than those of `prepare.py --side 352`, with 45 kB.
+# Mean bytes of the files; those of `prepare.py --side 352` have 45 kB.
 LARGE_FILES = 80_000
 ENGINES = "input-bound by the GPU's JPEG engines"
 
@@ -90,7 +90,7 @@ def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     if not row.on_gpu:
         return row._replace(core=min(cores))
     # Before each step, the processes agree whether to continue, and one that lacks a CPU core
-    # delays all of them: this long, all had their images and waited for each other.
+    # delays all of them: for this time, all had their images and waited for each other.
     waits = [rank.idle + rank.ranks_wait for rank in ranks]
     stalled = max(0.0, min(waits) - sum(rank.idle for rank in ranks))
     wait, late = row.data_wait, row.late + stalled
