@@ -55,7 +55,7 @@ class Run(AbstractContextManager["Run"]):
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.facts: dict[str, Any] = {}  # result of `run_facts`, in each checkpoint
         self.stop_step = 0  # where training ends
-        # Step of the newest checkpoint, perhaps still being written; at first, the first step
+        # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")

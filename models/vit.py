@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
-    """Fixed 2D sine-cosine position embeddings, as in MoCo v3 (arXiv 2104.02057).
+    """Return fixed 2D sine-cosine position embeddings, as in MoCo v3 (arXiv 2104.02057).
 
     sin(column), cos(column), sin(row) and cos(row) take a quarter of the channels each. Frequencies
     decrease geometrically from 1 to 1/10000, both included. Returns float32 [rows * columns,
