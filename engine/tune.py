@@ -47,7 +47,7 @@ PROBE_WORKERS, PROBE_IMAGES = 2, 256  # how many, and on how many images they ar
 MEASURE_SECONDS = 2.0  # to measure the step, and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # steps of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
-MODE_SECONDS = 5.0  # after trials of this length, a mode gets no other one
+MODE_SECONDS = 5.0  # after trials of this total length, a mode gets no other trial
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 # MARGIN where workers share a batch with a GPU. It costs little: moving another 10 % of the
 # images to an H200's engines slows ResNet-50 by 0.4 %.

@@ -25,7 +25,7 @@ VARIES_ON_CPU = 0.2
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
-# Mean bytes of the files; those of `prepare.py --side 352` have 45 kB.
+# Mean bytes of a file from which on `prepare.py --side 352` is advised: its files have 45 kB.
 LARGE_FILES = 80_000
 ENGINES = "input-bound by the GPU's JPEG engines"
 
