@@ -31,7 +31,6 @@ for key in ("data.root", "run.dir"):  # no text of a UTF-8 file
 SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image_size=32"]
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
-
 # Folders of images beside the working directory, and what is wrong with each.
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
@@ -58,6 +57,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for name, change in DATA.items():
         change(Path(shutil.copytree(image_root, place / name)))
     (place / "im\udce9").symlink_to("images")
+    (place / "model.onnx").write_bytes(b"graph")
     (place / "work" / "photos").mkdir(parents=True)
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
     (place / "work" / "photos.tar.gz").write_bytes(b"mine")
@@ -122,7 +122,6 @@ if os.environ["RANK"] == "1":
     exec(code)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
 
 SAME = "; give every rank the same command and data"
 RANK_MISTAKES = {

@@ -91,9 +91,7 @@ def open_engines() -> Engines:
     for name in names:
         with suppress(OSError):
             return Engines(ctypes.CDLL(name))
-    raise EngineError(
-        "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
-    )
+    raise EngineError("nvJPEG is not installed; pip install nvidia-nvjpeg, or torchvision for CUDA")
 
 
 @cache
