@@ -315,8 +315,8 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
     about own images, it begins with the model. A fold and typed keys come first, then keys that a
     group sets, and keys of data, loader and augment last. A path is shortened to its last part; the
     run's identity tells two folders of one name apart. Characters that are unsafe in a file name
-    are replaced, and parts beyond NAME_LENGTH left out. Then a hash follows, so that two commands
-    have the same name only for the same training.
+    are replaced, and parts beyond NAME_LENGTH left out, except data.root. Then a hash follows, so
+    that two commands have the same name only for the same training.
     """
     values = dict(config.changed)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
@@ -331,10 +331,10 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
 
     full = [recipe, *(f"{key}={values[key]}" for key in sorted(values, key=rank))]
     safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
-    first, *rest = (part.replace("=-", "=") for part in safe)  # [0.9,0.95] as 0.9-0.95
-    name = first[:NAME_LENGTH]
+    name, *rest = (p.replace("=-", "=")[:NAME_LENGTH] for p in safe)  # [0.9,0.95] as 0.9-0.95
     for part in rest:
-        name += f",{part}" if len(f"{name},{part}") <= NAME_LENGTH else ""
+        if len(f"{name},{part}") <= NAME_LENGTH or part.startswith("data.root="):
+            name += f",{part}"
     whole = ",".join(full)
     return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 

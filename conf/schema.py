@@ -205,8 +205,8 @@ class DataConfig:
     """source of the images, set by data=NAME: folder, fake, or module:name of a function that
     builds both splits (pipeline/build.py)"""
     root: str | None = key(None, RESULT, TEXT, short=last_name)
-    """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, tar files
-    train/*.tar, or train.csv (path,label)"""
+    """folder that holds train/<class>/* and val/<class>/* (with data.val_fraction <class>/*), or
+    each split as train.tar, tar files train/*.tar, or train.csv (path,label)"""
     train: str = key("train", RESULT, TEXT, short=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, TEXT, short=last_name)
@@ -517,14 +517,14 @@ def require_root(config: Config) -> None:
     """Refuse to train without data.root, which has no default, with a UserError."""
     if config.data.source == "folder" and not config.data.root:
         raise UserError(
-            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
-            "val/<class>/*), or try `make demo`, which draws its own"
+            "data.root is missing: pass data.root=/path/to/images (it holds train/<class>/* and "
+            "val/<class>/*, or with data.val_fraction=0.2 <class>/*), or try `make demo`"
         )
 
 
-def did_you_mean(word: str, known: Iterable[str], *, count: int = 1) -> str:
-    """`; did you mean a, b?` for up to `count` similar names, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=count)
+def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.6) -> str:
+    """`; did you mean a, b?` for up to `count` names with a similarity of `least`, or nothing."""
+    close = difflib.get_close_matches(word, list(known), count, least)
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 

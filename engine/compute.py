@@ -213,8 +213,7 @@ def set_up_kernels(*, deterministic: bool, precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
-        # cuBLAS is deterministic only with this; torch refuses to run without it.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this
     torch.use_deterministic_algorithms(deterministic)
 
 

@@ -71,8 +71,7 @@ def add_values(tables: Iterable[str]) -> None:
 def value_functions(rows: Mapping[str, Tensor]) -> dict[str, Callable[[], float | Tensor]]:
     """Return what computes each value of a validation, by name: its `compute`, or a mean.
 
-    A `compute` needs all of its inputs. An input of a `compute` is not averaged itself, unless it
-    is in METRICS.
+    A `compute` needs all of its inputs. An input is not averaged, unless METRICS has it.
     """
     inputs = {"confidence", "score", *(name for m in METRICS.values() for name in m.inputs)}
     values: dict[str, Callable[[], float | Tensor]] = {

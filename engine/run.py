@@ -178,8 +178,7 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock."""
-        # Does not raise the checkpoint's error, which would hide the one that ends the run.
-        self._thread.shutdown()
+        self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
         if self._lock is not None:
             os.close(self._lock)
 

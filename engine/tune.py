@@ -108,8 +108,7 @@ def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
     decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
     known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
-    identity = {name: v for name, v in sorted(identity.items()) if name.startswith(SPEED_NAMES)}
-    known += [f"{name}={value}" for name, value in identity.items()]
+    known += [f"{key}={identity[key]}" for key in sorted(identity) if key.startswith(SPEED_NAMES)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
     return default_cache_dir() / f"autotune-{name}.json"
 

@@ -109,9 +109,15 @@ class Expectation(Observer):
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        The last validation may be that of an earlier epoch than the last one.
+        The last validation may be that of an earlier epoch than the last one. Of any run, the line
+        says if neither it nor the training was better than a guess.
         """
-        row = self._last
+        row, guess = self._last, math.log(len(self.log.datasets.classes))
+        loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
+        if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
+            text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
+            line = f"warning   {text}; try a lower optim.lr (docs/faq.md)"
+            return {"expectation": {"line": line}}
         if self._final is None or row.get("step") != self._schedule.steps:
             return {"expectation": None}
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0

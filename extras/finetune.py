@@ -41,9 +41,8 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
     """
     if config.model.weights is None:
         raise UserError(
-            "model.weights is missing: fine-tuning starts from trained weights; give "
-            "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
-            "torchvision or timm, or the folder of a run"
+            "model.weights is missing: fine-tuning starts from trained weights; give pretrained "
+            "(those of model.name), a checkpoint, a file of torchvision or timm, or a run's folder"
         )
     typed = override_keys(config.overrides)
     decided = {

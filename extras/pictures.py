@@ -7,7 +7,6 @@ writes per_class.json, and scripts/evaluate.py the same as CSV files and picture
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from pipeline.batch import IMAGE
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
-COLUMNS = ("label", "prediction", "loss", "confidence", "top1")  # and top5 of many classes
+COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # of a classifier
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed
 CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
 WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
@@ -36,15 +35,17 @@ class Pictures(Observer):
     """Records and draws the results of each validation."""
 
     def validated(self, row: Any, rows: Rows) -> None:
-        if (found := Predictions.of(rows)) is not None:
-            step, classes, tracker = row["step"], self.log.datasets.classes, self.log.tracker
+        if rows.keys() >= COLUMNS:
+            found, step, tracker = Predictions(rows), row["step"], self.log.tracker
+            classes = self.log.datasets.classes
             tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
             tracker.images(partial(found.draw, classes, self.log.datasets.val), step)
 
     @staticmethod
     def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
-        if (found := Predictions.of(rows)) is None:
+        if not rows.keys() >= COLUMNS:
             return None
+        found = Predictions(rows)
         table, names = found.per_class(classes), [readable(name) for name in classes]
         write(folder / "per_class.csv", [table[0], *(row.values() for row in table)])
         pairs = [
@@ -64,27 +65,16 @@ class Pictures(Observer):
         return {"calibration": found.calibration()}
 
 
-@dataclass(frozen=True)
 class Predictions:
-    """One row for every image of a split, in its order."""
+    """The rows of a validation of a classifier: one for every image of a split, in its order."""
 
-    # int64 [N]; the prediction is class 0 if a logit is NaN
-    labels: np.ndarray
-    predictions: np.ndarray
-    # float64 [N], from engine.metrics.classifier_values; top5 is None with fewer than six classes
-    losses: np.ndarray
-    confidences: np.ndarray
-    top1: np.ndarray
-    top5: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Predictions | None":
-        """Take the rows of a validation; None if they are not those of a classifier."""
-        if not rows.keys() >= set(COLUMNS):
-            return None
-        names = [*COLUMNS, *({"top5"} & rows.keys())]
-        labels, predictions, *others = (rows[name].numpy() for name in names)
-        return cls(labels, predictions.clip(0), *(each.astype(np.float64) for each in others))
+    def __init__(self, rows: Rows) -> None:
+        # int64 [N]; the prediction is class 0 if a logit is NaN
+        self.labels, self.predictions = rows["label"].numpy(), rows["prediction"].numpy().clip(0)
+        # float64 [N], from engine.metrics.classifier_values; top5 of at least six classes
+        names = ("top1", "top5", "loss", "confidence")
+        self.values = {n: rows[n].numpy().astype(np.float64) for n in names if n in rows}
+        self.losses, self.confidences = self.values["loss"], self.values.pop("confidence")
 
     def calibration(self) -> dict[str, Any]:
         """Return how well the confidence, the largest probability, predicts the accuracy.
@@ -96,7 +86,7 @@ class Predictions:
         images = np.bincount(place, minlength=BINS)
         confidence, accuracy = (
             np.bincount(place, values, BINS) / np.maximum(images, 1)
-            for values in (100 * self.confidences, self.top1)
+            for values in (100 * self.confidences, self.values["top1"])
         )
         found = {"images": images, "confidence": confidence, "accuracy": accuracy}
         return {name: values.tolist() for name, values in found.items()}
@@ -111,9 +101,8 @@ class Predictions:
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
         images = np.bincount(self.labels, minlength=len(classes))
-        top5 = {} if self.top5 is None else {"top5": self.top5}
-        values = {"top1": self.top1, **top5, "loss": self.losses}
-        sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in values.items()}
+        columns = self.values.items()
+        sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in columns}
         rows = []
         for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):
             means = {key: float(sums[key][i] / count) if count else None for key in sums}

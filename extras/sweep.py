@@ -80,12 +80,9 @@ class Sweep:
             raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
         read_overrides(itertools.chain(*self.columns))
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
-        self.jobs = {job: from_overrides([*self.fixed, *job]) for job in jobs}
+        self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
-            raise UserError(
-                "-m: some jobs have the same run directory; give each its own, for example "
-                "'run.dir=runs/${run.name}-${loader.workers}'"
-            )
+            raise UserError("-m: some jobs have the same run directory; leave out run.dir")
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -99,7 +96,7 @@ class Sweep:
         def run_job(_: Any) -> float:
             job, values = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
             values = [word.lstrip("+") for word in values]
-            return _run_job(script, [*fixed, *values], f"job {job:,}{of}: {' '.join(values)}", told)
+            return _run_job(script, fixed, values, f"job {job:,}{of}", told)
 
         folder = Path(next(iter(self.jobs.values())).run.dir).parent
         name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
@@ -126,7 +123,7 @@ class Sweep:
 
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
-            config = self.jobs.get(job) or from_overrides([*self.fixed, *job])
+            config = self.jobs.get(job) or _named(self.fixed, job)[1]
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:7.3f}"
             rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
@@ -148,6 +145,17 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
+def _named(fixed: Sequence[str], job: Sequence[str]) -> tuple[list[str], Config]:
+    """Return the overrides and the config of a job; the name of its run has all keys that vary."""
+    config = from_overrides(words := [*fixed, *job])
+    first, _, rest = str(config.run.name).partition(",")
+    lacking = [w for w in job if f",{_key(w)}" not in f",{rest}" and not w.endswith(f"={first}")]
+    if lacking:  # its value is the recipe's, or does not change the result
+        more = [re.sub(r"[^\w.+=-]+", "-", word, flags=re.ASCII) for word in lacking]
+        words.append(f"run.name={','.join([first, *more, rest]).strip(',')}")
+    return words, from_overrides(words) if lacking else config
+
+
 def _values(text: str) -> list[str]:
     """The values of an override with several; of an interval its start; none for another one."""
     try:
@@ -167,12 +175,11 @@ def _values(text: str) -> list[str]:
     return found
 
 
-def _run_job(script: str, overrides: Sequence[str], name: str, told: set[str]) -> float:
+def _run_job(script: str, fixed: list[str], job: list[str], name: str, told: set[str]) -> float:
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     GlobalHydra.instance().clear()  # composing uses Hydra, too
-    config = from_overrides(overrides)
-    print(f"{name}: {config.run.dir}", flush=True)
-    told.add(f"run      {config.run.dir}\n")
+    overrides, config = _named(fixed, job)
+    print(f"{name}: {' '.join(job)}: {config.run.dir}", flush=True)
     stored = Path(config.run.dir) / "config.yaml"
     same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
     if not same or _result(config)[2] != "finished" or config.checkpoint.resume == "never":
@@ -198,7 +205,8 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                if not (in_plan and line in told) or line.startswith(("state", "history")):
+                known = line in told or line.startswith("run ")  # its folder was printed before
+                if not (in_plan and known) or line.startswith(("state", "history")):
                     print(f"    {line}", end="", flush=True)
                 told.add(line)
             status = child.wait()

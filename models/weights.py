@@ -28,6 +28,7 @@ ANY_FILE = (
     "a checkpoint, the folder of a run, a file with weights (.pth, .pt, .safetensors) or, to "
     "train, model.weights=pretrained"
 )
+PROGRAMS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
 # Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
 RENAMED = (
     (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
@@ -51,7 +52,7 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
     except Exception:  # torch.load raises many types, with texts of many lines
-        reason = "damaged, not by torch.save, or it would run code"
+        reason = PROGRAMS.get(path.suffix, "damaged, not by torch.save, or it would run code")
     raise UserError(f"{origin}: cannot be read ({reason}); give {give}")
 
 
@@ -93,7 +94,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     if path.suffix == ".safetensors":
         named = safetensors_metadata(path).get("classes", "[]")
     else:
-        named = json.dumps(content.get("plan", {}).get("classes", []))
+        plan = content.get("plan")
+        named = json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [])
     if named not in ("[]", json.dumps(list(classes))):
         weights = {name: value for name, value in weights.items() if name not in head_of(model)}
     fit_weights(model, weights, origin=origin, new_head=True)
@@ -131,9 +133,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
             "data.image_size and the channels of the images"
         )
     if head:
-        new, classes = ", ".join(head), own[head[0]].shape[0]
-        message = "%s: %s are new: the file has no head for these %d classes"
-        logger.warning(message, origin, new, classes)
+        names, count = ", ".join(head), own[head[0]].shape[0]
+        logger.warning(f"{origin}: {names} are new: the file has no head for these {count} classes")
     own.update(weights)  # the model's own has versions of layers, which MNASNet requires
     model.load_state_dict(own)
 

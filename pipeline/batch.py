@@ -130,6 +130,10 @@ class ImageFormat:
         self.scale = (1 / (self.highest * stds)).float().to(self.device)[:, None, None]
         self.shift = (-means / stds).float().to(self.device)[:, None, None]
 
+    def affine(self, channels: int) -> Tensor:
+        """Return scale and shift of each channel, float32 [2, channels], on the device."""
+        return torch.stack([self.scale, self.shift]).flatten(1).expand(2, channels).contiguous()
+
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""
         return (channels_first(pixels).float() * self.scale).add_(self.shift)
@@ -164,25 +168,25 @@ class DeviceSlot:
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor of images [B, ..., C, H, W] that the step reads."""
-        if self.format.memory_format != torch.channels_last:
+        if not self.format.channels_last:
             return self.memory(name, shape, self.format.dtype)
         *rows, channels, height, width = shape
-        shape = (*rows, height, width, channels)
-        return channels_first(self.memory(name, shape, self.format.dtype))
+        memory = self.memory(name, (*rows, height, width, channels), self.format.dtype)
+        return channels_first(memory)
+
+    def output(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return the tensor for images that `Dataset.on_device` returns: see `mixed`."""
+        images = self.images(name, shape)
+        return torch.empty_like(images, dtype=torch.float32) if self.mixed else images
 
     def normalise(self, name: str, levels: Tensor) -> Tensor:
-        """Normalise images [B, ..., C, H, W] on the device, in float32, into what the step reads.
-
-        If batch transforms follow, return them in float32, in memory of their own.
-        """
+        """Normalise images [B, ..., C, H, W] on the device, in float32, into `output`."""
         if levels.dtype != torch.uint8:  # torch multiplies no uint16
             levels = levels.float()
         # Two passes over the memory, which the training step needs at the same time. One pass would
         # fuse multiplication and addition, and round differently than a CPU does.
         scaled = levels * self.format.scale
-        if self.mixed:
-            return scaled.add_(self.format.shift)
-        return torch.add(scaled, self.format.shift, out=self.images(name, levels.shape))
+        return torch.add(scaled, self.format.shift, out=self.output(name, levels.shape))
 
 
 def channels_first(pixels: Tensor) -> Tensor:

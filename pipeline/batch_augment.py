@@ -41,13 +41,18 @@ class Part:
         """Return this rank's rows of values [total, ...]."""
         return values[self.first : self.first + self.count]
 
-    def partners(self, rows: Tensor) -> Tensor:
-        """Return, for each row, the row before it in its block; the first row gets the last."""
+    def blend(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return weight * row + (1 - weight) * partner for float32 rows and weights [B, ...].
+
+        The partner is the row before it in its block; that of the first row is the last one.
+        """
         block = math.gcd(self.total, self.count, BLOCK)
-        rolled = rows.roll(1, 0)
-        if 1 < block < len(rows):
-            rolled[::block] = rows[block - 1 :: block]
-        return rolled
+        shape = -1, block if block > 1 else len(rows)
+        blended = torch.empty_like(rows)  # in the same memory format
+        old, own, new = (each.unflatten(0, shape) for each in (rows, weight, blended))
+        torch.lerp(old[:, :-1], old[:, 1:], own[:, 1:], out=new[:, 1:])
+        torch.lerp(old[:, -1], old[:, 0], own[:, 0], out=new[:, 0])
+        return blended
 
 
 BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
@@ -65,8 +70,7 @@ class Mixup:
         rng, count = part.rng, part.total
         keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
         weight = to_device(part.of_rank(keep), images)[:, None]
-        images = torch.lerp(part.partners(images), images, weight[:, :, None, None])
-        return images, torch.lerp(part.partners(targets), targets, weight)
+        return part.blend(images, weight[:, :, None, None]), part.blend(targets, weight)
 
 
 @dataclass(kw_only=True)
@@ -84,9 +88,10 @@ class Cutmix:
         chosen = rng.random(count) < self.p
         share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
         boxes, area = map(part.of_rank, _pasted(share, images.shape[-1], rng))
-        images = torch.where(_inside(boxes, images), part.partners(images), images)
+        images = part.blend(images, torch.where(_inside(boxes, images), 0.0, 1.0))
         weight = to_device(area, images)[:, None]
-        return images, torch.lerp(targets, part.partners(targets), weight)
+        partners = part.blend(targets, torch.zeros_like(weight))
+        return images, torch.lerp(targets, partners, weight)
 
 
 @dataclass(kw_only=True)
@@ -116,9 +121,9 @@ class MixupOrCutmix:
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
         weight = to_device(np.where(cut, 1.0, keep)[groups], images)[:, None, None, None]
         weight = torch.where(_inside(boxes[groups], images), 0.0, weight)  # [B, 1, S, S]
-        images = torch.lerp(part.partners(images), images, weight)
+        images = part.blend(images, weight)
         weight = to_device(np.where(cut, 1 - area, keep)[groups], images)[:, None]
-        return images, torch.lerp(part.partners(targets), targets, weight)
+        return images, part.blend(targets, weight)
 
 
 @dataclass(kw_only=True)
@@ -135,8 +140,8 @@ class RandomErasing:
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         boxes = part.of_rank(self.boxes(part.total, images.shape[-1], part.rng))
-        # After normalisation, 0 is the mean.
-        return images.masked_fill(_inside(boxes, images), 0.0), targets
+        inside, mean = _inside(boxes, images), images.new_zeros(())  # after normalisation
+        return torch.where(inside, mean, images, out=torch.empty_like(images)), targets
 
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.

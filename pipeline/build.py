@@ -85,10 +85,8 @@ def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) ->
     name, modes = config.loader.decoder, tuple(dataset.modes)
     if name not in ("auto", *DECODERS, *modes):
         choices = ("auto", *DECODERS, *modes[1:])
-        raise UserError(
-            f"loader.decoder={name}: there is none here; give one of {', '.join(choices)}"
-            f"{did_you_mean(name, choices)}"
-        )
+        cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
+        raise UserError(f"loader.decoder={name}: there is none here; {cure}")
     if name == "auto":
         if stored is None:
             return modes

@@ -108,8 +108,7 @@ class Picture:
 
     source: np.ndarray | JpegFile  # a file, or pixels, uint8 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    # A transform changed pixels in a way that `geometry` does not record: no mask can follow.
-    untracked: bool = False
+    untracked: bool = False  # changed in a way that `geometry` does not record: no mask can follow
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry

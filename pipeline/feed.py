@@ -131,8 +131,7 @@ def open_feed(
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     share = loader.batch_size // world.size
-    # Batches on the device: the step's, and 4 that are ready; 8 were not faster on an H200. Of more
-    # than 2,048 images, which take 0.6 GB at 224 px, 2 are ready.
+    # The step's batch and 4 ready ones (8 were not faster); 2 of large ones, of 0.6 GB and more.
     in_use = 5 if share <= 2048 else 3
     slots = slots_needed(share, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None

@@ -204,6 +204,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     if not files:
         path = Path(os.path.abspath(folder))
         beside = sorted(each.name for each in path.parent.glob("[!.]*"))
+        if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
+            listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})
         raise UserError(
             f"{key}={folder}: there is no such folder; {path.parent} holds "
             f"{', '.join(beside[:5]) or 'no folder'}: data.root must hold train/<class>/* and "
@@ -289,6 +291,4 @@ def _write_cache(cache: Path, scan: Scan) -> None:
             np.savez(written, **scan._asdict())
             written.replace(cache)
     except OSError as error:
-        logger.warning(
-            "index cache %s cannot be written (%s); the next start scans again", cache, error
-        )
+        logger.warning("cache %s cannot be written (%s); the next start scans again", cache, error)

@@ -105,10 +105,10 @@ def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list
 
     _, names, loose = next(walk(base, others))
     if not names:
-        raise UserError(
-            f"{given}: no class folders in it; it must hold one folder per class: "
-            "python scripts/prepare.py SOURCE --to DIR makes them"
-        )
+        above, cure = os.path.dirname(base), "python scripts/prepare.py SOURCE --to DIR makes them"
+        if given.startswith("data.root=") and any(map(is_image, loose)):
+            cure = f"its images lie directly in it; if it is a class, give {os.fsdecode(above)}"
+        raise UserError(f"{given}: no class folders in it; it needs one folder per class: {cure}")
     with ThreadPoolExecutor(THREADS) as pool:
         classes = dict(zip(names, pool.map(list_class, names), strict=True))
     for name, images in classes.items():
@@ -145,10 +145,10 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     return dict(sorted(classes.items())), places
 
 
-def tar_members(path: str, start: int = 0) -> dict[bytes, tuple[int, int]]:
+def tar_members(path: str, start: int = 0, shown: str = "") -> dict[bytes, tuple[int, int]]:
     """Return name -> offset and length in bytes, of the files in the tar file at byte `start`.
 
-    Raises UserError if it is damaged or holds a link, and OSError if it cannot be read.
+    Raises UserError about `shown` if it is damaged or holds a link; OSError if it cannot be read.
     """
     members = {}
     try:
@@ -171,9 +171,9 @@ def tar_members(path: str, start: int = 0) -> dict[bytes, tuple[int, int]]:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
         raise UserError(
-            f"{path}: cannot be read at byte {at:,}: {error}; it may be damaged or compressed: "
-            "download or copy it again, or pack it again without compression and links (tar "
-            "--dereference --hard-dereference)"
+            f"{shown or path}: cannot be read at byte {at:,}: {error}; it may be damaged or "
+            "compressed: download or copy it again, or pack it again without compression and links "
+            "(tar --dereference --hard-dereference)"
         ) from None
     return members
 

@@ -105,9 +105,8 @@ class Prefetcher:
             if self.cuda:
                 self.loader.keep_until(self.clock.now(), host)
             if self.mixing is not None:
-                images = [name for name, field in dataset.fields.items() if field.image]
                 targets = unmixed = self.mixing.targets(fields)
-                for name in images:
+                for name in (name for name, field in dataset.fields.items() if field.image):
                     mixed, targets = self.mixing.apply(fields[name], unmixed, host.step)
                     fields[name] = slot.images(name, mixed.shape).copy_(mixed)
                 if self.mixing.label is not None:

@@ -8,8 +8,7 @@ uses each sample once. Resuming needs only the step, and another number of ranks
 batch differently.
 
 With repeated augmentation (arXiv 1902.05509), an epoch has as many samples of fewer images, each
-several times with another augmentation; with train.class_weights=sampled, images of rare classes
-repeat.
+several times with another augmentation; with train.class_weights=sampled, rare images repeat.
 """
 
 from dataclasses import dataclass

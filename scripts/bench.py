@@ -18,7 +18,6 @@ from scripts.lib.options import Parser
 
 STAGES = ("loader", "step", "train")
 
-
 if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
@@ -27,7 +26,7 @@ if __name__ == "__main__":
     OPTIONS, CONFIG = parser.read_config()
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from statistics import median
@@ -92,17 +91,17 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
 
 
 def windows(
-    process: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None
+    sizes: Iterator[int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Measure units per second in each of WINDOWS windows, which take `seconds` together.
+    """Measure images per second in each of WINDOWS windows, which take `seconds` together.
 
-    `process` returns how many units it has processed; `finish` waits until they are complete.
+    `sizes` processes a batch, and yields its images; `finish` waits until they are complete.
     """
     rates = []
     for _ in range(WINDOWS):
         began, done = time.perf_counter(), 0
         while done == 0 or time.perf_counter() - began < seconds / WINDOWS:
-            done += process()
+            done += next(sizes)
         finish()
         rates.append(done / (time.perf_counter() - began))
     return rates
@@ -110,20 +109,16 @@ def windows(
 
 def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
     """Take complete batches in host memory as fast as the loader delivers them."""
-    batches = feed.train.loader.batches(0, FOREVER)
-
-    def take() -> int:
-        return len(next(batches).samples)
-
-    warm_up(take, feed)
+    sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
+    warm_up(sizes, feed)
     note = f"{feed.pool.active} workers, batch {batch_size}"
-    return Stage("loader", windows(take, seconds), note)
+    return Stage("loader", windows(sizes, seconds), note)
 
 
-def warm_up(take: Callable[[], int], feed: Feed) -> None:
+def warm_up(sizes: Iterator[int], feed: Feed) -> None:
     """Take the batches that were decoded before the measurement."""
     for _ in range(feed.train.loader.ring.slots + feed.train.depth):
-        take()
+        next(sizes)
 
 
 def measure_steps(
@@ -136,27 +131,28 @@ def measure_steps(
     train_on_batch = train.build_step(schedule, compute, loss, state, world)
     meter = Meter(world)
 
-    def train_on_next(batches: Iterator[Batch]) -> int:
-        batch = next(batches)
-        meter.add(train_on_batch(batch))
-        return len(batch.samples)
+    def trained(batches: Iterable[Batch]) -> Iterator[int]:
+        for batch in batches:
+            meter.add(train_on_batch(batch))
+            yield len(batch.samples)
 
     def finish() -> None:
         if (kind := world.device.type) != "cpu":
             torch.get_device_module(kind).synchronize()
 
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-        kept = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
-        fit_memory(schedule, state, world, train_on_batch, [next(kept)])
+        kept = [batch.clone() for batch in feed.train.batches(0, 4)]
+        fit_memory(schedule, state, world, train_on_batch, kept[:1])
+        sizes = trained(cycle(kept))
         for _ in range(20 if world.device.type == "cuda" else 2):
-            train_on_next(kept)
+            next(sizes)
         finish()
-        alone = windows(lambda: train_on_next(kept), seconds, finish)
-        batches = feed.train.batches(0, FOREVER)
-        warm_up(lambda: train_on_next(batches), feed)
+        alone = windows(sizes, seconds, finish)
+        sizes = trained(feed.train.batches(0, FOREVER))
+        warm_up(sizes, feed)
         finish()
         feed.train.clock.step_times()
-        fed = windows(lambda: train_on_next(batches), seconds, finish)
+        fed = windows(sizes, seconds, finish)
         times = feed.train.clock.step_times()
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile}, batch already on the device"

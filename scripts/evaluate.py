@@ -194,7 +194,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         loader = replace(loader, batch_size=size * world.size)
     if data.source == "folder" and not data.root:
         if not os.path.isabs(data.val):
-            cure = "data.root=/path/to/imagenet (with val/<class>/*) or data.val=/path/to/images"
+            cure = "data.root=FOLDER (with val/<class>/*) or data.val=/path/to/FOLDER (<class>/*)"
             raise UserError(f"data.root is missing: pass {cure}")
         data = replace(data, root=str(Path(data.val).parent))
     other_root = "data.root" in typed and find_storage(os.path.join(str(data.root), data.val))

@@ -64,6 +64,9 @@ MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too unc
 UNKNOWN = "–"
 WORST = 20  # classes that are listed
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
+FEW = 30  # points of a curve that are drawn as dots, too
+# Runs that differ in one of these have other validation images, or another best value
+VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Names of values of the machine begin or end so; other values are of the training.
 MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
@@ -223,7 +226,7 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     splits = dict.fromkeys(SPLITS, "") | {"best": " best"}
-    drawn = [(r, s, f"{i}{splits[s]}", i % 8) for i, r in enumerate(runs, 1) for s in splits]
+    drawn = [(r, s, f"{i}{splits[s]}", i % 10) for i, r in enumerate(runs, 1) for s in splits]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
     found = []
@@ -275,7 +278,8 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
         line = path(x, y) + "h0"  # a single point is a dot
-        drawn.append({**about, "line": line, "band": band, "last": rounded(y[-1])})
+        dots = line.replace("L", "h0M") if len(curve) <= FEW else ""
+        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(y[-1])})
     return {
         "curves": drawn,
         "x": [*zip(places(ticks_x, ticks_x, WIDTH), ticks_x, strict=True)],
@@ -306,16 +310,18 @@ def evaluations(run: Run, out: Path) -> dict[str, str]:
 
 def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
-    rows = [{"": i, "run": str(run.folder), **run.headline()} for i, run in enumerate(runs, 1)]
-    best = max(runs, key=lambda run: run.best()[1])
+    runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
+    best, *others = compared([{**run.headline(), "run": str(run.folder)} for run in runs])
+    columns = [best, *differences(runs), *others]
+    columns.sort(key=lambda column: len(set(column[1:])) == 1)  # those that differ come first
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        best=best,
-        evaluations=evaluations(best, out),
+        unlike=[key for key, *_ in differences(runs) if key in VALIDATION],
+        evaluations=evaluations(runs[0], out),
         about=read_yaml(lib / "values.yaml"),
-        headlines=[*zip(*compared(rows), *differences(runs), strict=True)],
+        table=[*zip(*columns, strict=True)],
         charts=charts(runs),
         classes=worst_classes(runs),
         width=WIDTH,

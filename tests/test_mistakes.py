@@ -66,6 +66,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for name, change in DATA.items():
         change(Path(shutil.copytree(image_root, place / name)))
     (place / "im\udce9").symlink_to("images")
+    (place / "model.onnx").write_bytes(b"graph")
     (place / "work" / "photos").mkdir(parents=True)
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
     (place / "work" / "photos.tar.gz").write_bytes(b"mine")
@@ -130,7 +131,6 @@ if os.environ["RANK"] == "1":
     exec(code)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
 
 SAME = "; give every rank the same command and data"
 RANK_MISTAKES = {

@@ -159,7 +159,6 @@ def test_best_follows_top1(train_run: Any, folder: Path) -> None:
 
 # A run that stops and resumes gives the result of an uninterrupted run.
 
-
 RESUMED = {
     "NAdam, classes drawn alike": ["optim.name=nadam", "train.class_weights=sampled"],
     "fp16": ["train.precision=fp16", "model.name=resnet_tiny", "data.image_size=16"],

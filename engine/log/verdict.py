@@ -35,8 +35,7 @@ def judge(rows: Sequence[StepTimes], shortest: float, world: World, feed: Feed) 
     times = None
     if sum(row.seconds for row in rows) >= shortest:
         who = f"rank {world.rank}" if world.size > 1 else "the training process"
-        name = f"{who} on {socket.gethostname()}"
-        times = mean_of(rows)._replace(name=name)
+        times = mean_of(rows)._replace(name=f"{who} on {socket.gethostname()}")
     ranks = [rank for rank in world.all_gather(times) if rank is not None]
     if len(ranks) < world.size:
         return []
@@ -57,8 +56,9 @@ def remedies(cause: str, feed: Feed) -> list[str]:
     core = cause in ("input-bound by CPU cores", "core-bound")
     decode = core or cause in ("input-bound by decode", "input-bound by loading", ENGINES)
     files = decode or storage
+    lower = "OMP_NUM_THREADS" if feed.pool.active < 2 else "loader.workers or OMP_NUM_THREADS"
     known = {  # remedy -> whether it helps
-        "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS": core,
+        f"end other processes that use these CPUs, or lower {lower}": core,
         "move the images to faster storage": storage,
         "set loader.workers=auto and loader.decoder=auto in a new run": files and typed,
         "install a C compiler for loader.decoder=region": decode and no_compiler,
@@ -141,8 +141,7 @@ def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
             return True
     late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
-    slower = rate_without_waits(run) < SLOWER * run.step_rate
-    return idle and slower and not run.device_decodes
+    return idle and not run.device_decodes and rate_without_waits(run) < SLOWER * run.step_rate
 
 
 def rate_without_waits(run: StepTimes) -> float:

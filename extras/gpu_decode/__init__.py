@@ -190,19 +190,13 @@ class EngineDataset(DatasetWrapper):
         self._decodes_all = False
         if self.mode == CPU:
             return self.dataset.on_device({IMAGE: pixels, **rest}, slot)
-        image, batch = slot.format, (files, geometry, pixels)
-        scale, shift = (each.expand(3, 1, 1).flatten() for each in (image.scale, image.shift))
+        affine, batch = slot.format.affine(3), (files, geometry, pixels)
         if type(self.dataset).on_device is not Dataset.on_device:  # it computes on levels
             levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
-            ones, zeros = torch.ones_like(scale), torch.zeros_like(shift)
-            self._decode(*batch, channels_first(levels), ones, zeros)
+            self._decode(*batch, channels_first(levels), affine)
             return self.dataset.on_device({IMAGE: levels, **rest}, slot)
-        shape = channels_first(pixels).shape
-        if slot.mixed:
-            out = torch.empty(shape, device=image.device, memory_format=image.memory_format)
-        else:  # the kernel writes the images that the step reads
-            out = slot.images(IMAGE, shape)
-        self._decode(*batch, out, scale, shift)
+        out = slot.output(IMAGE, channels_first(pixels).shape)
+        self._decode(*batch, out, affine)
         return {IMAGE: out, **self.dataset.on_device(rest, slot)}
 
     def _decode(self, files: Tensor, geometry: Tensor, pixels: Tensor, *out: Tensor) -> None:

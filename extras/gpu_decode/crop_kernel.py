@@ -13,9 +13,7 @@ from extras.gpu_decode.geometry import COLUMNS
 TILE = 16
 
 
-def crop_resize(
-    geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor, *, bicubic: bool
-) -> None:
+def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool) -> None:
     """Launch the kernel on the current stream, for the rows with one of the two interpolations.
 
     Agrees with `decode.resize` to one level of 255: both use the same filters. For bilinear, this
@@ -23,10 +21,8 @@ def crop_resize(
 
     Args:
         geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
-        out: float or uint8 [B, 3, S, S], channels_last or contiguous. For uint8, `scale` is 1 and
-            `shift` 0.
-        scale: float32 [3] on the device; a pixel x in 0 ... 255 becomes scale * x + shift.
-        shift: float32 [3] on the device.
+        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which gets the levels.
+        affine: float32 [2, 3] on the device; a level x becomes affine[0] * x + affine[1].
         bicubic: make the rows that are marked as bicubic; else the others.
     """
     batch, _, size, _ = out.shape
@@ -35,8 +31,7 @@ def crop_resize(
     _crop_resize[(batch, tiles, tiles)](
         geometry,
         out,
-        scale,
-        shift,
+        affine,
         size,
         *out.stride(),
         columns=COLUMNS,
@@ -77,8 +72,7 @@ def _level(values):  # type: ignore[no-untyped-def]
 def _crop_resize(  # type: ignore[no-untyped-def]
     geometry,
     out,
-    scale,
-    shift,
+    affine,
     size,
     stride_b,
     stride_c,
@@ -159,6 +153,10 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
     inside = (y < size)[:, None] & (x < size)[None, :]
     red, green, blue = _level(red * norm), _level(green * norm), _level(blue * norm)
-    tl.store(target, red * tl.load(scale) + tl.load(shift), mask=inside)
-    tl.store(target + stride_c, green * tl.load(scale + 1) + tl.load(shift + 1), mask=inside)
-    tl.store(target + 2 * stride_c, blue * tl.load(scale + 2) + tl.load(shift + 2), mask=inside)
+    if out.dtype.element_ty != tl.uint8:
+        red = red * tl.load(affine) + tl.load(affine + 3)
+        green = green * tl.load(affine + 1) + tl.load(affine + 4)
+        blue = blue * tl.load(affine + 2) + tl.load(affine + 5)
+    tl.store(target, red, mask=inside)
+    tl.store(target + stride_c, green, mask=inside)
+    tl.store(target + 2 * stride_c, blue, mask=inside)

@@ -91,9 +91,7 @@ def open_engines() -> Engines:
     for name in names:
         with suppress(OSError):
             return Engines(ctypes.CDLL(name))
-    raise EngineError(
-        "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
-    )
+    raise EngineError("nvJPEG is not installed; pip install nvidia-nvjpeg, or torchvision for CUDA")
 
 
 @cache
@@ -132,8 +130,7 @@ class GpuDecoder:
         geometry: torch.Tensor,
         pixels: torch.Tensor,
         out: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        affine: torch.Tensor,
     ) -> None:
         """Enqueue decoding and the kernel on the current stream.
 
@@ -145,8 +142,7 @@ class GpuDecoder:
             geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
             pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
             out: float or uint8 [B, 3, S, S] on the device.
-            scale: float32 [3] on the device.
-            shift: float32 [3] on the device.
+            affine: float32 [2, 3] on the device, of `ImageFormat.affine`.
         """
         from extras.gpu_decode.crop_kernel import crop_resize
 
@@ -180,7 +176,7 @@ class GpuDecoder:
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         rows = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
-            crop_resize(rows, out, scale, shift, bicubic=bool(bicubic))
+            crop_resize(rows, out, affine, bicubic=bool(bicubic))
 
     def _addresses(self, rows: np.ndarray) -> np.ndarray:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""

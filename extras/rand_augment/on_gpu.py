@@ -73,18 +73,20 @@ class DrawnOperations(DatasetWrapper):
         levels, drawn = rest.pop(IMAGE), rest.pop(OPERATIONS)
         if not levels.is_cuda:
             levels = slot.copy(IMAGE, levels)
-        pixels = apply_operations(channels_first(levels), drawn)
-        return {IMAGE: slot.normalise(IMAGE, pixels), **self.dataset.on_device(rest, slot)}
+        images = channels_first(levels)
+        out = slot.output(IMAGE, images.shape)
+        apply_operations(images, drawn, out, slot.format.affine(3))
+        return {IMAGE: out, **self.dataset.on_device(rest, slot)}
 
 
-def apply_operations(images: Tensor, operations: Tensor) -> Tensor:
-    """Apply the operations of a batch, one after another.
-
-    Returns uint8 [B, 3, S, S], channels_last.
+def apply_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:
+    """Apply the operations of a batch, one after another, and normalise.
 
     Args:
         images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
         operations: float64 [B, count, COLUMNS] on the host, of `kernel_row`.
+        out: float [B, 3, S, S] on the GPU; or uint8, which gets the levels.
+        affine: float32 [2, 3] on the GPU, of `ImageFormat.affine`.
     """
     from extras.rand_augment.kernels import apply_rounds
 
@@ -92,8 +94,8 @@ def apply_operations(images: Tensor, operations: Tensor) -> Tensor:
     # From page-locked memory, the copy does not wait for the device.
     there = rounds.pin_memory().to(images.device, non_blocking=True)
     interpolated = bool((rounds[:, :, 0] > MOVED).any())
-    pixels = images.permute(0, 2, 3, 1).contiguous()
-    return apply_rounds(pixels, there, interpolated).permute(0, 3, 1, 2)
+    pixels = images.contiguous(memory_format=torch.channels_last)
+    apply_rounds(pixels, there, out, affine, interpolated=interpolated)
 
 
 @cache
@@ -102,8 +104,9 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        pixel = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=device)
-        apply_operations(pixel, torch.zeros(1, 1, COLUMNS, dtype=torch.float64)).cpu()
+        pixel, nothing = torch.zeros(1, 3, 1, 1, device=device), torch.zeros(1, 1, COLUMNS)
+        apply_operations(pixel.byte(), nothing.double(), pixel, pixel.expand(2, 3, 1, 1)[..., 0, 0])
+        pixel.cpu()
     except Exception as error:  # no Triton, no C compiler, a GPU that is too old, ...
         logger.warning(
             "augment.train: the workers apply the random operations, because Triton does not work "

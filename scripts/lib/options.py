@@ -1,13 +1,12 @@
 """The command line of a script that takes options, paths and overrides; torch is not imported."""
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf.schema import NAMES, Config, UserError
+from conf.schema import NAMES, Config, UserError, did_you_mean
 from conf.start import fail, set_up_process
 
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -73,9 +72,8 @@ def parse_paths(
     if missing := next((path for path in options.paths[:1] if path not in found), None):
         folders = Path(missing).parent, Path("runs")
         runs = {str(held.parent) for folder in folders for held in folder.glob("*/checkpoints")}
-        near = ", ".join(difflib.get_close_matches(missing, sorted(runs), cutoff=0))
-        give = f"the nearest runs are {near}" if near else f"give {CHECKPOINT}"
-        parser.error(f"{missing}: there is no such run directory or file; {give}")
+        near = did_you_mean(missing, sorted(runs), count=3, least=0) or f"; give {CHECKPOINT}"
+        parser.error(f"{missing}: there is no such run directory or file{near}")
     if not several and len(options.paths) != 1:
         parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
     return options

@@ -73,9 +73,9 @@ NAMES = {  # tests/equal has more
 
 @pytest.mark.parametrize("typed", NAMES)
 def test_names_are_for_a_person(typed: str) -> None:
-    """At most 60 characters and a hash; and each can be typed."""
+    """At most 60 characters, data.root and a hash; and each can be typed."""
     found = name(typed)
-    assert found.startswith(NAMES[typed]) and len(found) <= NAME_LENGTH + 9
+    assert found.startswith(NAMES[typed]) and len(found) <= 2 * NAME_LENGTH + 10
     assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
     config = from_overrides([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
     assert (config.run.name, config.run.dir) == (found, f"runs/{found}")

@@ -129,9 +129,6 @@ def test_numbers_that_are_not_finite_become_null() -> None:
         assert strictly_parsed(text) == {**expected, "g": None}
 
 
-# Checkpoints are written in a thread.
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_kind_of_tensor_is_copied(device: str, tmp_path: Path) -> None:
     """The next step does not change the copy."""

@@ -14,7 +14,6 @@ from pipeline.dataset import FakeDataset
 
 CLASSES, COUNT = 7, 12
 
-
 LOGITS = 3 * torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(COUNT) % CLASSES
 ONE_HOT = torch.nn.functional.one_hot(LABELS, CLASSES).float()

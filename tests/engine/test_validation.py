@@ -127,9 +127,6 @@ def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
 
 
-# Values that are computed from all rows.
-
-
 @pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1000, 100, 10, 1], [3, 0, 1, 1], [1]])
 def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
     """A prediction of NaN, -1, is wrong."""

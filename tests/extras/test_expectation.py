@@ -47,6 +47,7 @@ def expectation(
     planned = replace(schedule(10 * STEPS, 10, 3), fitted_batch=fitted)
     log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker, state=state)
     log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
+    log.row = {}
     return Expectation(log)
 
 
@@ -86,6 +87,10 @@ def test_the_summary_at_the_end(
     assert expectation("train.best_by=macro_f1", runs=runs, last=last).finish({}) == expected
     for earlier in (row(2, top1), {}):
         assert expectation(runs=runs, last=earlier).finish({}) == {"expectation": None}
+    compared = expectation(last=last | {"epoch": 3.0, "loss": 6.91})
+    for loss, nothing in ((6.92, True), (float("nan"), True), (6.8, False)):
+        compared.log.row["loss"] = loss  # of the training
+        assert ("below 6.91, that of a guess" in str(compared.finish({}))) == nothing
 
 
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
@@ -140,20 +145,15 @@ def test_two_low_validations_in_a_row_are_one_warning() -> None:
     assert "check the labels and what differs from the recipe (optim.lr=1);" in warning
 
 
-@pytest.mark.parametrize(
-    ("now", "before"),
-    [
+def test_a_single_low_validation_is_not_a_warning() -> None:
+    for now, before in (
         (row(1), {}),  # the first one
         (row(2), row(0.5)),
         (row(2), row(1, limit(1, 2) + 0.1)),
         (row(3, limit(3, 3) + 0.1), row(2)),
         (row(2.5), row(2)),  # the run stops within an epoch
-    ],
-)
-def test_a_single_low_validation_is_not_a_warning(
-    now: dict[str, float], before: dict[str, float]
-) -> None:
-    assert judge(expectation(), now, before)[1] == []
+    ):
+        assert judge(expectation(), now, before)[1] == []
 
 
 def test_the_curve_of_five_runs() -> None:

@@ -43,9 +43,7 @@ def recorded(logits: Tensor, labels: Tensor) -> Predictions:
     """The images are the logits."""
     batch = batch_of(image=logits, label=labels)
     (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
-    found = Predictions.of(validation.rows)
-    assert found is not None
-    return found
+    return Predictions(validation.rows)
 
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
@@ -58,12 +56,12 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
         for prediction in range(CLASSES):
             count = (own & (found.predictions == prediction)).sum()
             assert ((label, prediction, count) in pairs) == (count > 0)
-        assert found.top5 is not None and row == {
+        assert row == {
             "class": NAMES[label],
             "name": "goldfish" if label == 1 else NAMES[label],
             "images": own.sum(),
             "top1": pytest.approx(100 * (found.predictions[own] == label).mean()),
-            "top5": pytest.approx(found.top5[own].mean()),
+            "top5": pytest.approx(found.values["top5"][own].mean()),
             "loss": pytest.approx(found.losses[own].mean()),
         }
 

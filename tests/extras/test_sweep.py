@@ -57,7 +57,7 @@ MISTAKES = {
     "schedule=cosine,cosin": "schedule=cosin: no such schedule",
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
     "experiment=glob(*)": "there is no key experiment; --help lists all keys",
-    "optim.lr=1,2 run.name=x": "-m: some jobs have the same run directory; give each its own",
+    "optim.lr=1,2 run.dir=x": "-m: some jobs have the same run directory; leave out run.dir",
     "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1, 2": "optim.lr=1,: not allowed; give a number > 0",
 }
@@ -146,8 +146,7 @@ def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str]
 def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
-    seeds = ",", ",train.seed=1,", ",train.seed=2,"
-    first, second, third = (NAME.replace(",", more) for more in seeds)
+    first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
     assert "".join(out.partition("job 3 of 3: ")[1:]).splitlines() == [
         f"job 3 of 3: train.seed=2: runs/{third}",
         *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
@@ -158,7 +157,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
         " 51.000  mean of 2, standard deviation 1.414",
     ]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert runs == {NAME, NAME.replace(",", ",train.seed=2,"), "sweep,train.seed"}
+    assert runs == {first, third, "sweep,train.seed"}
     own = {"train.py", "started", "outcomes", "runs"}
     assert {path.name for path in tmp_path.iterdir()} == own
     # Finished jobs are not started again, and a signal to a job ends the sweep.

@@ -383,6 +383,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
     (NOTHING, {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
     (NOTHING, {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+    (NOTHING, {"a.tar.gz": zlib.compress(tar(IMAGES)[:700], wbits=31)}, "/a.tar.gz: cannot be "),
     # Shards and Parquet.
     (NOTHING, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),

@@ -34,12 +34,12 @@ class Page:
         closed = [node for node in root.iter("details") if "open" not in node.attrib]
         self.folded = [svg.attrib["aria-label"] for node in closed for svg in node.iter("svg")]
         shapes = [(path.attrib["class"], path.attrib["d"]) for path in root.iter("path")]
-        self.lines, self.bands = (
+        self.lines, self.bands, self.dots = (
             [shape for kind, shape in shapes if kind.startswith(name) and shape]
-            for name in ("line", "band")
+            for name in ("line", "band", "dots")
         )
-        for shape in self.lines + self.bands:  # inside the chart, and no NaN
-            assert re.fullmatch(r"[ML0-9. hZ]*", shape.replace("-0.0", "0.0"))
+        for _, shape in shapes[1:]:  # inside the chart, and no NaN
+            assert re.fullmatch(r"[MLHV0-9. hZ]*", shape.replace("-0.0", "0.0"))
         head, *rows = (["".join(cell.itertext()).strip() for cell in r] for r in root.iter("tr"))
         self.facts = [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
         self.classes = [row for row in rows if len(row) < len(head)]
@@ -104,14 +104,15 @@ def test_the_page_of_a_run(runs: Path) -> None:
 
 
 def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, given by themselves or by the folder in which they are; in one colour."""
+    """Each once, given by themselves or by the folder in which they are; the best one first."""
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
-    first, second = page.facts
-    assert (first["optim.lr"], second["optim.lr"]) == ("0.2", "0.05") and "run.name" not in first
-    assert (first["run"], second["train.epochs"]) == (str(runs / "first"), "1")
-    best = [float(facts["best top1"].split()[0]) for facts in (first, second)]
-    assert page.best.index(True) == best.index(max(best)) and sum(page.best) == 1
+    lr = {facts["run"]: facts["optim.lr"] for facts in page.facts}
+    assert lr == {str(runs / "first"): "0.2", str(runs / "second"): "0.05"}
+    best = [float(facts["best top1"].split()[0]) for facts in page.facts]
+    assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
+    *front, _, _ = page.facts[0]  # `device` and `status` are the same
+    assert {"optim.lr", "train.epochs", "run"} < {*front} and "run.name" not in front
     assert page.colours == {("c1", "1"), ("c2", "2")}
     means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
     assert page.classes[0][2:] == ["run 1", "run 2"] and means == sorted(means)
@@ -150,7 +151,9 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
     (copied / "per_class.json").write_text(json.dumps({"classes": [row]}))
     said = " ".join(made(copied).said)
     assert said.count(HOSTILE) >= 8
-    assert not made(runs / "first", copied, out=tmp_path / "both.html").classes  # they differ
+    both = made(runs / "first", copied, out=tmp_path / "both.html")
+    assert not both.classes and not any(both.best)  # they differ
+    assert "best: the runs differ in data.root, data" in " ".join(both.said)
 
 
 def test_the_page_links_to_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,19 +177,19 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     rows.append({"step": 200, "epoch": 2, "split": "val", "top1": 2.0})
     page = made(synthetic(tmp_path / "run", rows, status="interrupted", signal=15))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
-    assert [*page.facts[0].values()][2:] == [*facts, "interrupted by SIGTERM"]
+    assert [*page.facts[0].values()][:-1] == [*facts, "interrupted by SIGTERM"]
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
     assert page.lines[0] == "M0.0 112.5h0" and "best checkpoint 3" in page.said
-    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours
+    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 7
 
 
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
     rows = [step_row(step, loss=9.0 if step == 777 else 1.0) for step in range(5000)]
     page = made(synthetic(tmp_path / "run", rows))
     assert page.lines[0].count(" ") <= 2 * report.BUCKETS and len(page.bands) == 1
-    assert re.search(r"L\d+\.\d (1\d|\d)\.\d", page.bands[0])  # near the top
+    assert not page.dots and re.search(r"L\d+\.\d (1\d|\d)\.\d", page.bands[0])  # near the top
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
     tree: Tree = {}
-    for member, place in tar_members(stored, start).items():
+    for member, place in tar_members(stored, start, path).items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
             inner = tree_of_tar(stored, others, place[0])
@@ -71,8 +71,7 @@ def inflated(path: str) -> Any:
 
     Raises UserError if it is damaged.
     """
-    suffix = f"-{os.path.basename(path)}"  # for messages
-    file = NamedTemporaryFile(prefix="prepare-", suffix=suffix)  # noqa: SIM115 - open until the end
+    file = NamedTemporaryFile(prefix="prepare-")  # noqa: SIM115 - open until the end
     try:
         with gzip.open(path) as content:
             shutil.copyfileobj(content, file)

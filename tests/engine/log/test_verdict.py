@@ -164,16 +164,18 @@ def test_remedies_that_apply(
     """To the config and the files of this run."""
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow"]
     config = from_overrides([*auto, *overrides])
-    prefetcher = SimpleNamespace(cuda="loader.decoder=region" not in overrides)
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
     datasets = SimpleNamespace(train=dataset)
-    feed: Any = SimpleNamespace(config=config, datasets=datasets, num_cores=4, train=prefetcher)
+    feed: Any = SimpleNamespace(config=config, datasets=datasets, num_cores=4)
+    feed.train = SimpleNamespace(cuda="loader.decoder=region" not in overrides)
+    feed.pool = SimpleNamespace(active=1)
     found = remedies(cause, feed)
     assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
     causes = {case["cause"] for case in stored("verdicts")[1:]}
     without = {each for each in causes if not remedies(each, feed)}
     assert without == {"input-bound by the hand-off", "compute-bound"}
     texts = " ".join(text for each in causes for text in remedies(each, feed))
+    assert "use these CPUs, or lower OMP_NUM_THREADS" in texts
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
 

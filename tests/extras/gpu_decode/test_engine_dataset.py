@@ -52,7 +52,7 @@ class PillowEngines:
         self.files: list[int] = []  # their number in each batch
 
     def make_batch(self, *given: Tensor) -> None:
-        files, geometry, pixels, out, scale, shift = given
+        files, geometry, pixels, out, (scale, shift) = given
         images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, g.LENGTH] > 0)
         if self.broken and len(encoded):
             raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
@@ -235,7 +235,8 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
             samples = batch.samples.tolist()
             rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in samples]
             levels = before["image"].to(CUDA).round().to(torch.uint8)
-            made = drawn.apply_operations(levels, torch.tensor(rows, dtype=torch.float64))
+            made, unused = torch.empty_like(levels), torch.empty(2, 3, device=CUDA)
+            drawn.apply_operations(levels, torch.tensor(rows).double(), made, unused)
             found, expected = batch["image"].cpu(), made.float().cpu()
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 

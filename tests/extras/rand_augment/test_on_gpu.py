@@ -131,12 +131,12 @@ CUDA = torch.device("cuda", 0)
 ON_GPU = "data.on_device=[extras.rand_augment.on_gpu:on_gpu]"
 
 
-def pillow_operations(images: Tensor, operations: Tensor) -> Tensor:
+def pillow_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:
     """Apply drawn operations as `apply_operations`, but on a CPU."""
-    made = []
-    for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations.numpy(), strict=True):
-        made.append(functools.reduce(by_row, rows, image))
-    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
+    scale, shift = affine[:, :, None, None]
+    for image, rows, target in zip(images.permute(0, 2, 3, 1), operations, out, strict=True):
+        made = torch.tensor(functools.reduce(by_row, rows.numpy(), image.numpy()))
+        target.copy_(made.permute(2, 0, 1) * scale + shift)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         (RAND, "[mixup]", 2, CPU),
         (TRIVIAL, "[]", 0, CPU),
         pytest.param(RAND, "[]", 2, CUDA, marks=pytest.mark.gpu),
-        pytest.param(TRIVIAL, "[]", 2, CUDA, marks=pytest.mark.gpu),
+        pytest.param(TRIVIAL, "[random_erasing]", 2, CUDA, marks=pytest.mark.gpu),
     ],
 )
 def test_operations_on_the_device_make_the_batches_of_the_workers(
@@ -170,7 +170,7 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     for path in sorted(root.glob("train/*/0[3-5].jpg")):
         path.write_bytes(path.read_bytes()[:400])
     overrides = (entries, f"augment.batch={batch}", "data.on_error=skip", "data.max_bad_fraction=1")
-    options: Any = {"dtype": torch.bfloat16, "workers": workers}
+    options: Any = {"dtype": torch.bfloat16, "workers": workers, "channels_last": entries == RAND}
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
     with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
@@ -207,6 +207,13 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
     assert not has_kernels(CPU)  # the function that was imported
 
 
+def levels_of(pixels: Tensor, operations: Tensor) -> Tensor:
+    """Apply the operations on a GPU; uint8 [B, 3, S, S]."""
+    out = torch.empty(pixels.shape, dtype=torch.uint8, device=pixels.device)
+    apply_operations(pixels, operations, out, torch.empty(2, 3, device=pixels.device))
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
 @pytest.mark.parametrize("name", ALL)
@@ -215,7 +222,7 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
     pixels = torch.from_numpy(np.concatenate([images] * len(drawn))).cuda().permute(0, 3, 1, 2)
-    found = apply_operations(pixels, rows_of(operations, size)).permute(0, 2, 3, 1)
+    found = levels_of(pixels, rows_of(operations, size)).permute(0, 2, 3, 1)
     expected = [applied(image, each) for each, image in itertools.product(drawn, images)]
     np.testing.assert_array_equal(found.cpu().numpy(), expected)
 
@@ -226,9 +233,9 @@ def test_operations_do_not_wait_for_the_device() -> None:
     drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
-    apply_operations(images, operations)
+    levels_of(images, operations)
     with without_waiting(deterministic=True):  # which refuses none of the kernels
-        apply_operations(images, operations)
+        levels_of(images, operations)
 
 
 @pytest.mark.gpu
@@ -239,7 +246,7 @@ def test_offsets_of_a_large_batch(image_root: Path) -> None:
     pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
     drawn = [Operation("rotate", 9, mode, FILL) for mode in (MODES.NEAREST, MODES.BICUBIC)]
     drawn += [Operation("equalize", 0), Operation("sharpness", 1.5)]
-    made = apply_operations(pixels, rows_of([drawn], size).expand(batch, -1, -1))
+    made = levels_of(pixels, rows_of([drawn], size).expand(batch, -1, -1))
     expected = torch.from_numpy(applied(photo, *drawn).copy()).cuda()
     for part in made.permute(0, 2, 3, 1).split(1024):
         assert (part == expected).all()
