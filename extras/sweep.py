@@ -82,7 +82,7 @@ class Sweep:
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
         self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
-            raise UserError("-m: some jobs have the same run directory; leave out run.dir")
+            raise UserError("-m: jobs have the same run directory; leave out run.dir and run.name")
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -146,11 +146,11 @@ def _key(override: str) -> str:
 
 
 def _named(fixed: Sequence[str], job: Sequence[str]) -> tuple[list[str], Config]:
-    """Return the overrides and the config of a job; the name of its run has all keys that vary."""
+    """Return the overrides and the config of a job; its run's default name has all varied keys."""
     config = from_overrides(words := [*fixed, *job])
     first, _, rest = str(config.run.name).partition(",")
     lacking = [w for w in job if f",{_key(w)}" not in f",{rest}" and not w.endswith(f"={first}")]
-    if lacking:  # its value is the recipe's, or does not change the result
+    if lacking and not any(word.startswith("run.name=") for word in words):
         more = [re.sub(r"[^\w.+=-]+", "-", word, flags=re.ASCII) for word in lacking]
         words.append(f"run.name={','.join([first, *more, rest]).strip(',')}")
     return words, from_overrides(words) if lacking else config
