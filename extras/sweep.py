@@ -60,7 +60,7 @@ class Sweep:
     """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
 
     `columns`: the overrides of each key that varies. `jobs`: the overrides of a job that vary ->
-    its config; of the first MOST jobs, with another sweeper than Hydra's basic one of the first.
+    its config, for the first MOST jobs; for the first job only if a plugin is the sweeper.
     """
 
     def __init__(self, words: Sequence[str]) -> None:

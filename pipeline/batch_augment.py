@@ -176,7 +176,7 @@ class Mixing:
     seed: int
     rank: int = 0
     world_size: int = 1
-    # The field to mix: class numbers, or floating numbers. None: the transforms change images only.
+    # The field to mix: class numbers or floating-point numbers. None: only images are changed.
     label: str | None = "label"
 
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:

@@ -120,7 +120,7 @@ def number_in(value: Any, default: float = math.nan) -> float:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Read a run directory, or the runs in a folder. Raises UserError: the folder is neither."""
+    """Read a run directory, or the runs in a folder. Raises UserError if it is neither."""
     folders = [folder]
     if not any((folder / name).is_file() for name in FILES):
         folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
@@ -333,7 +333,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
 def reference(runs: Sequence[Run]) -> str:
     """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
 
-    It is the value that train.best_by names; `time` is that of the last start. Raises UserError:
+    It is the value that train.best_by names; `time` is that of the last start. Raises UserError if
     there are too few runs, they differ, or one is not complete.
     """
     if len(runs) < MIN_RUNS:
