@@ -57,7 +57,7 @@ MISTAKES = {
     "schedule=cosine,cosin": "schedule=cosin: no such schedule",
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
     "experiment=glob(*)": "there is no key experiment; --help lists all keys",
-    "optim.lr=1,2 run.dir=x": "-m: jobs have the same run directory; leave out run.dir and run.name",
+    "optim.lr=1,2 run.dir=x": "-m: jobs have the same run directory; leave out run.dir",
     "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1, 2": "optim.lr=1,: not allowed; give a number > 0",
 }
