@@ -31,6 +31,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_configure() -> None:
+    """Use one thread, also in other processes: the number of torch's threads changes the bits.
+
+    On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
+    tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     leave_nothing()
     if hasattr(session.config, "workerinput"):
@@ -89,16 +99,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_torch_thread() -> None:
-    """Use one thread: the number of torch's threads changes the bits of a result.
-
-    On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
-    tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
-    """
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _event_files_in_order() -> None:
     """Keep event files in order: TensorBoard sorts them by name, which ends in a counter.
 
@@ -111,13 +111,12 @@ def _event_files_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that call train(): its processes use one thread and the tests' cache folder."""
+    """For tests that call train(): its processes use the tests' cache folder."""
     # train() collects garbage. It takes a while to examine all objects of pytest and torch.
     gc.freeze()
     unfreeze = gc.unfreeze
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: None)
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
     unfreeze()

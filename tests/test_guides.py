@@ -62,7 +62,7 @@ class Fork:
 
     def run(self, command: str, overrides: str = "") -> str:
         variables = {"PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}"}
-        variables |= {"OVERRIDES": f"{self.always} {overrides}", "OMP_NUM_THREADS": "1"}
+        variables |= {"OVERRIDES": f"{self.always} {overrides}"}
         shell = ["sh", "-eu", "-c", command]
         done = run_command(shell, variables, cwd=self.root, seconds=TRAINS_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr

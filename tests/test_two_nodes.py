@@ -60,9 +60,9 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Star
         *("--rdzv-conf", f"last_call_timeout=5,is_host={int(node == 0)}"),
         *("--local-addr", ADDRESSES[node]),
     ]
-    variables = {"GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
+    command = [*prefix, *launcher, *arguments[1:]]
     with log.open("wb") as file:
-        return Started([*prefix, *launcher, *arguments[1:]], variables, stdout=file, stderr=STDOUT)
+        return Started(command, {"GLOO_SOCKET_IFNAME": "wire"}, stdout=file, stderr=STDOUT)
 
 
 def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(

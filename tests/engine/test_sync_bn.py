@@ -19,8 +19,7 @@ OPTIONS = [
 
 def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
     """Train; return the training loss of every step, and the validation losses."""
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
-    done = run_command(arguments, variables, seconds=240)
+    done = run_command(arguments, {"CUDA_VISIBLE_DEVICES": gpus}, seconds=240)
     assert done.returncode == 0, done.stderr
     assert "not captured" not in done.stderr
     train = [row["loss"] for row in rows(folder, "train")]

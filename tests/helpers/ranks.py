@@ -28,7 +28,7 @@ class Ranks(Started):
 
     def __init__(self) -> None:
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        variables = {**NO_GPU, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        variables = {**NO_GPU, "PYTHONPATH": paths}
         super().__init__([sys.executable, __file__], variables, stdin=PIPE, stdout=PIPE)
 
     def run(

@@ -37,7 +37,6 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
     variables = {f"SLURM_{name}": str(value) for name, value in of_slurm.items()}
     variables |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
     variables |= {name: str(tmp_path / name.lower()) for name in ("STARTED", "REQUEUED")}
-    variables["OMP_NUM_THREADS"] = "1"
     job = ["bash", "scripts/train.sbatch", *words]
     with Started(job, variables, stdout=PIPE) as first:
         wait_for("three steps", lambda: logged_steps(folder) >= 3, first)
