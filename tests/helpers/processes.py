@@ -150,8 +150,8 @@ class Process(NamedTuple):
     session: int
 
 
-def processes() -> dict[int, Process]:
-    """Return all processes by number."""
+def processes(which: str = "[0-9]*") -> dict[int, Process]:
+    """Return processes by number: all, or on Linux those whose number fits a pattern."""
     found: dict[int, Process] = {}
     if sys.platform != "linux":  # the leader of a session also leads a group
         command = ["ps", "-axo", "pid=,stat=,ppid=,pgid="]
@@ -160,7 +160,7 @@ def processes() -> dict[int, Process]:
                 found[int(number)] = Process(state[0], int(parent), int(group))
         del found[ps.pid]
         return found
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in Path("/proc").glob(f"{which}/stat"):
         with contextlib.suppress(OSError):  # the process ended in the meantime
             state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             found[int(stat.parent.name)] = Process(state, int(parent), int(session))
@@ -169,7 +169,7 @@ def processes() -> dict[int, Process]:
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is no zombie."""
-    found = processes().get(pid)
+    found = processes(str(pid)).get(pid)
     return found is not None and found.state not in "ZX"
 
 
