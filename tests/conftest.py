@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from _pytest.config import create_terminal_writer
 
 from pipeline.machine import default_cache_dir
@@ -32,13 +31,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure() -> None:
-    """Use one thread, also in other processes: the number of torch's threads changes the bits.
+    """Use one thread in all processes: the number of torch's threads changes the bits.
 
     On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
     tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -54,6 +52,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # takes seconds; the process of xdist that starts the others does not need it
+
+    # Then one process starts all ranks, instead of each its own `Ranks`, which imports torch.
+    items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
@@ -85,10 +87,10 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep index caches out of the user's cache folder. Child processes inherit the variable."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture
@@ -110,14 +112,12 @@ def _event_files_in_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that call train(): its processes use the tests' cache folder."""
-    # train() collects garbage. It takes a while to examine all objects of pytest and torch.
+def whole_runs() -> Iterator[None]:
+    """For tests that call train(), which collects garbage: not the objects of pytest and torch."""
     gc.freeze()
     unfreeze = gc.unfreeze
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: None)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
     unfreeze()
 
