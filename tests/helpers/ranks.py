@@ -5,6 +5,7 @@ of what ranks compute on the CPU, and for hundreds of kills; others start torchr
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -182,5 +183,6 @@ if __name__ == "__main__":
 
     import train  # noqa: F401
 
+    gc.freeze()  # train() collects garbage in each rank
     for line in sys.stdin:
         print(run_all(json.loads(line)), flush=True)
