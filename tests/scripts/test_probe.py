@@ -1,6 +1,7 @@
 """The probes of features: compared with scikit-learn, and by their commands on small JPEG files."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from conf.schema import UserError
 from engine.files import json_text
 from scripts import predict, probe
 from tests.conftest import CLASSES
-from tests.helpers.processes import run_python
+from tests.helpers.ranks import Ranks
 from tests.helpers.results import newest
 
 RNG = np.random.default_rng(0)
@@ -51,13 +52,13 @@ def test_penalty_is_chosen_without_the_queries() -> None:
     assert same == penalty and (again != found).any()
 
 
-def test_command(folder: Path, image_root: Path, tmp_path: Path) -> None:
+def test_command(folder: Path, image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """The features of a run, of both splits: it prints what `nearest` finds."""
     files = tmp_path / "train", tmp_path / "val"
     for file in files:
         words = [str(newest(folder)), str(image_root / file.name), "--features", "train.device=cpu"]
-        file.write_text(run_python(predict.__file__, *words).stdout)
-    done = run_python(probe.__file__, *files, CUDA_VISIBLE_DEVICES="")
+        file.write_text(ranks.run([sys.executable, predict.__file__, *words], 1).stdout)
+    done = ranks.run([sys.executable, probe.__file__, *map(str, files)], 1)
     assert done.returncode == 0, done.stderr
     (bank, folders), (queries, own) = map(probe.read_features, files)
     labels, truth = (torch.tensor([*map(CLASSES.index, names)]) for names in (folders, own))
